@@ -39,7 +39,7 @@ LISTED_GROUPS = 30
 @click.option("--web", is_flag=True, help="Serve these views to a web browser on this machine.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="P", help="Of --web. [default: a free one]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
-@click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
+@click.option("--totals", is_flag=True, help="The run, its envs and its workers, without groups.")
 @click.option("--archive", metavar="DIR", help="Where an ID is looked for that the server has let go.")
 @click.option("--alive", metavar="WHO", help="Only whether WHO has been heard: batcher, 'worker NAME' or 'rank N'.")
 @click.option(
@@ -102,9 +102,6 @@ def command(
     """
     if alive is not None:
         return _alive(given, alive, within, as_json)
-    if totals and not as_json:
-        raise click.UsageError("--totals is for --json: what is printed begins with them")
-
     from rlbuffer.client.filters import parse
     from rlbuffer_cli.session import open_existing
     from rlbuffer_cli.whole_run import WholeRun
@@ -212,9 +209,12 @@ def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) ->
 
     problems: list[RlbufferError] = []
     buffer = run.buffer
-    if as_json and totals:
-        for record in pool.summary_records(pool.summarize(buffer)):
+    if totals:
+        summary = pool.summarize(buffer)
+        for record in pool.summary_records(summary) if as_json else ():
             echo(json.dumps(record))
+        if not as_json:
+            pool.show_run(summary)
         return 0
     look = PoolLook(buffer.store)
     views = run.groups(where, limit, problems, look)

@@ -237,8 +237,8 @@ def memory_record(summary: RunSummary) -> dict[str, Any]:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit: int) -> None:
-    """Prints header, envs and groups."""
+def show_run(summary: RunSummary) -> None:
+    """Prints header and envs."""
     for line in header_lines(summary):
         say(line, indent="    ")
     echo("")
@@ -250,6 +250,12 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
             optional=["forming", "packed", "age", "trained"],
         )
         say(ENV_LEGEND, indent="")
+
+
+def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit: int) -> None:
+    """Prints header, envs and groups."""
+    show_run(summary)
+    if summary.envs:
         echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)

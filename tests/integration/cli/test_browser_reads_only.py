@@ -31,7 +31,7 @@ async def tour(person: Person) -> None:
     await person.press("l", "r", "o")
     await person.sees(": raw")
     await person.press("escape", "y", "t")
-    await person.sees("1 steps that can still be read")
+    await person.sees("1 step that can still be read")
     await person.press("enter")
     await person.sees("rank 1:")
     await person.press("N", "P", "escape", "escape", "w")

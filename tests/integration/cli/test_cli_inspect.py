@@ -13,6 +13,7 @@ import pytest
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
@@ -118,10 +119,14 @@ def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, cal
     assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)
 
 
-def test_totals_are_for_programs(buffer: Buffer, call: Call) -> None:
-    code, out, err = call("inspect", "--totals")
-    assert (code, out) == (2, "")
-    assert "--totals is for --json: what is printed begins with them" in err
+def test_totals_are_the_run_and_its_envs_without_groups(url: str, buffer: Buffer, call: Call) -> None:
+    buffer.writer("w").push(make_group(env="a", group_id="a.77"))
+    code, out, _ = call("inspect", "--totals")
+    assert (code, out.startswith('run "math" on '), "a.77" in out) == (0, True, False)
+    assert any(line.startswith("a ") for line in out.splitlines())
+    assert "a.77" in call("inspect")[1]
+    records = [json.loads(line) for line in call("inspect", "--totals", "--json")[1].splitlines()]
+    assert records[0]["schema"] == "rlbuffer.run/1"
 
 
 def test_alive_is_one_object_for_a_program(buffer: Buffer, call: Call) -> None:

@@ -56,7 +56,7 @@ def test_no_color_leaves_the_browser_the_terminals_own_colours(
     [
         (["inspect", "nosuch.1"], 1, "it was retired with its step, or never pushed."),
         (["inspect", "a."], 1, "Type one of them whole: rlbuffer inspect a.0"),
-        (["inspect", "--totals"], 2, "Error: --totals is for --json: what is printed begins with them"),
+        (["inspect", "--tokens", "9:3"], 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
         (["verify"], 0, "ok: everything adds up"),
         (["export", "-o", "out.jsonl"], 0, "out.jsonl: 2 groups with 4 rollouts of run {run}"),
         (["drop", "--where", "env:nobody"], 0, "no pending group of run {run} matches 'env:nobody'"),

@@ -131,7 +131,7 @@ def test_every_screen_fits_into_80_columns(run: Run) -> None:
             (("b",), "they part at token"),
             (("escape", "enter"), "rollout a.1/0"),
             (("5",), "entropy: not kept per token"),
-            (("t",), "steps that can still be read"),
+            (("t",), "that can still be read"),
             (("enter",), "closed by capacity"),
             (("escape", "w"), "worker w-0"),
             (("question_mark",), "What each screen answers"),
