@@ -106,7 +106,7 @@ TABLE = [
         "gpus = [0, 1, 2]\nreplicas = 2",
         ["worker.a.gpus = [0, 1, 2] cannot be dealt equally over 2 replicas"],
     ),
-    ("trainer", "gpus = [0]\nworld_size = 2", ["trainer.gpus = [0]: trainer.world_size = 2 ranks need one each"]),
+    ("trainer", "gpus = [0]\nworld_size = 2", ["trainer.gpus = [0]: trainer.world_size = 2, and each rank needs one"]),
     (
         "trainer.optimizer",
         "min_learning_rate = 1.0",

@@ -47,7 +47,7 @@ def test_a_process_without_gpus_of_its_own_sees_what_it_saw() -> None:
         ),
         (
             "[trainer]\nworld_size = 2\ngpus = [0]\n",
-            "trainer.gpus = [0]: trainer.world_size = 2 ranks need one each (FILE:3, :2).",
+            "trainer.gpus = [0]: trainer.world_size = 2, and each rank needs one (FILE:3, :2).",
         ),
     ],
 )

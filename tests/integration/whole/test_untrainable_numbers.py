@@ -178,7 +178,7 @@ def test_inspect_shows_the_rest_of_a_run_with_a_step_that_cannot_be_read(
     for arguments in ((), ("--json",)):
         code, out, err = inspect(*arguments)
         assert ("a.0" in out, "b.5" in out, "a.1" in out) == (True, True, False)
-        assert (code, err.startswith(cure)) == (1, True)
+        assert (code, cure in err) == (1, True)
         assert err.endswith("with `rlbuffer step void 2`\n")
     assert inspect("--json", "--totals")[0] == 0
     for known in ("a.0", "b.5"):
