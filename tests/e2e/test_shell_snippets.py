@@ -118,7 +118,8 @@ def test_the_pages_commands_for_the_run_that_comes_along(folder: Home) -> None:
     for command in workers:
         starts(folder, lasting, command, {})
     folder.wait_until(lambda: folder.metrics("default"), seconds=60, why="the first step")
-    assert lasting[trainer] in (folder.path / "train.log").read_text()
+    log = folder.path / "train.log"
+    folder.wait_until(lambda: lasting[trainer] in log.read_text(), seconds=60, why="its line")
     with folder.connect("old-run") as buffer:
         buffer.store.open_run()
     folder.environment["RLBUFFER_RUN"] = "default"  # old-run was opened later

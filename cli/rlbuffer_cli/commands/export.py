@@ -181,6 +181,7 @@ def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> 
     if str(path) == STDOUT:
         clear()
         sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()  # a reader that has left ends it here, before anything is reported
     else:
         write_lines(path, lines)
     return run

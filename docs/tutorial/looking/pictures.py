@@ -107,14 +107,18 @@ Keep = Callable[[str, Terminal], None]
 """Takes the name of a picture, and the terminal that shows it."""
 
 
+DIFFERING = "env:vcopy step:20 reward>0.05 reward<0.24"
+"""Groups whose rollouts differ: none of them can have such a mean of rewards that are all the same."""
+
+
 def tour(window: Terminal, keep: Keep) -> None:
     """Every screen by the documented keys, from the pool and back to it."""
     window.until("newest first", "policy v")
     keep("pool", window)
     window.press("/")
     window.until("age>=2")
-    window.type("env:vcopy state:trained step:20")
-    window.until("where env:vcopy state:trained step:20")
+    window.type(DIFFERING)
+    window.until(f"where {DIFFERING}")
     window.press("s", "s", "s", "Enter")
     window.until("16 of 16 rollouts")
     keep("group", window)
