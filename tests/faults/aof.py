@@ -77,7 +77,7 @@ def read_written(server_directory: Path, run: str) -> Written:
 
 
 def keep_files(server_directory: Path) -> None:
-    """Links the append-only files: a server that loads what another one has begins its own anew and removes them."""
+    """Links the append-only files: a server that loads what another one has starts new ones and removes these."""
     kept = server_directory / KEPT
     kept.mkdir(parents=True, exist_ok=True)
     for path in (server_directory / "appendonlydir").glob("*.incr.aof"):

@@ -121,6 +121,8 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
     assert (row["left_out"], row["rollout_id"], row["worker"], row["rank"]) == ("oversized", "a.long/1", "w-7", None)
     assert left.rollout == group.rollouts[1]
     assert [member.rollout_id for member in archive.rollouts(1)] == ["a.long/0", "a.long/2"]
+    (group_of_step,) = archive.groups(1)
+    assert [member.rollout_id for member in group_of_step.members] == ["a.long/0", "a.long/2", "a.long/1"]
     detail = of_archive(training.folder, "a.long")
     assert (detail.view.rollouts, detail.view.detail, len(detail.members)) == (2, "left out: 1 oversized", 3)
     report = check_archive(archive)

@@ -25,7 +25,7 @@ STEPS, KEPT = 6, 4
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run of six steps with a group each; the first four are in the archive alone. One of step 2 says something."""
+    """A run of six steps with a group each; the first four are in the archive alone."""
     made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     settled(made)
     for i in range(STEPS):
@@ -158,7 +158,9 @@ def test_the_web_pages_read_the_archive_that_was_named(run: Run, tmp_path: Path)
     assert "group?id=a.1" in shown[""]
 
 
-def test_a_group_with_a_rollout_left_out_is_whole_in_a_list_as_it_is_by_its_id(run: Run, tmp_path: Path) -> None:
+def test_a_group_of_the_archive_is_the_same_in_a_list_and_by_its_id_and_files_are_read_once(
+    run: Run, tmp_path: Path
+) -> None:
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
         whole = WholeRun(buffer, str(tmp_path / "archive"))
         (listed,) = whole.details("step:3", 10, [])
