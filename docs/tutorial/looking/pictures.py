@@ -151,8 +151,7 @@ def tour(window: Terminal, keep: Keep) -> None:
 
 def planted(window: Terminal, keep: Keep) -> None:
     """What the screens say of two planted failures: a halted worker, and one that samples with old weights."""
-    window.press("/")
-    window.press("C-u", "Enter", "l")
+    window.press("l")
     window.until("repeat has no worker at work")
     keep("short", window)
     window.press("w")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from browsing import Person, browse
 from store_runs import Run
+from textual import events
 
 import rlbuffer
 from rlbuffer.testing import make_group
@@ -52,6 +53,17 @@ def test_a_filter_about_rollouts_chooses_groups_and_marks_the_rollouts_that_matc
         shown = await person.sees("group a.1: 1 of 3 rollouts match stop:length text:/answer is/")
         marked = [line for line in shown.splitlines() if "*" in line]
         assert [line.split()[:2] for line in marked] == [["*", "a.1/1"]]
+
+    browse(buffer, tour, size=(120, 30))
+
+
+def test_keys_typed_ahead_of_an_enter_are_not_taken_for_the_filter(buffer: rlbuffer.Buffer) -> None:
+    async def tour(person: Person) -> None:
+        await person.sees("a.0", "a.1")
+        await person.press("slash")
+        for key in (*"stop", "colon", *"length", "enter", "S", "l"):  # all before the application sees the first
+            person.app.post_message(events.Key(key, ":" if key == "colon" else key if len(key) == 1 else None))
+        await person.sees("[live] 1 group where stop:length, by state, newest first, reversed")
 
     browse(buffer, tour, size=(120, 30))
 
