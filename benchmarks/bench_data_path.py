@@ -2,7 +2,8 @@
 
 A round pushes a step's groups, has the real daemon decide and commit it, and pulls it for every rank, all in one
 process on one server; the bare commands move the same bytes in the same round, so that whatever else the machine does
-hits both alike. Shares are medians over rounds; absolute numbers are this machine's, today's.
+hits both alike. They go through redis-py as it comes, with large reads; a row has HSETs through rlbuffer's connection.
+Shares are medians over rounds; absolute numbers are this machine's, today's.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.server.connection import SOCKET_READ_BYTES
 from rlbuffer.wire import payload
 
 GROUP_SIZE = 16
@@ -149,7 +151,9 @@ def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
     pushes = [payload.encode_push(group) for group in groups]
     fields = [{str(i): raw for i, raw in enumerate(push.payloads)} for push in pushes]
     size = sum(len(raw) for push in pushes for raw in push.payloads)
-    costs = {"raw HSET": clock(lambda: hset(client, fields))}
+    bare = plain_client(client)
+    costs = {"raw HSET": clock(lambda: hset(bare, fields))}
+    costs["raw HSET, our connection"] = clock(lambda: hset(client, fields))
     writer = Writer(store, "bench", epoch=epoch)
     before = used_memory(client)
     costs["push of ready groups"] = clock(lambda: push_all(writer, groups))
@@ -164,8 +168,9 @@ def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
         pulls = [StepPull(store, r, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1) for r in ranks]
         requests = [fields_of(pull, store) for pull in pulls]
         label = f"{world_size} rank{'s' * (world_size > 1)}"
-        costs[f"raw HMGET, {label}"] = clock(lambda requests=requests: [hmget(client, keys) for keys in requests])  # type: ignore[misc]
+        costs[f"raw HMGET, {label}"] = clock(lambda requests=requests: [hmget(bare, keys) for keys in requests])  # type: ignore[misc]
         costs[f"pull to tensors, {label}"] = clock(lambda pulls=pulls: [pull_step(pull, store) for pull in pulls])  # type: ignore[misc]
+    bare.close()
     tokens = sum(len(tokens) for tokens, *_ in sampled)
     return Round(costs=costs, bytes_per_token=size / tokens, held=held)
 
@@ -208,7 +213,7 @@ def share(pairs: Sequence[tuple[Cost, Cost]], what: str) -> float:
 
 def bare_of(name: str) -> str | None:
     """The bare command that a line is held against."""
-    if name.startswith("push"):
+    if name.startswith(("push", "raw HSET, ")):
         return "raw HSET"
     return name.replace("pull to tensors", "raw HMGET") if name.startswith("pull") else None
 
@@ -292,6 +297,14 @@ def used_memory(client: redis.Redis) -> int:
     """Bytes that the server holds."""
     facts: Any = client.info("memory")
     return int(facts["used_memory"])
+
+
+def plain_client(client: redis.Redis) -> redis.Redis:
+    """redis-py's own connection to the same server and database, reading as much at a time."""
+    options = client.connection_pool.connection_kwargs
+    return redis.Redis(
+        unix_socket_path=options["path"], db=options["db"], protocol=3, socket_read_size=SOCKET_READ_BYTES
+    )
 
 
 def hset(client: redis.Redis, fields: Sequence[dict[str, bytes]]) -> None:

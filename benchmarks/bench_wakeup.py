@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_data_path import Arrays, arrays, hmget, make_groups
+from benchmarks.bench_data_path import Arrays, arrays, hmget, make_groups, plain_client
 from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.buffer import Buffer
@@ -43,6 +43,8 @@ STEPS = 8
 WAITING_RANKS = 64
 """In processes of eight ranks each."""
 SMALL_STEPS = 30
+STREAM, HEADER_BYTES = "bare", 1_000
+"""The entry that bare clients wait for: about what the header of a small step takes."""
 SETTLE_SECONDS = 0.5
 """Between a step's other pushes and its last one: the leader has taken them in."""
 START_SECONDS = 60.0
@@ -70,7 +72,8 @@ def run(report: Report) -> None:
         measures=f"workload a ({len(WORKLOADS['a'].lengths):,} rollouts) for {RANKS} ranks, {STEPS - 1} steps: ms from "
         "the moment that the step's last push has returned until a rank has its tensors, beside bare HMGETs of the "
         f"same fields by the same {RANKS} processes; then {WAITING_RANKS} ranks in 8 processes that wait for small "
-        f"steps, {SMALL_STEPS} of them: ms from the commit until a rank has its header",
+        f"steps, {SMALL_STEPS} of them: ms from the commit until a rank has its header, beside as many of redis-py's "
+        "own clients that wait for an entry of a stream with a blocking XREAD",
         not_measured="the network (unix socket here), a trainer's own work beside the pull, prefetched steps, "
         "more processes than cores being a rare thing elsewhere",
     )
@@ -84,9 +87,11 @@ def run(report: Report) -> None:
     for q, most in MOST_RATIO.items():
         name = f"a rank has its tensors within {most} x of the bare HMGETs, p{100 * q:g}"
         report.line(f"{name}: {ratios[q]:.1f} x, met: {report.target(name, ratios[q] <= most)}")
-    woken = [1e3 * seconds for seconds in commit_to_header()]
-    worst = float(np.quantile(woken, 0.99))
-    report.line(f"\n{WAITING_RANKS} waiting ranks: p50 {statistics.median(woken):.2f} ms, p99 {worst:.2f} ms")
+    worst = 0.0
+    for who, measured in (("bare XREADs", xadd_to_xread), ("ranks", commit_to_header)):
+        woken = [1e3 * seconds for seconds in measured()]
+        worst = float(np.quantile(woken, 0.99))
+        report.line(f"{WAITING_RANKS} waiting {who}: p50 {statistics.median(woken):.2f} ms, p99 {worst:.2f} ms")
     name = f"{WAITING_RANKS} waiting ranks wake within {WAKE_MS:g} ms of a commit, p99"
     report.line(f"{name}, met: {report.target(name, worst <= WAKE_MS)}")
 
@@ -128,6 +133,48 @@ def commit_to_header() -> list[float]:
             if step > 1:
                 woken += [at - arrived["commit"][0] for at in arrived["tensors"]]
     return woken
+
+
+def xadd_to_xread() -> list[float]:
+    """Seconds of every bare client and entry, from just before the XADD."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
+    store, heard, seconds = open_(home), SPAWN.Queue(), []
+    waiting = [SPAWN.Process(target=wait_bare, args=(home, 8, heard), daemon=True) for _ in range(WAITING_RANKS // 8)]
+    try:
+        for process in waiting:
+            process.start()
+        wait_for(heard, "ready", 0, WAITING_RANKS)
+        for step in range(1, SMALL_STEPS + 1):
+            time.sleep(SETTLE_SECONDS)
+            begun = time.monotonic()
+            store.connection.client.xadd(STREAM, {"header": bytes(HEADER_BYTES)}, id=f"{step}-0")
+            came = wait_for(heard, "bare", step, WAITING_RANKS)
+            seconds += [at - begun for at in came if step > 1]
+    finally:
+        for process in (p for p in waiting if p.pid is not None):
+            process.kill()
+            process.join()
+        store.close()
+        shutil.rmtree(home, ignore_errors=True)
+    return seconds
+
+
+def wait_bare(home: Path, count: int, heard: Any) -> None:
+    """A process of bare clients, a thread each."""
+    threads = [threading.Thread(target=wait_for_entries, args=(home, heard)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def wait_for_entries(home: Path, heard: Any) -> None:
+    store = open_(home)
+    client = plain_client(store.connection.client)
+    heard.put(Arrived(what="ready", step=0, at=time.monotonic()))
+    for step in range(1, SMALL_STEPS + 1):
+        client.xread({STREAM: f"{step - 1}-0"}, count=1, block=0)
+        heard.put(Arrived(what="bare", step=step, at=time.monotonic()))
 
 
 def push_step(writer: Writer, sampled: Sequence[Arrays], step: int) -> float:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
+from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.narration.nearest import several_ids
+from rlbuffer.records.group import Group
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload
@@ -40,8 +45,16 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
     raise NotFound(f"run {store.run!r} has no group {group_id!r}: it was retired with its step, or never pushed.")
 
 
-def detail_of(store: Store, view: GroupView, sources: GroupSource) -> GroupDetail:
-    """A group whole: its view, and what :func:`every_group` gave with it."""
+def detail_of(
+    store: Store, view: GroupView, sources: GroupSource, dropped: Mapping[str, Sequence[str]] | None = None
+) -> GroupDetail:
+    """A group whole: its view, and what :func:`every_group` gave with it; of a dropped one what was not swept yet.
+
+    `dropped` has the payload keys of dropped groups; None: they are looked for.
+    """
+    if view.state is State.DROPPED:
+        keys = store.dropped_payloads([view.group_id]) if dropped is None else dropped
+        return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
     refs = sorted(stand_ins(sources), key=lambda ref: (ref.payload_key, ref.index))
     places = _places(store, view) if refs and view.step is not None else {}
     payloads = store.read_payloads(refs) if refs else []
@@ -51,6 +64,17 @@ def detail_of(store: Store, view: GroupView, sources: GroupSource) -> GroupDetai
     )
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
+
+
+def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
+    pairs = [pair for push in pushes for pair in zip(push.info().rollouts, push.rollouts, strict=True)]
+    scored = tuple(info.reward for info, _ in pairs if info.reward is not None)
+    return GroupDetail(
+        view=replace(view, reward=fmean(scored), rewards=scored) if scored else view,
+        members=tuple(_view_of(info, rollout) for info, rollout in pairs),
+        answer=pushes[0].answer if pushes else None,
+        metadata=pushes[0].metadata if pushes else {},
+    )
 
 
 def _places(store: Store, view: GroupView) -> dict[tuple[str, int], StepPlace]:
@@ -102,11 +126,21 @@ def rollout_view(ref: PartRollout, step: int | None, place: StepPlace | None, da
             rollout = payload.decode_rollout(data, expected=info)
         except PayloadError:
             rollout = None
+    return _view_of(info, rollout, ref.advantage if step is not None else None, step, place)
+
+
+def _view_of(
+    info: RolloutInfo,
+    rollout: Rollout | None,
+    advantage: float | None = None,
+    step: int | None = None,
+    place: StepPlace | None = None,
+) -> RolloutView:
     return RolloutView(
         rollout_id=info.rollout_id,
         reward=info.reward,
         rewards=info.rewards,
-        advantage=ref.advantage if step is not None else None,
+        advantage=advantage,
         length=info.length,
         loss_tokens=info.loss_tokens,
         prompt_tokens=info.prompt_tokens,

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.kept_pushes import dropped_pushes, group_of
 from rlbuffer.client.views import GroupView, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 
 def export_groups(buffer: Buffer, where: str, gone: list[str]) -> Iterator[Group]:
@@ -82,41 +82,14 @@ def _of_step(store: Store, step: int, group_ids: set[str], gone: list[str]) -> I
 def _whole(store: Store, refs: Sequence[PartRollout], further: Mapping[str, Any], gone: list[str]) -> Iterator[Group]:
     payloads = store.read_payloads(refs)
     (group_payload,) = store.read_group_payloads([refs[0].payload_key])
-    yield from _made(refs[0].group_id, refs[0].env, payloads, group_payload, further, gone)
+    yield from group_of(refs[0].group_id, refs[0].env, payloads, group_payload, further, gone)
 
 
 def _of_drops(store: Store, views: Mapping[str, GroupView], gone: list[str]) -> Iterator[Group]:
     """Their pushes have left the pool, and what it knew of them; the payloads are there until the next sweep."""
     keys = store.dropped_payloads(list(views))
     for group_id, view in views.items():
-        pushes = [store.read_push_payload(key) for key in keys.get(group_id, ())]
-        if not any(pushes):
+        pushes = list(dropped_pushes(store, view, keys.get(group_id, ()), gone))
+        if not pushes:
             gone.append(group_id)
-        for fields in filter(None, pushes):
-            names = sorted((name for name in fields if name.isdigit()), key=int)
-            further = {"prompt_id": view.prompt_id, "worker": view.worker, "planned_size": max(len(names), 1)}
-            yield from _made(group_id, view.env, [fields[n] for n in names], fields.get("group"), further, gone)
-
-
-def _made(
-    group_id: str,
-    env: str,
-    payloads: Sequence[bytes | None],
-    group_payload: bytes | None,
-    further: Mapping[str, Any],
-    gone: list[str],
-) -> Iterator[Group]:
-    """One group; without the rollouts that cannot be read, and none where that are all."""
-    rollouts = []
-    for data in payloads:
-        try:
-            rollouts.append(decode_rollout(data or b""))
-        except PayloadError:
-            gone.append(group_id)
-    if rollouts:
-        try:
-            answer, metadata = decode_group_payload(group_payload) if group_payload is not None else (None, {})
-        except PayloadError:
-            answer, metadata = None, {}
-            gone.append(group_id)
-        yield Group(group_id, env, rollouts=tuple(rollouts), answer=answer, metadata=metadata, **further)
+        yield from pushes

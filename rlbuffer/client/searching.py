@@ -66,8 +66,10 @@ def list_details(
     text_of: TextOf | None = None,
 ) -> Iterator[GroupDetail]:
     """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
-    for view, sources in _chosen(store, where, limit, problems, text_of):
-        yield detail_of(store, view, sources)
+    chosen = _chosen(store, where, limit, problems, text_of)
+    dropped = store.dropped_payloads([view.group_id for view, _ in chosen if view.state is State.DROPPED])
+    for view, sources in chosen:
+        yield detail_of(store, view, sources, dropped)
 
 
 def _chosen(

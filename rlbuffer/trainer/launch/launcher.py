@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
@@ -26,10 +25,8 @@ from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
+from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
 from rlbuffer.weights.places import load_serving
-
-if TYPE_CHECKING:
-    from rlbuffer.trainer.launch.rank import RankEnd
 
 LEAVE_SECONDS = 15
 """Time that ranks have to leave once asked to: a step and a checkpoint."""
@@ -115,7 +112,6 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from rlbuffer.trainer.launch.end_together import EndTogether
-    from rlbuffer.trainer.launch.rank import rank_main, read_ends
 
     _quieten("torch.distributed.elastic", "torch.multiprocessing")
     config = LaunchConfig(
@@ -135,7 +131,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
         try:
-            elastic_launch(config, rank_main)(to_json(settings), reports, quiet, fake_data)
+            elastic_launch(config, _run_rank)(to_json(settings), reports, quiet, fake_data)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return _cause(read_ends(Path(reports)), codes, world_size, together.killed)
@@ -145,6 +141,13 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return _End(0)
+
+
+def _run_rank(settings_json: str, reports: str, quiet: bool, fake_data: bool) -> None:
+    """The rank's own process alone imports transformers, seconds of CPU; the launcher never needs it."""
+    from rlbuffer.trainer.launch.rank import rank_main
+
+    rank_main(settings_json, reports, quiet, fake_data)
 
 
 def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,41 +19,15 @@ from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
-from rlbuffer.process.files import write_whole
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.launch.end_together import note_end, note_start
+from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import OnStall
 from rlbuffer.trainer.reports.figures import trainer_figures
 
 INTERRUPTED = 130
 """Exit code of a rank that was asked to stop, and did after a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnd:
-    """The end of a rank that did not finish."""
-
-    rank: int
-    kind: str
-    """Name of the exception; ``stopped`` when it was asked to."""
-    message: str
-    exit_code: int
-    is_final: bool
-    """Starting again would end the same way: the error is one of rlbuffer's own."""
-    is_consequence: bool
-    """Another rank's end caused this one's."""
-    trace: str = ""
-
-    def write(self, directory: Path) -> None:
-        """Leaves the report in `directory`."""
-        write_whole(directory / f"rank-{self.rank}.json", json.dumps(asdict(self)))
-
-
-def read_ends(directory: Path) -> list[RankEnd]:
-    """The reports in `directory`, earliest first."""
-    paths = sorted(directory.glob("rank-*.json"), key=lambda p: p.stat().st_mtime_ns)
-    return [RankEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def report_of(rank: int, error: Exception) -> RankEnd:

@@ -20,7 +20,6 @@ from rlbuffer.testing import make_group
 from rlbuffer.wire.json_lines import line_of
 from rlbuffer.wire.jsonl import group_from_line
 from rlbuffer.wire.payload import encode_push
-from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -39,16 +38,8 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def call(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--redis", run.url])
-        return code, *capsys.readouterr()
-
-    return command
+def call(run: Run, typed: Call) -> Call:
+    return lambda *arguments: typed(*arguments, "--redis", run.url)
 
 
 def stored(url: str, name: str) -> dict[str, list[tuple[int, int]]]:

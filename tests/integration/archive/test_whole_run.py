@@ -15,7 +15,6 @@ from test_archive_files import archived, settled
 
 import rlbuffer
 from rlbuffer.testing import make_group
-from rlbuffer_cli.main import main
 from rlbuffer_cli.web import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -49,16 +48,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.fixture
-def call(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--redis", run.url, "--run", run.store.run])
-        return code, *capsys.readouterr()
-
-    return command
+def call(run: Run, typed: Call) -> Call:
+    return lambda *arguments: typed(*arguments, "--redis", run.url, "--run", run.store.run)
 
 
 def test_steps_of_the_archive_stand_behind_those_of_the_server(call: Call) -> None:

@@ -207,6 +207,10 @@ def test_a_dropped_group_says_by_which_rule_and_one_that_is_not_there_says_so(
     fill(run)
 
     async def dropped(person: Person) -> None:
+        shown = await person.sees("dropped (stale: because)", "reward 0.500 ", "a.1/0", "a.1/1")
+        assert "no longer kept" not in shown
+
+    async def swept(person: Person) -> None:
         await person.sees("dropped (stale: because)", "its rollouts are no longer kept")
 
     async def rollout(person: Person) -> None:
@@ -217,7 +221,9 @@ def test_a_dropped_group_says_by_which_rule_and_one_that_is_not_there_says_so(
         await person.press("escape")
         await person.sees("talk.7")
 
-    browse(buffer, dropped, identifier="a.1")
+    browse(buffer, dropped, identifier="a.1", size=(100, 24))
+    run.client.delete(*buffer.store.dropped_payloads(["a.1"])["a.1"])
+    browse(buffer, swept, identifier="a.1")
     browse(buffer, rollout, identifier="a.1/0", size=(140, 30))
     browse(buffer, nothing, identifier="nosuch", size=(140, 30))
 

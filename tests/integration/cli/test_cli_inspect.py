@@ -14,7 +14,6 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.testing import make_group
-from rlbuffer_cli.main import main
 from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
 
@@ -27,16 +26,8 @@ def url() -> str:
 
 
 @pytest.fixture
-def call(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--redis", url])
-        return code, *capsys.readouterr()
-
-    return run
+def call(url: str, typed: Call) -> Call:
+    return lambda *arguments: typed(*arguments, "--redis", url)
 
 
 @pytest.fixture

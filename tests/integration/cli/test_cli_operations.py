@@ -21,7 +21,6 @@ from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import SchemaMismatch
 from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -44,19 +43,14 @@ def served(made: Run) -> Iterator[Served]:
 
 
 @pytest.fixture
-def call(made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
+def call(made: Run, typed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE")):
         monkeypatch.setenv(name, value)  # what `rlbuffer worker` gives its process
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "old.toml").write_text(OLD)
     (tmp_path / "new.toml").write_text(NEW)
 
     def run(*arguments: str, on: str | None = None) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([*arguments, "--redis", made.url, "--run", on or made.store.run])
-        return code, *capsys.readouterr()
+        return typed(*arguments, "--redis", made.url, "--run", on or made.store.run)
 
     return run
 

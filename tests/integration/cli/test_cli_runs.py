@@ -15,7 +15,6 @@ from store_runs import Run
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import ServerFull
 from rlbuffer.store.redis_store import RedisStore
-from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -30,18 +29,8 @@ def made(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def call(made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--redis", made.url])
-        return code, *capsys.readouterr()
-
-    return run
+def call(made: Run, typed: Call) -> Call:
+    return lambda *arguments: typed(*arguments, "--redis", made.url)
 
 
 def test_runs_lists_what_the_server_holds(made: Run, call: Call) -> None:

@@ -184,7 +184,9 @@ def test_a_dropped_group_says_by_which_rule(run: Run, export: Export) -> None:
     run.drop("stale", run.pool())
     page = check_harmless(export("talk.7"))
     assert "dropped (stale: because)" in page.text
-    assert "its rollouts are no longer kept" in page.text
+    assert "talk.7/0   reward 0.500" in page.text
+    run.client.delete(*run.store.dropped_payloads(["talk.7"])["talk.7"])
+    assert "its rollouts are no longer kept" in check_harmless(export("talk.7")).text
 
 
 def test_a_file_is_written_and_one_that_cannot_be_is_an_error(

@@ -15,7 +15,6 @@ from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
-from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)
 
@@ -31,18 +30,8 @@ def served(run: Run) -> Iterator[Served]:
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
-
-    def type_in(line: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(shlex.split(line.removeprefix("rlbuffer ")))
-        return code, *capsys.readouterr()
-
-    return type_in
+def call(typed: Call) -> Call:
+    return lambda line: typed(*shlex.split(line.removeprefix("rlbuffer ")))
 
 
 def make_two_steps(served: Served) -> None:

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 from store_runs import Run
 
-from rlbuffer_cli.main import main
 from rlbuffer_cli.render.chart import chart
 from rlbuffer_cli.render.curves import Curve, curves_of
 
@@ -20,16 +19,8 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("RLBUFFER_RUN", raising=False)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["plot", *arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def call(typed: Call) -> Call:
+    return lambda *arguments: typed("plot", *arguments)
 
 
 def record(step: int, **fields: Any) -> dict[str, Any]:

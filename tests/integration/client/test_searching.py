@@ -133,3 +133,22 @@ def test_no_rollout_of_the_pool_is_unpacked_for_what_its_push_says(
     assert buffer.groups("env:none") == []
     with pytest.raises(AssertionError, match="unpacked"):
         buffer.groups("state:ready rollout.reward>0.5")
+
+
+def test_a_dropped_group_has_its_rollouts_until_they_are_swept(run: Run, buffer: rlbuffer.Buffer) -> None:
+    detail = buffer.group("b.2")
+    assert [(m.rollout_id, m.text, m.step, m.advantage) for m in detail.members] == [
+        ("b.2/0", "the answer is 42", None, None)
+    ]
+    (listed,) = searching.list_details(buffer.store, where="state:dropped")
+    assert listed == detail
+    run.client.delete(*buffer.store.dropped_payloads(["b.2"])["b.2"])
+    assert buffer.group("b.2").members == ()
+
+
+def test_what_is_damaged_of_a_dropped_group_is_left_out(run: Run, buffer: rlbuffer.Buffer) -> None:
+    push(run, "c.0", {"text": "one", "reward": 0.0}, {"text": "two", "reward": 1.0})
+    run.drop("stale", [entry for entry in run.pool() if entry.group_id == "c.0"])
+    (key,) = buffer.store.dropped_payloads(["c.0"])["c.0"]
+    run.client.hset(key, "0", b"torn")
+    assert [member.text for member in buffer.group("c.0").members] == ["two"]

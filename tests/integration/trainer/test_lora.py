@@ -10,8 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from model_families import GEMMA2, GPT2, QWEN3, made, row
 from test_model_families import published, run, settings
-from test_packed_forward import GEMMA2, GPT2, QWEN3, made, row
 from transformers import AutoModelForCausalLM
 
 from rlbuffer.config.trainer import LoraSettings

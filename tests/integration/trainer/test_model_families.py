@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
 from safetensors.torch import load_file
-from test_packed_forward import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
 from transformers import AutoModelForCausalLM
 
 from rlbuffer.config.settings import RunSettings

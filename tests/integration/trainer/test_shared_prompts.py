@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_packed_forward import EVERY, LLAMA, QWEN3, gradients, made
+from model_families import EVERY, LLAMA, QWEN3, gradients, made
 from torch import Tensor
 
 from rlbuffer.config.settings import RunSettings

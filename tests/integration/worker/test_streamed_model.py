@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_forward import EVERY, GPT_NEO, HYBRIDS, LLAMA, made
+from model_families import EVERY, GPT_NEO, HYBRIDS, LLAMA, made
 from torch import nn
 
 from rlbuffer.errors import WeightsError
