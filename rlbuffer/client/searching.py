@@ -26,6 +26,8 @@ PAGE_BYTES = 4 * 2**20
 """Payloads that are read at once, when they are small; one group's are always read together."""
 MOST_BYTES_READ = 2 * 2**30
 """Payloads that one search reads."""
+BYTES_PER_TOKEN = 9
+"""About what a payload takes."""
 IN_STEPS = (State.PACKED, State.TRAINED)
 OF_PUSH, OF_INFO = ("env", "id"), ("prompt", "worker", "adapter")
 """Fields that a group has from its first push, and from the metadata of that."""
@@ -126,18 +128,43 @@ def matching(
         yield from groups
         return
     cheap = [t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS]
-    candidates = ((group, refs) for group in groups if (refs := _candidates(group[1], cheap)))
+    text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
+    dropped: list[tuple[GroupView, _Source]] = []
+    candidates = ((group, refs) for group in _but_dropped(groups, dropped) if (refs := _candidates(group[1], cheap)))
     if len(cheap) == len(chosen.rollout_terms):
         yield from (group for group, _ in candidates)
-        return
-    text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
+    else:
+        yield from _by_payloads(store, candidates, chosen, text_of)
+    keys, total = store.dropped_payloads([view.group_id for view, _ in dropped]), 0
+    for group in dropped:
+        _check_amount(total)
+        members = detail_of(store, *group, keys).members if group[0].group_id in keys else ()
+        total += sum(BYTES_PER_TOKEN * member.length for member in members)
+        if any(chosen.matches_rollout(with_text(m, text_of)) for m in members):
+            yield group
+
+
+def _but_dropped(
+    groups: Iterable[tuple[GroupView, _Source]], dropped: list[tuple[GroupView, _Source]]
+) -> Iterator[tuple[GroupView, _Source]]:
+    """The groups of which pool or steps know the rollouts; `dropped` takes the others."""
+    for group in groups:
+        if group[0].state is State.DROPPED:
+            dropped.append(group)
+        else:
+            yield group
+
+
+def _by_payloads(
+    store: Store,
+    candidates: Iterable[tuple[tuple[GroupView, _Source], list[PartRollout]]],
+    chosen: Filter,
+    text_of: TextOf | None,
+) -> Iterator[tuple[GroupView, _Source]]:
+    """Those of the candidates that match by what is in the payloads of these rollouts."""
     total = 0
     for page in _pages(candidates):
-        if total >= MOST_BYTES_READ:
-            raise FilterError(
-                f"the filter reads payloads and has read {total / 2**30:.1f} GiB of them, which is not all: "
-                "narrow it, e.g. env:math state:trained step:40"
-            )
+        _check_amount(total)
         every = [ref for _, refs in page for ref in refs]
         total += sum(ref.info.size for ref in every)
         data = iter(store.read_payloads(every))
@@ -146,6 +173,14 @@ def matching(
             members = [rollout_view(ref, step, None, next(data)) for ref in refs]
             if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
                 yield group
+
+
+def _check_amount(total: int) -> None:
+    if total >= MOST_BYTES_READ:
+        raise FilterError(
+            f"the filter reads payloads and has read {total / 2**30:.1f} GiB of them, which is not all: "
+            "narrow it, e.g. env:math state:trained step:40"
+        )
 
 
 def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:

@@ -6,13 +6,15 @@ They say what the header of `rlbuffer inspect` says. Reads only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
-from rlbuffer.events.history import Committed
-from rlbuffer.narration.numbers import duration
+from rlbuffer.events.history import Committed, Dropped
+from rlbuffer.narration.numbers import duration, plural
 from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
 from rlbuffer.store.protocol import Store
 
@@ -22,6 +24,8 @@ STALL_STEPS = 5.0
 """So many times the usual time of a step must have passed, too."""
 FIRST_STEP_SECONDS = 300.0
 """Seconds that a run may take for its first steps, whose usual time is not known."""
+LEAST_PUSHED, MOST_STALE = 200, 0.2
+"""Rollouts of an env from which a share is worth a word, and the share of them that may go stale."""
 GUIDE = "docs/guide/it_waits.md says what to do about each such sentence"
 
 
@@ -47,9 +51,28 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
     for name, beat in workers.items():
         for sentence in troubles(name, beat):
             yield doubtful("run", sentence, "rlbuffer inspect --workers shows the last error with its traceback")
+    yield from _going_stale(store)
     sentence = store.waiting().get("batcher", "")
     if sentence and (idle := _idle_seconds(store, opened)):
         yield doubtful("run", f"no step for {duration(idle)}. {sentence}", GUIDE)
+
+
+def _going_stale(store: Store) -> Iterator[Diagnosis]:
+    """A warning for each env of which too much is sampled for nothing, with the worker of most of it lately."""
+    records = [r for r in store.history() if r.get("event") == Dropped.event and r["reason"] == Reason.STALE]
+    for env, account in store.ledger().envs.items():
+        pushed, stale = account.pushed[0], account.dropped.get(Reason.STALE, (0, 0))[0]
+        if pushed < LEAST_PUSHED or stale <= MOST_STALE * pushed:
+            continue
+        workers = Counter(str(r["worker"]) for r in records if r["env"] == env and r.get("worker"))
+        name, count = workers.most_common(1)[0] if workers else ("", 0)
+        whose = f"; of the last {plural(workers.total(), 'group')} {count} came from {name}" if workers else ""
+        text = f"{stale / pushed:.0%} of the rollouts that env {env} pushed went stale{whose}"
+        fix = (
+            "rlbuffer inspect --workers says who is versions behind; where nobody is, workers outrun the trainer: "
+            "start fewer, or raise batcher.max_age"
+        )
+        yield doubtful("run", text, fix)
 
 
 def _idle_seconds(store: Store, opened: float) -> float:

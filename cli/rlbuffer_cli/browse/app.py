@@ -35,7 +35,7 @@ class Browser(App[None]):
     #header, #step, #facts, #curves { height: 3; }
     #groups, #members, #steps, #worst, #beats, #page, #pairs { height: 1fr; }
     #failure { height: 40%; }
-    #filter { height: 3; }
+    EntryLine { height: 3; }
     #halves { height: 1fr; }
     #tokens, #text { width: 1fr; height: 1fr; }
     #halves #facts { width: 32; height: 1fr; margin-left: 1; }

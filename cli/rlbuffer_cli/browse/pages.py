@@ -26,7 +26,7 @@ Keys
   arrows j k  move            enter      open               esc    back, no filter
   g G         ends            page keys  by a screen        tab    the other pane
   n p         rollout         N P        step               1 - 8  lens
-  /           filter          s S        sort, reverse      m      more groups
+  /           filter, step    s S        sort, reverse      m      more groups
   c           compare         b          best and worst     l      live, every 2 s
   t           steps           w          workers            r      read again
   o           raw JSON        e          write as HTML      y      copy the id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.cells import cell_len, chop_cells
@@ -14,6 +14,7 @@ from textual.binding import BindingType
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
+from textual.widgets import Input
 
 from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.render.text import aligned, colour_of, cut
@@ -254,3 +255,33 @@ class Table(Pane):
     def on_blur(self) -> None:
         """The cursor looks different."""
         self.refresh()
+
+
+class EntryLine(Input):
+    """A line to type in, shown when it is asked for. Enter is taken at once, and keys typed ahead go to the screen."""
+
+    def __init__(self, chosen: Callable[[str], None], example: str) -> None:
+        """`chosen` takes what was typed at enter; it hides the line where that is right."""
+        super().__init__(placeholder=example)
+        self._chosen = chosen
+
+    def on_mount(self) -> None:
+        """Nothing is typed yet."""
+        self.display = False
+
+    def open(self, text: str = "") -> None:
+        """Shows the line, with a text to go on from."""
+        self.value, self.display = text, True
+        self.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Takes enter before the keys behind it: as a binding it would pass through the whole application first."""
+        is_open = bool(self.display)
+        if is_open and event.key != "enter":
+            return
+        event.stop()
+        event.prevent_default()
+        if is_open:
+            self._chosen(self.value)
+        else:
+            self.app.post_message(events.Key(event.key, event.character))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from textual import events
 from textual.binding import BindingType
 from textual.widget import Widget
-from textual.widgets import Input
 
 from rlbuffer.client.filters import parse
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
-from rlbuffer_cli.browse.panes import Prose, Table
+from rlbuffer_cli.browse.panes import EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
@@ -37,26 +35,6 @@ GROUPS_PER_READ = 1000
 FIRST_LINES = 3
 """Lines of the header that say what the run is and how far."""
 MOST_HEADER_ROWS = 10
-
-
-class FilterLine(Input):
-    """The line of the filter. Enter closes it at once, and keys typed ahead of that go to the screen."""
-
-    def __init__(self, chosen: Callable[[str], None]) -> None:
-        super().__init__(id="filter", placeholder="env:math age>=2 reward<0.1")
-        self._chosen = chosen
-
-    def on_key(self, event: events.Key) -> None:
-        """Takes enter before the keys behind it: as a binding it would pass through the whole application first."""
-        is_open = bool(self.display)
-        if is_open and event.key != "enter":
-            return
-        event.stop()
-        event.prevent_default()
-        if is_open:
-            self._chosen(self.value)
-        else:
-            self.app.post_message(events.Key(event.key, event.character))
 
 
 class Pool(Look):
@@ -94,11 +72,10 @@ class Pool(Look):
 
     def body(self) -> list[Widget]:
         table = Table(GROUP_HEADER, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL, id="groups")
-        return [Prose(id="header"), table, FilterLine(self.filter_by)]
+        return [Prose(id="header"), table, EntryLine(self.filter_by, "env:math age>=2 reward<0.1")]
 
     def on_mount(self) -> None:
         """The groups have the keys."""
-        self.query_one(FilterLine).display = False
         self.query_one("#groups").focus()
 
     def heading(self) -> str:
@@ -167,7 +144,7 @@ class Pool(Look):
         return next((group_record(view) for view in self.views if view.group_id == self.identifier()), None)
 
     def at_top(self) -> bool:
-        return self.query_one("#groups", Table).cursor == 0 and not self.query_one(FilterLine).display
+        return self.query_one("#groups", Table).cursor == 0 and not self.query_one(EntryLine).display
 
     def on_pane_chosen(self) -> None:
         """Opens the group under the cursor."""
@@ -176,13 +153,11 @@ class Pool(Look):
     # -- keys ------------------------------------------------------------------------------------------------------
     def action_filter(self) -> None:
         """Opens the line of the filter."""
-        line = self.query_one(FilterLine)
-        line.value, line.display = self.looking.where, True
-        line.focus()
+        self.query_one(EntryLine).open(self.looking.where)
 
     def action_back(self) -> None:
         """Closes the line of the filter, then takes the filter away; there is no screen before this one."""
-        line = self.query_one(FilterLine)
+        line = self.query_one(EntryLine)
         if line.display or not self.looking.where:
             line.display = False
             self.say("")
@@ -197,7 +172,7 @@ class Pool(Look):
         except FilterError as error:
             self.say(f"! {error}")
             return
-        self.query_one(FilterLine).display = False
+        self.query_one(EntryLine).display = False
         self.choose(where.strip())
 
     def choose(self, where: str) -> None:

@@ -253,5 +253,5 @@ class Look(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Says of a key of another screen that it does nothing here: a key without an effect looks like a hang."""
-        if event.is_printable:
+        if event.is_printable and event.key not in self.active_bindings:
             self.say(f"{event.character} does nothing on this screen; ? shows the keys")

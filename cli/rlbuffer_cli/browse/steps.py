@@ -15,7 +15,7 @@ from textual.widget import Widget
 from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import plural
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer_cli.browse.panes import NO_STYLE, Prose, Table
+from rlbuffer_cli.browse.panes import NO_STYLE, EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.steps import (
@@ -45,7 +45,8 @@ BAR = re.compile(r" +\d+ ")
 class Steps(Look):
     """Every committed step on the server and, before those, of the archive; the newest first."""
 
-    keys = ("enter open", "l live", "r refresh", "o raw", "esc back")
+    keys = ("enter open", "/ step", "esc back", "l live", "r refresh", "o raw")
+    BINDINGS: ClassVar[list[BindingType]] = [("slash", "find")]
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
@@ -53,7 +54,8 @@ class Steps(Look):
         self.is_read = False
 
     def body(self) -> list[Widget]:
-        return [Prose(id="curves"), Table(STEP_HEADER, right=STEP_NUMBERS, optional=STEP_OPTIONAL, id="steps")]
+        table = Table(STEP_HEADER, right=STEP_NUMBERS, optional=STEP_OPTIONAL, id="steps")
+        return [Prose(id="curves"), table, EntryLine(self.go_to, "40")]
 
     def on_mount(self) -> None:
         """The steps have the keys."""
@@ -86,6 +88,31 @@ class Steps(Look):
     def on_pane_chosen(self) -> None:
         """Opens the step under the cursor."""
         self.post_message(Open("step", self.identifier()))
+
+    def action_find(self) -> None:
+        """Opens the line for the number of a step."""
+        self.query_one(EntryLine).open()
+
+    def action_back(self) -> None:
+        """Closes the line of the number, or goes to the screen before."""
+        if self.query_one(EntryLine).display:
+            self._close_line()
+        else:
+            super().action_back()
+
+    def go_to(self, number: str) -> None:
+        """Opens the step of this number, or says that it cannot be read."""
+        if number.strip() in (str(header.step) for header in self.headers):
+            self._close_line()
+            self.post_message(Open("step", number.strip()))
+        else:
+            ends = f": {self.headers[-1].step} to {self.headers[0].step} can" if self.headers else ""
+            self.say(f"! no step {number!r} that can be read{ends}")
+
+    def _close_line(self) -> None:
+        self.query_one(EntryLine).display = False
+        self.say("")
+        self.query_one("#steps").focus()
 
 
 class Bars(Prose):

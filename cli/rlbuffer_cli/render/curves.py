@@ -83,29 +83,32 @@ def trend_lines(folder: Path, headers: Sequence[StepHeader]) -> list[str]:
             continue
         values = [value for _, value in points]
         strip = sparkline(values, width=TREND_COLUMNS, low=min(values), high=max(values))
-        lines.append(f"{field:<7}  {strip}  steps {points[0][0]} to {points[-1][0]}: {fall_of(points)}")
+        lines.append(f"{field:<7}  {strip}  steps {points[0][0]} to {points[-1][0]}: {course_of(points)}")
     if lines and not known:
         lines.append("entropy  is in metrics.jsonl of the trainer's output folder, which is not on this machine")
     return lines
 
 
-def fall_of(points: Sequence[tuple[int, float]]) -> str:
-    """The fall of a curve behind its highest place, and by which step half of that; means of neighbours count.
+def course_of(points: Sequence[tuple[int, float]]) -> str:
+    """Both ends of a curve, its fall behind its highest place, and by which step half of that; of a long curve the
+    means of neighbours count.
 
     Example:
-        >>> fall_of([(1, 0.5), (2, 1.0), (3, 0.9), (4, 0.2)])
-        'fell from 1.000 at step 2 to 0.200 at step 4, half of that by step 4'
+        >>> course_of([(1, 0.5), (2, 1.0), (3, 0.9), (4, 0.2)])
+        '0.500 to 0.200; fell from 1.000 at step 2 to 0.200 at step 4, half of that by step 4'
     """
+    each = math.ceil(len(points) / TREND_COLUMNS)
+    means = f" (means of {each} steps)" if each > 1 else ""
     steps = [round(step) for step in thinned([float(step) for step, _ in points], TREND_COLUMNS)]
     values = thinned([value for _, value in points], TREND_COLUMNS)
     top = max(range(len(values)), key=lambda i: (values[i], -i))
     low = min(range(top, len(values)), key=lambda i: (values[i], i))
     fall = values[top] - values[low]
     if fall < LEAST_FALL * (max(values) - min(values)) or not fall:
-        return f"last {values[-1]:.3f}, no fall"
+        return f"{values[0]:.3f} to {values[-1]:.3f}, no fall{means}"
     half = next(i for i in range(top, len(values)) if values[i] <= values[top] - fall / 2)
-    ends = f"fell from {values[top]:.3f} at step {steps[top]} to {values[low]:.3f} at step {steps[low]}"
-    return f"{ends}, half of that by step {steps[half]}"
+    fell = f"fell from {values[top]:.3f} at step {steps[top]} to {values[low]:.3f} at step {steps[low]}"
+    return f"{values[0]:.3f} to {values[-1]:.3f}; {fell}, half of that by step {steps[half]}{means}"
 
 
 def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

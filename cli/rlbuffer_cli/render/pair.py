@@ -39,7 +39,8 @@ def figures(member: RolloutView) -> str:
     """A rollout in one line."""
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
-    return f"{member.rollout_id}: {reward}{advantage} · {plural(member.length, 'token')} · {member.finish_reason}"
+    stop = f" · {member.finish_reason}" if member.finish_reason else ""
+    return f"{member.rollout_id}: {reward}{advantage} · {plural(member.length, 'token')}{stop}"
 
 
 def first_difference(one: RolloutView, other: RolloutView) -> int | None:

@@ -66,7 +66,7 @@ class Processes:
         if beat.get("traceback"):
             lines += [f"    {printable(line)}" for line in str(beat["traceback"]).splitlines()]
         if writer is not None:
-            lines.append(f"  dropped of the last {READ_RECORDS:,} records: {_counted(writer.reasons)}")
+            lines.append(f"  dropped groups in the last {READ_RECORDS:,} records: {_counted(writer.reasons)}")
             prompts = [f"{printable(name)} {count}" for name, count in writer.prompts.most_common(SHOWN_PROMPTS)]
             more = f" and {len(writer.prompts) - SHOWN_PROMPTS} more" if len(writer.prompts) > SHOWN_PROMPTS else ""
             lines += [f"  stale prompts: {', '.join(prompts)}{more}"] if prompts else []

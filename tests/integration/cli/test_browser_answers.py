@@ -17,7 +17,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer_cli.browse.tokens import headings
 from rlbuffer_cli.main import main
-from rlbuffer_cli.render.curves import fall_of
+from rlbuffer_cli.render.curves import course_of
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_whether_entropy_fell_before_reward_did(
     browse(buffer, tour, size=(140, 30))
     words = ["inspect", "--steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
     assert main(words) == 0
-    assert "entropy  ██▁▁▁  steps 1 to 5: fell from 2.100" in capsys.readouterr().out
+    assert "entropy  ██▁▁▁  steps 1 to 5: 2.000 to 0.200; fell from 2.100" in capsys.readouterr().out
 
 
 def test_where_the_trainers_metrics_are_elsewhere_the_steps_say_so(run: Run, buffer: rlbuffer.Buffer) -> None:
@@ -163,14 +163,14 @@ def test_where_the_trainers_metrics_are_elsewhere_the_steps_say_so(run: Run, buf
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([0.1, 0.2, 0.3], "last 0.300, no fall"),
-        ([0.5, 0.5], "last 0.500, no fall"),
-        ([0.0, 1.0, 0.95], "last 0.950, no fall"),
-        ([1.0, 0.0], "fell from 1.000 at step 1 to 0.000 at step 2, half of that by step 2"),
+        ([0.1, 0.2, 0.3], "0.100 to 0.300, no fall"),
+        ([0.5, 0.5], "0.500 to 0.500, no fall"),
+        ([0.0, 1.0, 0.95], "0.000 to 0.950, no fall"),
+        ([1.0, 0.0], "1.000 to 0.000; fell from 1.000 at step 1 to 0.000 at step 2, half of that by step 2"),
     ],
 )
 def test_a_curve_falls_by_a_fifth_of_its_range_or_not_at_all(values: list[float], words: str) -> None:
-    assert fall_of(list(enumerate(values, 1))) == words
+    assert course_of(list(enumerate(values, 1))) == words
 
 
 def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:
@@ -229,8 +229,32 @@ def test_a_key_without_a_meaning_here_says_so(run: Run, buffer: rlbuffer.Buffer)
             await person.sees(f"{key} does nothing on this screen; ? shows the keys")
         await person.press("r")
         await person.until(lambda shown: "does nothing" not in shown, "no notice")
-        await person.press("slash", *"env:zz", "escape")
-        assert "does nothing" not in person.text()
+        for keys in (("s",), ("S",), ("j", "k", "G", "g"), ("question_mark", "escape"), ("slash", *"env:zz", "escape")):
+            await person.press(*keys)
+            assert "does nothing" not in person.text(), keys
+
+    browse(buffer, tour, size=(100, 30))
+
+
+def test_a_step_is_opened_by_its_number(run: Run, buffer: rlbuffer.Buffer) -> None:
+    for i in range(3):
+        run.step(f"a.{i}")
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        await person.press("t")
+        await person.sees("3 steps that can still be read")
+        await person.press("slash", "9", "enter")
+        await person.sees("! no step '9' that can be read: 1 to 3 can")
+        await person.press("escape")
+        shown = await person.sees("3 steps that can still be read")
+        assert "! no step" not in shown
+        await person.press("slash", "2", "enter")
+        await person.sees("step 2 ", "rank 0: ", "a.1/0")
+        await person.press("escape")
+        await person.sees("3 steps that can still be read")
+        await person.press("escape")
+        await person.sees("newest first")
 
     browse(buffer, tour, size=(100, 30))
 
