@@ -28,7 +28,7 @@ from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.worker.heartbeat import Pulse
 
 WORKERS, READERS = 1_000, 512
-WORKER_PROCESSES, READER_PROCESSES = 3, 1
+WORKER_PROCESSES, READER_PROCESSES = 3, 2
 """Each holds its share, a thread for every one."""
 CONNECT_SECONDS = 30.0
 """All shall be connected within this."""
