@@ -7,6 +7,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
@@ -148,7 +151,7 @@ def _view_of(
         max_version=info.max_version,
         is_truncated=info.is_truncated,
         finish_reason=rollout.finish_reason if rollout is not None else "",
-        logprob_mean=_logprob_mean(rollout) if rollout is not None else None,
+        logprob_mean=None if rollout is None else logprob_mean(rollout.logprobs, rollout.loss_mask),
         text=rollout.text if rollout is not None else None,
         rollout=rollout,
         step=step,
@@ -156,8 +159,9 @@ def _view_of(
     )
 
 
-def _logprob_mean(rollout: Rollout) -> float | None:
-    trained = rollout.logprobs[rollout.loss_mask]
+def logprob_mean(logprobs: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> float | None:
+    """Mean over the trained tokens of a rollout, both [T]; None without any."""
+    trained = logprobs[loss_mask]
     return float(trained.mean()) if len(trained) else None
 
 

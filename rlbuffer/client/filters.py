@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -119,7 +120,7 @@ def _searched(text: str) -> tuple[str, ...]:
     return (text,) if len(text) <= SEARCHED_CHARACTERS else (text[:half], text[-half:])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Filter:
     """Terms that must all hold; without terms it matches everything.
 
@@ -135,7 +136,7 @@ class Filter:
 
     terms: tuple[Term, ...] = ()
 
-    @property
+    @cached_property
     def rollout_terms(self) -> tuple[Term, ...]:
         """Terms about one rollout."""
         return tuple(t for t in self.terms if t.is_of_rollout)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, ServerRefused, TrainerAhead
+from rlbuffer.errors import AttemptForgotten, EpochChanged, RlbufferError, RunGone, ServerRefused, TrainerAhead
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import pack_step, unpack_step
 from rlbuffer.store.protocol import Store
@@ -86,6 +86,17 @@ class Progress:
         is_here = header is not None and header.digest == digest
         self._taken = (step, server) if is_here else (0, "")
         return is_here
+
+    def still_there(self, step: int, digest: str) -> bool:
+        """Whether the server has the step of this content. One that it has lost is let go of."""
+        try:
+            header = self._store.wait_step(step, block_seconds=0.0)
+        except RlbufferError:
+            return False  # it is away, or the run is gone: whoever pulls the step hears it
+        if header is not None and header.digest == digest:
+            return True
+        self.lets_go()
+        return False
 
     def lets_go(self) -> None:
         """The step that it had taken is not trained: it asks again, for it or another one."""

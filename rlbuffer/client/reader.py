@@ -197,6 +197,14 @@ class Reader:
         finally:
             fetch.abandon()
 
+    def still_there(self, step: Step) -> bool:
+        """Whether the server has `step`, which this rank was given; False also while the server is away.
+
+        For a trainer that knows of a rank without the step, so that nobody trains it yet. When the server has lost it,
+        this rank lets go of it, and the batcher may commit another one in its place.
+        """
+        return self._progress.still_there(step.number, step.digest)
+
     def trained(self, step: Step | int) -> None:
         """Acknowledges `step` (or the step of that number) as trained.
 

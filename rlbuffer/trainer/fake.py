@@ -121,6 +121,10 @@ class FakeReader:
             yield self._step(number)
             number += 1
 
+    def still_there(self, step: Step) -> bool:
+        """It can be made up again at any time."""
+        return True
+
     def trained(self, step: Step) -> None:
         """Remembers the place."""
         self._trained = step.number

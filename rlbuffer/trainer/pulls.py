@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from rlbuffer.errors import RlbufferError, StepDamaged
 from rlbuffer.records.micro_batch import Step
@@ -97,7 +98,9 @@ class Pulls:
             failure = error
         if step is not None and step.number != number:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {number}")
-        with nullcontext() if step is None else session.stalls.holding(number):
+        with (
+            nullcontext() if step is None else session.stalls.holding(number, partial(session.reader.still_there, step))
+        ):
             return step, agree(
                 session.ranks,
                 step,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -26,6 +26,7 @@ from rlbuffer.records.info import (
     GROUP_ID,
     ColumnKind,
     GroupInfo,
+    RolloutInfo,
     Totals,
     unfrozen,
 )
@@ -81,13 +82,45 @@ def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
     ]
 
 
+class RolloutNumbers(NamedTuple):
+    """The numbers of one rollout as its push's metadata packs them; names as in :class:`RolloutInfo`."""
+
+    length: int
+    prompt_tokens: int
+    loss_tokens: int
+    turns: int
+    packed_reward: float
+    """0.0 of a rollout that is not scored."""
+    min_version: int
+    max_version: int
+    flags: int
+    size: int
+    checksum: int
+
+    @property
+    def reward(self) -> float | None:
+        """None until it is scored."""
+        return self.packed_reward if self.flags & HAS_REWARD else None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Sampling ended at a limit."""
+        return bool(self.flags & IS_TRUNCATED)
+
+
+def numbers_of(info: GroupInfo) -> Iterable[RolloutInfo | RolloutNumbers]:
+    """The numbers of a push's rollouts, in order; its rollouts stay packed."""
+    unpack = getattr(info, "_unpack", None)
+    return info.rollouts if unpack is None else map(RolloutNumbers._make, ROW.iter_unpack(unpack.args[2]))
+
+
 def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
     """The rewards of a push's scored rollouts, in order; its rollouts stay packed."""
     unpack = getattr(info, "_unpack", None)
     if unpack is None:
         return tuple(rollout.reward for rollout in info.rollouts if rollout.reward is not None)
     rows: bytes = unpack.args[2]
-    return tuple(row[4] for row in ROW.iter_unpack(rows) if row[7] & HAS_REWARD)
+    return tuple([row[4] for row in ROW.iter_unpack(rows) if row[7] & HAS_REWARD])  # half the time of a generator
 
 
 def _frozen(info: Any) -> GroupInfo:

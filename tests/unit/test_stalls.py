@@ -15,6 +15,10 @@ from rlbuffer.trainer.ranks.stalls import StallWatch
 CPU = torch.device("cpu")
 
 
+def there() -> bool:
+    return True
+
+
 def watch(store: HashStore, rank: int, heard: list[RlbufferError], told: threading.Event) -> StallWatch:
     def on_stall(error: RlbufferError) -> None:
         heard.append(error)
@@ -28,7 +32,7 @@ def test_a_rank_that_still_pulls_what_another_has_hangs() -> None:
     with watch(store, 0, heard, told) as first, watch(store, 1, [], told) as second, watch(store, 2, [], told):
         first.pulling(4)
         second.pulling(4)
-        with first.holding(4):
+        with first.holding(4, there):
             assert told.wait(30)
     (error,) = heard
     assert isinstance(error, BatchTimeout)
@@ -44,15 +48,34 @@ def test_a_rank_that_is_busy_does_not_hang(note: str) -> None:
     store, heard, told = HashStore(), list[RlbufferError](), threading.Event()
     with watch(store, 0, heard, told) as first, watch(store, 1, [], told) as second, watch(store, 2, [], told):
         if note == "has the step":
-            with second.holding(4):
+            with second.holding(4, there):
                 pass
         elif note == "pulls the one before":
             second.pulling(3)
-        with first.holding(4):
+        with first.holding(4, there):
             assert not told.wait(1.5)
     assert heard == []
 
 
+def test_a_rank_that_pulls_what_the_server_has_lost_does_not_hang() -> None:
+    store, heard, told = HashStore(), list[RlbufferError](), threading.Event()
+    asked, is_back = threading.Semaphore(0), False
+
+    def is_there() -> bool:
+        asked.release()
+        return is_back
+
+    with watch(store, 0, heard, told) as first, watch(store, 1, [], told) as second, watch(store, 2, [], told):
+        second.pulling(4)
+        with first.holding(4, is_there):
+            for _ in range(4):
+                assert asked.acquire(timeout=30)
+            assert heard == []
+            is_back = True
+            assert told.wait(30)
+    assert "rank 1 hangs in its data" in str(heard[0])
+
+
 def test_a_rank_alone_watches_nobody() -> None:
-    with StallWatch(Ranks(0, 1, CPU), None, seconds=0.1, on_stall=None) as alone, alone.holding(1):
+    with StallWatch(Ranks(0, 1, CPU), None, seconds=0.1, on_stall=None) as alone, alone.holding(1, there):
         alone.pulling(2)

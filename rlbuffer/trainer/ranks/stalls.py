@@ -3,7 +3,8 @@
 Exchanges cannot tell them apart: whoever waits in one knows only that somebody is missing, and a rank may be long for
 good reasons (it writes weights, or a checkpoint). So every rank leaves a note in the process group's store of what it
 does. A committed step can be read by all ranks at once: one that is still pulling it, seconds after another has it,
-hangs (its disk, its connection, a column's decoder), and waiting longer would not help.
+hangs (its disk, its connection, a column's decoder), and waiting longer would not help. Unless the server is away, or
+has lost the step since: then the other one waits for a step to come.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StallWatch:
         self._store = store
         self._seconds = seconds
         self._on_stall = on_stall or say_and_leave
-        self._held: int | None = None
+        self._held: tuple[int, Callable[[], bool]] | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._note("begins")
@@ -61,10 +62,13 @@ class StallWatch:
         self._note(f"pulls {step}")
 
     @contextmanager
-    def holding(self, step: int) -> Iterator[None]:
-        """This rank has `step` and waits, within the block, for the others to have it."""
+    def holding(self, step: int, is_there: Callable[[], bool]) -> Iterator[None]:
+        """This rank has `step` and waits, within the block, for the others to have it.
+
+        `is_there` is asked while one of them does not: whether it could be pulled now.
+        """
         self._note(f"has {step}")
-        self._held = step
+        self._held = step, is_there
         try:
             yield
         finally:
@@ -76,17 +80,22 @@ class StallWatch:
 
     def _watch(self) -> None:
         since: dict[int, float] = {}
-        step: int | None = None
+        held: tuple[int, Callable[[], bool]] | None = None
         while not self._ended.wait(STALL_LOOK_SECONDS):
             current = self._held
-            if current is None or current != step:
-                step, since = current, {}
+            if current is None or current is not held:
+                held, since = current, {}
+                continue
+            step, is_there = current
+            late = self._late(step)
+            if late and not is_there():
+                since = {}
                 continue
             now = time.monotonic()
-            since = {rank: since.get(rank, now) for rank in self._late(current)}
+            since = {rank: since.get(rank, now) for rank in late}
             stalled = [rank for rank, first in since.items() if now - first >= self._seconds]
-            if stalled and self._held == current:
-                self._on_stall(BatchTimeout(self._message(stalled[0], current)))
+            if stalled and self._held is current:
+                self._on_stall(BatchTimeout(self._message(stalled[0], step)))
                 return
 
     def _late(self, step: int) -> list[int]:

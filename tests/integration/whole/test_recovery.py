@@ -216,6 +216,43 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     loop.close()
 
 
+def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(
+    url_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 waits for it, rank 0 for rank 1, and the batcher for the trainer's word on what it trains."""
+    run, servers_so_far = url_run, RedisStore.server_id
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+    first, second = (Reader(run.again(), rank=rank, world_size=2, timeout_seconds=20) for rank in range(2))
+    first.start(0)
+    first.announce(PolicyVersion(version=0))
+    saved = Saved(run)
+    loop = Loop(run.again())
+    for i in range(2):
+        writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i))
+    steps = first.steps()
+    lost = next(steps)
+    assert first.still_there(lost)
+    loop.close()
+    saved.put_back()
+    monkeypatch.setattr(RedisStore, "server_id", lambda store: f"after a failover from {servers_so_far(store)}")
+    for i in range(2, 4):
+        writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i))
+    loop = Loop(run.again())
+    loop.wait_for("ready")
+    pulled: list[Any] = []
+    waiting = threading.Thread(target=lambda: pulled.append(second.pull(1)))
+    waiting.start()
+    time.sleep(1.5)
+    assert (run.store.meta().step, first.still_there(lost)) == (0, False)
+    waiting.join(timeout=20)
+    steps.close()
+    assert [step.digest for step in pulled] == [next(first.steps(1)).digest] != [lost.digest]
+    assert run.store.verify().findings == ()
+    for reader in (first, second):
+        reader.close()
+    loop.close()
+
+
 def test_a_checkpoint_ahead_of_the_server_takes_the_run_with_it(run: Run) -> None:
     first = run.step("a.0", world_size=1)
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
