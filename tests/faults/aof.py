@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from rlbuffer.store.keys import Keys
@@ -87,23 +88,34 @@ def keep_files(server_directory: Path) -> None:
 
 def read_steps(server_directory: Path, run: str) -> Steps:
     """(step, digest) -> its rollouts, for every step in a server's files, as far as :func:`keep_files` was in time."""
-    steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
-    found: Steps = {}
-    digests: dict[int, str] = {}
+    steps: Steps = {}
     keep_files(server_directory)
     for path in sorted((server_directory / KEPT).glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])):
-        for command in commands(path.read_bytes()):
-            if command[0].upper() != b"XADD" or command[1] != steps_key:
-                continue
-            number, rank = map(int, command[2].decode().split("-"))
-            values = dict(zip(command[3::2], command[4::2], strict=True))
-            if rank == 0:
-                digests[number] = values[b"digest"].decode()
-                found[number, digests[number]] = []
-            else:
-                part = decode_part(values[b"part"], prefix)
-                found[number, digests[number]] += [member.info.rollout_id for member in part.rollouts]
-    return found
+        steps |= _steps_in(path, path.stat().st_size, run)
+    return steps
+
+
+@cache
+def _steps_in(path: Path, size: int, run: str) -> Steps:
+    """The steps of one file, read again only once it has grown: a run of forty failovers keeps 120 of them.
+
+    A step is written by one script, so no two files share it.
+    """
+    steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
+    steps: Steps = {}
+    digests: dict[int, str] = {}
+    for command in commands(path.read_bytes()[:size]):
+        if command[0].upper() != b"XADD" or command[1] != steps_key:
+            continue
+        number, rank = map(int, command[2].decode().split("-"))
+        values = dict(zip(command[3::2], command[4::2], strict=True))
+        if rank == 0:
+            digests[number] = values[b"digest"].decode()
+            steps[number, digests[number]] = []
+        else:
+            part = decode_part(values[b"part"], prefix)
+            steps[number, digests[number]] += [member.info.rollout_id for member in part.rollouts]
+    return steps
 
 
 def commands(data: bytes) -> Iterator[list[bytes]]:

@@ -27,6 +27,7 @@ LOST_STEPS, LOST_SECONDS = 4, 5.0
 """Acknowledged steps that a kill takes at most."""
 LONGEST_AWAY_SECONDS = 2.0
 """From the death of a primary until the replica takes its place."""
+SENTINEL_MICRO_BATCHES = 6
 FAILOVER, KILL, MOVE = "planned failover", "kill -9 of the primary", "move of slots"
 
 
@@ -55,7 +56,9 @@ def run_failovers(
     draw.shuffle(faults)
     committed: Steps = {}
     with servers_at(home, place) as pair:
-        config = write_config(home, steps=steps, keep_checkpoints=3)
+        # Sentinels take seconds for each fault: a step has to take longer, too.
+        size = SENTINEL_MICRO_BATCHES if place == "sentinels" else 1
+        config = write_config(home, steps=steps, keep_checkpoints=3, micro_batches=size)
         others = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
         for env in ("vcopy", "repeat"):
             others[env] = home.start("worker", env, "--config", config, log=f"worker-{env}")

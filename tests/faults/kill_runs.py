@@ -81,9 +81,10 @@ def run_kills(home: Home, *, seed: int, kills: int, steps: int, say: Say, place:
     return outcome
 
 
-def write_config(home: Home, *, steps: int, keep_checkpoints: int) -> Path:
+def write_config(home: Home, *, steps: int, keep_checkpoints: int, micro_batches: int = 1) -> Path:
     """Small settings: steps of a fraction of a second, a checkpoint every five."""
-    path = home.config(steps=steps, checkpoint_every=5, keep_checkpoints=keep_checkpoints, world_size=WORLD_SIZE)
+    sizes = {"micro_batches": micro_batches, "world_size": WORLD_SIZE}
+    path = home.config(steps=steps, checkpoint_every=5, keep_checkpoints=keep_checkpoints, **sizes)
     path.write_text(path.read_text().replace("[trainer]\n", "[trainer]\nmax_restarts = 1000\n"))
     return path
 
@@ -101,7 +102,8 @@ class Watch:
         highest, since = -1, time.monotonic()
         while (now := home_step(self._home)) < step:
             if self._supervisor.poll() is not None:
-                outcome.findings.append(f"the run ended at step {now}, before its faults were over")
+                why = self._home.logs() if self._supervisor.returncode else ""
+                outcome.findings.append(f"the run ended at step {now}, before its faults were over\n{why}".rstrip())
                 return False
             if now != highest:
                 highest, since = now, time.monotonic()

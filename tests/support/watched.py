@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -62,8 +62,11 @@ class Watched:
         self.url = f"redis+sentinel://{places}/{SERVICE}/0"
 
     def fail_over(self) -> None:
-        """A planned failover. The old primary takes no writes without replicas, and is none itself before `settle`."""
-        _until(self._asks_to_fail_over)
+        """A planned failover. The old primary takes no writes without replicas, and is none itself before `settle`.
+
+        Sentinels that give one up, for no replica was good enough at that moment, are asked again.
+        """
+        _until(lambda: not self._asks_to_fail_over())
         self.promote()
 
     def promote(self) -> None:
@@ -110,10 +113,13 @@ class Watched:
             each.wait_for(lambda ask: [r[b"flags"] for r in ask("SENTINEL", "REPLICAS", SERVICE)] == [b"slave"] * 2)
 
     def _asks_to_fail_over(self) -> bool:
-        try:
-            return bool(self.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE))
-        except redis.ResponseError:
-            return False  # the last one is not over for it
+        """Asks while the first sentinel names the old primary. -> whether it does."""
+        first = self.sentinels[0]
+        if int(first.ask("SENTINEL", "MASTER", SERVICE)[b"port"]) != self.primary.port:
+            return False
+        with suppress(redis.ResponseError):  # one is under way, or the last one is not over for it
+            first.ask("SENTINEL", "FAILOVER", SERVICE)
+        return True
 
     def __enter__(self) -> Watched:
         return self
