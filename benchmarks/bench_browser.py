@@ -19,6 +19,8 @@ from typing import Any
 
 import rlbuffer
 from benchmarks.report import Report
+from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.searching import list_groups
 from rlbuffer.testing import make_group
 
 PENDING_GROUPS = 10_000
@@ -50,6 +52,8 @@ def run(report: Report) -> None:
             before = _watch(buffer)
             times = [asyncio.run(_opened(buffer)) for _ in range(REPEATS)]
             searches = {where: _searched(buffer, where) for where in SEARCHES}
+            look = PoolLook(buffer.store)
+            in_browser = {where: _searched(buffer, where, look) for where in SEARCHES}
             looks = _looks(buffer)
             one_shot = [_one_shot(home) for _ in range(REPEATS)]
             slowest, command, writes = _asked(buffer, before)
@@ -57,10 +61,20 @@ def run(report: Report) -> None:
         shutil.rmtree(home, ignore_errors=True)
     rows, header = (sorted(column)[REPEATS // 2] for column in zip(*times, strict=True))
     met = report.target(f"{PENDING_GROUPS:,} groups are on the screen within {MOST_SECONDS} s", rows < MOST_SECONDS)
-    quick = report.target(f"a filter within {MOST_FILTER_SECONDS} s", max(searches.values()) < MOST_FILTER_SECONDS)
+    quick = {
+        where: report.target(
+            f"`{where}` in an open browser within {MOST_FILTER_SECONDS} s", taken < MOST_FILTER_SECONDS
+        )
+        for where, taken in in_browser.items()
+    }
     report.table(
-        [f"filter that no group of {PENDING_GROUPS:,} matches", "seconds", f"all below {MOST_FILTER_SECONDS}"],
-        [[where, f"{seconds:.3f}", quick] for where, seconds in searches.items()],
+        [
+            f"filter that no group of {PENDING_GROUPS:,} matches",
+            "a call, s",
+            "open browser, s",
+            f"< {MOST_FILTER_SECONDS}",
+        ],
+        [[where, f"{searches[where]:.3f}", f"{in_browser[where]:.3f}", quick[where]] for where in SEARCHES],
     )
     cpu, wall = (sorted(column)[REPEATS // 2] for column in zip(*one_shot, strict=True))
     light = report.target(f"`rlbuffer inspect` takes less than {MOST_CPU_SECONDS} s of CPU", cpu < MOST_CPU_SECONDS)
@@ -87,7 +101,6 @@ def run(report: Report) -> None:
 
 def _looks(buffer: rlbuffer.Buffer) -> tuple[float, float]:
     """Milliseconds of the first look of `rlbuffer top`, and the median of those after it."""
-    from rlbuffer.client.pool_look import PoolLook
     from rlbuffer_cli.render.top import look
 
     pool, times = PoolLook(buffer.store), []
@@ -132,12 +145,12 @@ def _asked(buffer: rlbuffer.Buffer, before: dict[str, int]) -> tuple[float, str,
     return slowest["duration"] / 1000, slowest["command"].split(b" ")[0].decode(), writes
 
 
-def _searched(buffer: rlbuffer.Buffer, where: str) -> float:
-    """Seconds of a search, the median of a few."""
+def _searched(buffer: rlbuffer.Buffer, where: str, pool: PoolLook | None = None) -> float:
+    """Seconds of a search, the median of a few; `pool` is what an open browser has."""
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        assert buffer.groups(where) == []
+        assert list_groups(buffer.store, where=where, text_of=buffer.texts.decoded, pool=pool) == []
         times.append(time.perf_counter() - begun)
     return sorted(times)[REPEATS // 2]
 

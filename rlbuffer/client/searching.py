@@ -14,16 +14,16 @@ from typing import TypeVar
 from rlbuffer.client.details import detail_of, logprob_mean, rollout_view, stand_in
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
 from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.texts import HasTokens
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
-from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire.metadata_pages import numbers_of
 from rlbuffer.wire.payload_split import PayloadParts, split
 
-TextOf = Callable[[Rollout], str | None]
+TextOf = Callable[[HasTokens], str | None]
 PAGE_BYTES = 4 * 2**20
 """Payloads that are read at once, when they are small; one group's are always read together."""
 MOST_BYTES_READ = 2 * 2**30
@@ -187,14 +187,22 @@ def _by_payloads(
 class _Glance:
     """The fields of a payload that filters ask for, named as in :class:`RolloutView`; nothing else is checked."""
 
-    def __init__(self, parts: PayloadParts) -> None:
-        self.finish_reason, self.text = parts.finish_reason, parts.text
-        self._required = parts.required
+    def __init__(self, parts: PayloadParts, text_of: TextOf | None) -> None:
+        self.finish_reason = parts.finish_reason
+        self.tokens = parts.required["tokens"]
+        self._parts, self._text_of = parts, text_of
+
+    @property
+    def text(self) -> str | None:
+        """As :func:`with_text` has it."""
+        if self._parts.text is not None or self._text_of is None:
+            return self._parts.text
+        return self._text_of(self)
 
     @property
     def logprob_mean(self) -> float | None:
         """Mean over the trained tokens."""
-        return logprob_mean(self._required["logprobs"], self._required["loss_mask"])
+        return logprob_mean(self._parts.required["logprobs"], self._parts.required["loss_mask"])
 
 
 def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None) -> bool:
@@ -202,10 +210,9 @@ def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None) -> bo
     if data is None:
         return False
     try:
-        parts = split(data)
+        return glance.matches_rollout(_Glance(split(data), text_of))
     except PayloadError:
         return False
-    return (parts.text is None and text_of is not None) or glance.matches_rollout(_Glance(parts))
 
 
 def _check_amount(total: int) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.rollout import Rollout
@@ -22,6 +25,14 @@ CONTINUED = "…"
 """Piece of a token whose bytes are shown with those of the token before."""
 META_SPACE = "\u2581"
 """Begins a token of SentencePiece that stands behind a blank; decoding that token alone leaves the blank out."""
+
+
+class HasTokens(Protocol):
+    """A rollout, or the part of one that is needed for its text."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[T]."""
 
 
 class Texts:
@@ -66,7 +77,7 @@ class Texts:
         return self._tokenizer
 
     # -- a rollout's text ------------------------------------------------------------------------------------------
-    def decoded(self, rollout: Rollout) -> str | None:
+    def decoded(self, rollout: HasTokens) -> str | None:
         """All tokens as text; None without a tokenizer."""
         return self._decode(rollout.tokens.tolist())
 

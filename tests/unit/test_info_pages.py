@@ -13,7 +13,7 @@ import pytest
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, RolloutInfo, Totals, totals_of
 from rlbuffer.wire.metadata import decode_info, encode_info
-from rlbuffer.wire.metadata_pages import decode_infos
+from rlbuffer.wire.metadata_pages import RolloutNumbers, decode_infos, numbers_of
 
 REWARD = 16
 """Offset at which a row's reward begins."""
@@ -156,3 +156,16 @@ def test_the_largest_rewards_and_an_empty_page_are_right():
     made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1e12, "b": -1e12}) for r in made.rollouts))
     assert decode_infos([encode_info(made)]) == [made]
     assert decode_infos([]) == []
+
+
+def test_packed_numbers_are_those_of_the_rollouts():
+    made = info(1.0, None, 0.0)
+    cut = replace(made, rollouts=(replace(made.rollouts[0], is_truncated=True), *made.rollouts[1:]))
+    (page,) = decode_infos([encode_info(cut)])
+    packed = list(numbers_of(page))
+    names = set(RolloutNumbers._fields) - {"packed_reward", "flags"} | {"reward", "is_truncated"}
+    for numbers, rollout in zip(packed, decode_info(encode_info(cut)).rollouts, strict=True):
+        assert isinstance(numbers, RolloutNumbers)
+        assert [getattr(numbers, name) for name in names] == [getattr(rollout, name) for name in names]
+    assert [numbers.reward for numbers in packed] == [1.0, None, 0.0]
+    assert list(numbers_of(cut)) == list(cut.rollouts)  # nothing of it is packed

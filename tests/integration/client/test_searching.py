@@ -56,6 +56,9 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
     [
         ("stop:length", ["b.3", "a.0"]),
         ("truncated:yes", ["a.0"]),
+        ("truncated:no rollout.reward<0.5 stop!=length", ["b.4", "b.3", "a.1", "b.2"]),
+        ("rollout.logprob<0 state:packed", ["a.1", "a.0"]),
+        ("rollout.logprob>0", []),
         ("stop:length rollout.reward>0.5", ["b.3"]),
         ("stop:length state:packed", ["a.0"]),
         ("text:/\\b42$/", ["b.3", "a.1", "b.2"]),
@@ -90,7 +93,9 @@ def test_the_header_counts_the_groups_that_are_listed(run: Run, buffer: rlbuffer
 
 
 def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> None:
-    groups = searching.list_groups(buffer.store, where="text:made", text_of=lambda rollout: f"made {rollout.reward}")
+    groups = searching.list_groups(
+        buffer.store, where="text:made", text_of=lambda rollout: f"made of {len(rollout.tokens)}"
+    )
     assert [view.group_id for view in groups] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
 
 
