@@ -88,7 +88,7 @@ class Progress:
         return is_here
 
     def still_there(self, step: int, digest: str) -> bool:
-        """Whether the server has the step of this content. One that it has lost is let go of."""
+        """True when the server has the step of this content. One that it has lost is let go of."""
         try:
             header = self._store.wait_step(step, block_seconds=0.0)
         except RlbufferError:

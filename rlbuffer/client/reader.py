@@ -198,7 +198,7 @@ class Reader:
             fetch.abandon()
 
     def still_there(self, step: Step) -> bool:
-        """Whether the server has `step`, which this rank was given; False also while the server is away.
+        """True when the server has `step`, which this rank was given; False also while the server is away.
 
         For a trainer that knows of a rank without the step, so that nobody trains it yet. When the server has lost it,
         this rank lets go of it, and the batcher may commit another one in its place.

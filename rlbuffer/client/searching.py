@@ -194,7 +194,7 @@ class _Glance:
 
     @property
     def text(self) -> str | None:
-        """As :func:`with_text` has it."""
+        """The text that was pushed, else what `text_of` gives."""
         if self._parts.text is not None or self._text_of is None:
             return self._parts.text
         return self._text_of(self)

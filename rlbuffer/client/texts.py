@@ -32,7 +32,7 @@ class HasTokens(Protocol):
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[T]."""
+        """Token ids, [T]."""
 
 
 class Texts:

@@ -80,11 +80,11 @@ class StallWatch:
 
     def _watch(self) -> None:
         since: dict[int, float] = {}
-        held: tuple[int, Callable[[], bool]] | None = None
+        watched: tuple[int, Callable[[], bool]] | None = None
         while not self._ended.wait(STALL_LOOK_SECONDS):
             current = self._held
-            if current is None or current is not held:
-                held, since = current, {}
+            if current is None or current is not watched:
+                watched, since = current, {}
                 continue
             step, is_there = current
             late = self._late(step)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rolled_back import CONFIG, Loop, Saved
 from store_runs import Run
 
 import rlbuffer
 import rlbuffer.errors
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import RunSettings, ServerSettings
-from rlbuffer.daemon import Daemon
-from rlbuffer.events.batcher import BatcherEvent
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.redis_store import RedisStore
@@ -30,54 +28,6 @@ from rlbuffer.store.server import embedded as servers
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
-
-CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
-
-
-class Saved:
-    """The control keys at one moment, and putting them back: what a rolled-back server comes back with."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._dumps = {key: run.client.dump(key) for key in run.control_keys()}
-
-    def put_back(self) -> None:
-        self._run.client.delete(*self._run.control_keys())
-        for key, data in self._dumps.items():
-            self._run.client.restore(key, 0, data)
-
-
-class Loop:
-    """A daemon and whatever it says, until closed."""
-
-    def __init__(self, store: RedisStore, config: rlbuffer.BatcherConfig = CONFIG) -> None:
-        self.store, self._config = store, config
-        self.events: list[BatcherEvent] = []
-        self.errors: list[BaseException] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._lead)
-        self._thread.start()
-
-    def _lead(self) -> None:
-        buffer = Buffer(self.store, settings=RunSettings())
-        try:
-            Daemon(buffer, self._config, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
-        except BaseException as error:
-            self.errors.append(error)
-
-    def wait_for(self, kind: str) -> Any:
-        deadline = time.monotonic() + 20
-        while True:
-            found = [e for e in list(self.events) if e.event == kind]
-            if found:
-                return found[-1]
-            assert not self.errors, self.errors
-            assert time.monotonic() < deadline, self.events[-3:]
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=20)
 
 
 @pytest.fixture
