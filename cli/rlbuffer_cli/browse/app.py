@@ -77,7 +77,7 @@ class Browser(App[None]):
         else:
             while not isinstance(self.screen, Pool):
                 self.pop_screen()
-            self.screen.choose(what)
+            self.screen.choose(what, is_of_worker=True)
 
     def action_workers(self) -> None:
         """Shows who works."""

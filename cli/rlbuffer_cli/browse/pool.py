@@ -69,6 +69,8 @@ class Pool(Look):
         self.seconds = 0.0
         """The server's clock when the summary was read."""
         self.is_read = False
+        self.is_of_worker = False
+        """The filter was chosen on the screen of workers, where the way back leads to."""
 
     def body(self) -> list[Widget]:
         table = Table(GROUP_HEADER, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL, id="groups")
@@ -130,7 +132,8 @@ class Pool(Look):
 
     def frame(self) -> None:
         """Writes the title and the keys, with the way out of a filter."""
-        self.keys = ("esc all groups",) * bool(self.looking.where) + Pool.keys
+        way_out = "esc back" if self.is_of_worker else "esc all groups"
+        self.keys = (way_out,) * bool(self.looking.where) + Pool.keys
         super().frame()
 
     # -- what is under the cursor ----------------------------------------------------------------------------------
@@ -163,6 +166,8 @@ class Pool(Look):
             self.say("")
             self.query_one("#groups").focus()
         else:
+            if self.is_of_worker:
+                self.call_later(self.run_action, "app.workers")
             self.choose("")
 
     def filter_by(self, where: str) -> None:
@@ -175,9 +180,9 @@ class Pool(Look):
         self.query_one(EntryLine).display = False
         self.choose(where.strip())
 
-    def choose(self, where: str) -> None:
+    def choose(self, where: str, *, is_of_worker: bool = False) -> None:
         """Shows the groups that match a filter."""
-        self.looking.where, self.limit = where, GROUPS_PER_READ
+        self.looking.where, self.limit, self.is_of_worker = where, GROUPS_PER_READ, is_of_worker
         self.say("")
         groups = self.query_one("#groups", Table)
         groups.focus()

@@ -196,7 +196,7 @@ def test_a_narrow_terminal_breaks_lines_between_words(run: Run, buffer: rlbuffer
     browse(buffer, tour, identifier="a.0", size=(60, 24))
 
 
-def test_enter_on_a_worker_shows_its_groups_and_esc_shows_all_again(run: Run, buffer: rlbuffer.Buffer) -> None:
+def test_enter_on_a_worker_shows_its_groups_and_esc_goes_back(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.push("a.0", worker="w-1")
     run.push("a.1", worker="w-2")
     run.store.heartbeat("worker", "w-1", {"version": 0})
@@ -210,8 +210,10 @@ def test_enter_on_a_worker_shows_its_groups_and_esc_shows_all_again(run: Run, bu
         await person.press("G", "enter")
         await person.sees("rank 0 writes no groups")
         await person.press("g", "enter")
-        shown = await person.sees("1 group where worker:w-1", "esc all groups")
+        shown = await person.sees("1 group where worker:w-1", "esc back")
         assert "a.1" not in shown
+        await person.press("escape")
+        await person.sees("worker w-1", "rank 0", "enter its groups")
         await person.press("escape")
         shown = await person.sees("2 groups", "a.1")
         assert "where" not in shown
