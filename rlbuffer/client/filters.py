@@ -155,7 +155,14 @@ class Filter:
 
     def matches_rollout(self, rollout: Any) -> bool:
         """True when all terms about a rollout hold for this one."""
-        return all(t.holds(getattr(rollout, t.attribute, None)) for t in self.rollout_terms)
+        for attribute, holds in self._rollout_checks:  # a loop: this is called for each rollout of the pool
+            if not holds(getattr(rollout, attribute, None)):
+                return False
+        return True
+
+    @cached_property
+    def _rollout_checks(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        return [(term.attribute, term.holds) for term in self.rollout_terms]
 
     def allows(self, field: str, value: Any) -> bool:
         """False when no view whose `field` has this value can match: lets a reader skip what it need not read."""
