@@ -155,10 +155,7 @@ class Filter:
 
     def matches_rollout(self, rollout: Any) -> bool:
         """True when all terms about a rollout hold for this one."""
-        for attribute, holds in self._rollout_checks:  # a loop: this is called for each rollout of the pool
-            if not holds(getattr(rollout, attribute, None)):
-                return False
-        return True
+        return all(holds(getattr(rollout, attribute, None)) for attribute, holds in self._rollout_checks)
 
     @cached_property
     def _rollout_checks(self) -> list[tuple[str, Callable[[Any], bool]]]:
