@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,11 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
             key = _plain_key(name, key)
         out[key] = item if _is_plain(item) else plain(f"{name}.{key}", item, depth=depth - 1, items=items)
     return out
+
+
+def read_only(name: str, value: Any) -> Mapping[str, Any]:
+    """A mapping as :func:`plain` makes it, which cannot be written to."""
+    return MappingProxyType(plain(name, as_mapping(name, value)))
 
 
 def _plain_key(name: str, key: Any) -> str:

@@ -64,6 +64,6 @@ def test_the_first_trained_token_in_no_span_is_named(mask: list[bool], cuts: set
     expected = f"version_spans: the trained token at position {bare[0]} is in no span" if bare else ""
     if not spans:
         expected = "version_spans: at least one is required"
-    found, message = made(lambda: as_spans(spans, np.array(mask), sum(mask)))
+    found, message = made(lambda: as_spans(spans, np.array(mask)))
     assert message == expected
     assert found is None or [tuple(span) for span in found] == spans
