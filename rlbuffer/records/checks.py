@@ -26,6 +26,9 @@ MAX_NUMBER = 1e12
 """Largest number that can be trained, either sign: a reward, or a float of a column. Training computes in float32, to
 3.4e38, and the norm of a gradient sums squares: those of this number over a billion parameters still fit."""
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""The mapping of a field that was not given."""
+
 
 def as_finite(name: str, value: Any) -> float:
     """`value` as a finite float; strings and booleans are no numbers."""
@@ -119,8 +122,10 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
     return out
 
 
-def read_only(name: str, value: Any) -> Mapping[str, Any]:
+def read_only(name: str, value: object) -> Mapping[str, Any]:
     """A mapping as :func:`plain` makes it, which cannot be written to."""
+    if value is NOTHING:
+        return NOTHING
     return MappingProxyType(plain(name, as_mapping(name, value)))
 
 

@@ -55,7 +55,7 @@ def as_column(
     if array.ndim > MAX_DIMENSIONS:
         raise InvalidRollout(f"{label}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
     array = np.asarray(array, order="C")
-    if array is given and not _frozen(array):
+    if array is given and (array.flags.writeable or not _frozen(array)):
         array = array.copy()
     if array.size:
         _check_values(label, array, largest=MAX_NUMBER if kind == "column" else sys.float_info.max)
@@ -70,16 +70,15 @@ def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:
         marks = array.view(np.uint8)
         if marks.item(marks.argmax()) > 1:
             raise InvalidRollout(f"{label}: not a boolean at position {_first(marks > 1)}")
-    elif array.dtype.kind == "f" or label == "column advantages":
+    elif (array.dtype.kind == "f" or label == "column advantages") and not (
         # `argmin` takes half as long as `min` does. A NaN is the smallest and the largest.
-        if not (array.item(array.argmin()) >= -largest and array.item(array.argmax()) <= largest):
-            bad = ~np.isfinite(array)
-            if bad.any():
-                raise InvalidRollout(f"{label}: not finite at position {_first(bad)}")
-            place = _first(np.abs(array.astype(np.float64)) > largest)
-            raise InvalidRollout(
-                f"{label}: the number at position {place} is beyond the limit of {largest:g}, either sign"
-            )
+        array.item(array.argmin()) >= -largest and array.item(array.argmax()) <= largest
+    ):
+        bad = ~np.isfinite(array)
+        if bad.any():
+            raise InvalidRollout(f"{label}: not finite at position {_first(bad)}")
+        place = _first(np.abs(array.astype(np.float64)) > largest)
+        raise InvalidRollout(f"{label}: the number at position {place} is beyond the limit of {largest:g}, either sign")
 
 
 def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import (
+    NOTHING,
     plain,
     read_only,
     shown,
@@ -61,7 +62,7 @@ class Group:
     """LoRA adapter that sampled them; "" is all weights."""
     answer: Any = None
     """Reference answer; msgpack types only; part of the payload."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     """The user's own; msgpack types only; part of the payload."""
     needs: tuple[str, ...] = ()
     """Names of the columns or rewards that must still be added before the group is ready."""
@@ -111,7 +112,7 @@ class Group:
 
 
 def _info(rollout: Rollout) -> RolloutInfo:
-    made = _UnfrozenInfo()
+    made: Any = _UnfrozenInfo()
     made.rollout_id = rollout.rollout_id
     made.length = rollout.length
     made.prompt_tokens = rollout.prompt_tokens
@@ -124,7 +125,7 @@ def _info(rollout: Rollout) -> RolloutInfo:
     made.is_truncated = rollout.is_truncated
     made.size = made.checksum = 0
     made.__class__ = RolloutInfo
-    return made
+    return cast(RolloutInfo, made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

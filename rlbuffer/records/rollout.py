@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import (
+    NOTHING,
     as_flag,
     as_mapping,
     as_number,
@@ -84,9 +85,9 @@ class Rollout:
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
     reward: float | None = None
     """Scalar of at most 1e12, either sign, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=lambda: NOTHING)
     """Named components of the reward."""
-    successes: Mapping[str, bool] = field(default_factory=dict)
+    successes: Mapping[str, bool] = field(default_factory=lambda: NOTHING)
     """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
     """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token."""
@@ -96,13 +97,13 @@ class Rollout:
     """Reason why sampling ended: ``stop``, ``length``, ..."""
     is_truncated: bool = False
     """Sampling ended because a length limit was reached."""
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOTHING)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
-    attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOTHING)
     """Named arrays of any shape that are not per token."""
     text: str | None = None
     """Rendered transcript, for people."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     """The user's own; msgpack types only."""
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Rollout:
             raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
         columns = as_arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
-            if array.shape[:1] != (length,):
+            if array.ndim == 0 or len(array) != length:
                 raise InvalidRollout(f"column {name}: {list(array.shape)} rows do not match {length} tokens")
             if name.endswith("logprobs"):
                 refuse_above_0(name, array)
@@ -295,8 +296,10 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return joined
 
 
-def as_arrays(kind: str, values: Any) -> Mapping[str, NDArray[Any]]:
+def as_arrays(kind: str, values: object) -> Mapping[str, NDArray[Any]]:
     """Checked columns, or attachments, by name. Raises InvalidRollout; `kind` is ``column`` or ``attachment``."""
+    if values is NOTHING:
+        return NOTHING
     out = {}
     for name, array in as_mapping(f"{kind}s", values).items():
         if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
@@ -307,7 +310,9 @@ def as_arrays(kind: str, values: Any) -> Mapping[str, NDArray[Any]]:
     return MappingProxyType(out)
 
 
-def _named_values(field_name: str, values: Any, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+def _named_values(field_name: str, values: object, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+    if values is NOTHING:
+        return NOTHING
     out = {}
     for name, value in as_mapping(field_name, values).items():
         out[as_text(f"{field_name} name", name, limit=64)] = check(f"{field_name}.{name}", value)
