@@ -26,7 +26,7 @@ MAX_NUMBER = 1e12
 """Largest number that can be trained, either sign: a reward, or a float of a column. Training computes in float32, to
 3.4e38, and the norm of a gradient sums squares: those of this number over a billion parameters still fit."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOT_GIVEN: Mapping[str, Any] = MappingProxyType({})
 """The mapping of a field that was not given."""
 
 
@@ -124,8 +124,8 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
 
 def read_only(name: str, value: object) -> Mapping[str, Any]:
     """A mapping as :func:`plain` makes it, which cannot be written to."""
-    if value is NOTHING:
-        return NOTHING
+    if value is NOT_GIVEN:
+        return NOT_GIVEN
     return MappingProxyType(plain(name, as_mapping(name, value)))
 
 

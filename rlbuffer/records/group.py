@@ -7,24 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import (
-    NOTHING,
-    plain,
-    read_only,
-    shown,
-)
-from rlbuffer.records.info import (
-    GroupInfo,
-    RolloutInfo,
-    group_fields,
-    unfrozen,
-)
-from rlbuffer.records.rollout import (
-    Rollout,
-    field_values,
-    rebuilt,
-    with_id,
-)
+from rlbuffer.records.checks import NOT_GIVEN, plain, read_only, shown
+from rlbuffer.records.info import GroupInfo, RolloutInfo, group_fields, unfrozen
+from rlbuffer.records.rollout import Rollout, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
 
 _UnfrozenInfo = unfrozen(RolloutInfo)
@@ -62,7 +47,7 @@ class Group:
     """LoRA adapter that sampled them; "" is all weights."""
     answer: Any = None
     """Reference answer; msgpack types only; part of the payload."""
-    metadata: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
     """The user's own; msgpack types only; part of the payload."""
     needs: tuple[str, ...] = ()
     """Names of the columns or rewards that must still be added before the group is ready."""

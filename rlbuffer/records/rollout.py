@@ -27,21 +27,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import (
-    NOTHING,
-    as_flag,
-    as_mapping,
-    as_number,
-    as_text,
-    read_only,
-    same,
-    shown,
-)
+from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_mapping, as_number, as_text, read_only, same, shown
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
-from rlbuffer.records.info import (
-    MAX_ROLLOUT_ID,
-    unfrozen,
-)
+from rlbuffer.records.info import MAX_ROLLOUT_ID, unfrozen
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
@@ -85,9 +73,9 @@ class Rollout:
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
     reward: float | None = None
     """Scalar of at most 1e12, either sign, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    rewards: Mapping[str, float] = field(default_factory=lambda: NOT_GIVEN)
     """Named components of the reward."""
-    successes: Mapping[str, bool] = field(default_factory=lambda: NOTHING)
+    successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
     """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
     """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token."""
@@ -97,13 +85,13 @@ class Rollout:
     """Reason why sampling ended: ``stop``, ``length``, ..."""
     is_truncated: bool = False
     """Sampling ended because a length limit was reached."""
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOTHING)
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
-    attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOTHING)
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Named arrays of any shape that are not per token."""
     text: str | None = None
     """Rendered transcript, for people."""
-    metadata: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
     """The user's own; msgpack types only."""
 
     def __post_init__(self) -> None:
@@ -298,8 +286,8 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def as_arrays(kind: str, values: object) -> Mapping[str, NDArray[Any]]:
     """Checked columns, or attachments, by name. Raises InvalidRollout; `kind` is ``column`` or ``attachment``."""
-    if values is NOTHING:
-        return NOTHING
+    if values is NOT_GIVEN:
+        return NOT_GIVEN
     out = {}
     for name, array in as_mapping(f"{kind}s", values).items():
         if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
@@ -311,8 +299,8 @@ def as_arrays(kind: str, values: object) -> Mapping[str, NDArray[Any]]:
 
 
 def _named_values(field_name: str, values: object, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
-    if values is NOTHING:
-        return NOTHING
+    if values is NOT_GIVEN:
+        return NOT_GIVEN
     out = {}
     for name, value in as_mapping(field_name, values).items():
         out[as_text(f"{field_name} name", name, limit=64)] = check(f"{field_name}.{name}", value)

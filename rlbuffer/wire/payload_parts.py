@@ -29,12 +29,12 @@ def arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
     Raises:
         InvalidRollout: they and the text take more than 64 MiB, or one has a dimension beyond what is read.
     """
-    arrays = [rollout.tokens, rollout.loss_mask, rollout.logprobs]
-    arrays += [*rollout.columns.values(), *rollout.attachments.values()]
+    required = (rollout.tokens, rollout.loss_mask, rollout.logprobs)
+    arrays = [*required, *rollout.columns.values(), *rollout.attachments.values()]
     size = HEADER_BYTES + sum([array.nbytes for array in arrays]) + len(rollout.text or "")
     if size > MAX_PAYLOAD_BYTES:
         raise giant(rollout, arrays, size)
-    for i, array in enumerate(arrays[len(REQUIRED_COLUMNS) :], len(REQUIRED_COLUMNS)):
+    for i, array in enumerate(arrays):
         # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
             name = _names(rollout)[i]
