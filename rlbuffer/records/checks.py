@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ MAX_COUNT = 2**53 - 1
 MAX_NUMBER = 1e12
 """Largest number that can be trained, either sign: a reward, or a float of a column. Training computes in float32, to
 3.4e38, and the norm of a gradient sums squares: those of this number over a billion parameters still fit."""
+
+NOT_GIVEN: Mapping[str, Any] = MappingProxyType({})
+"""The mapping of a field that was not given."""
 
 
 def as_finite(name: str, value: Any) -> float:
@@ -116,6 +120,13 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
             key = _plain_key(name, key)
         out[key] = item if _is_plain(item) else plain(f"{name}.{key}", item, depth=depth - 1, items=items)
     return out
+
+
+def read_only(name: str, value: object) -> Mapping[str, Any]:
+    """A mapping as :func:`plain` makes it, which cannot be written to."""
+    if value is NOT_GIVEN:
+        return NOT_GIVEN
+    return MappingProxyType(plain(name, as_mapping(name, value)))
 
 
 def _plain_key(name: str, key: Any) -> str:

@@ -5,8 +5,8 @@ Packing and the wire know columns only by name, dtype and shape, never by meanin
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -41,11 +41,11 @@ def as_column(
     An array that the caller could still change is copied, because a record is checked only once. One that is
     read-only down to its memory (decoded bytes, a frozen array) is kept as it is, without a copy.
     """
+    label = f"{kind} {name}"
     try:
         given = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
-        raise InvalidRollout(f"{kind} {name}: not a rectangular array of numbers") from None
-    label = f"{kind} {name}"
+        raise InvalidRollout(f"{label}: not a rectangular array of numbers") from None
     array = given if dtype is None or given.dtype == dtype else _cast(label, given, dtype)
     if dtype is None and array.dtype not in COLUMN_DTYPES:
         if array.dtype.kind in "iuf":
@@ -54,12 +54,12 @@ def as_column(
             raise InvalidRollout(f"{label}: dtype {array.dtype} is not supported")
     if array.ndim > MAX_DIMENSIONS:
         raise InvalidRollout(f"{label}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
-    if array.size:
-        _check_values(label, array, largest=MAX_NUMBER if kind == "column" else float("inf"))
     array = np.asarray(array, order="C")
-    if array is given and not _frozen(array):
+    if array is given and (array.flags.writeable or not _frozen(array)):
         array = array.copy()
-    array.flags.writeable = False
+    if array.size:
+        _check_values(label, array, largest=MAX_NUMBER if kind == "column" else sys.float_info.max)
+    array.setflags(write=False)
     return array
 
 
@@ -67,18 +67,18 @@ def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:
     """Refuses numbers that are not finite or beyond `largest`, either sign, and bytes that are no booleans."""
     if array.dtype.kind == "b":
         # A byte above 1 under a bool view counts differently in every operation.
-        if np.maximum.reduce(array.view(np.uint8), axis=None) > 1:
-            raise InvalidRollout(f"{label}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
-    elif array.dtype.kind == "f" or label == "column advantages":
-        # The functions behind `min` and `max`: those take as long as the array. A NaN is both.
-        low, high = float(np.minimum.reduce(array, axis=None)), float(np.maximum.reduce(array, axis=None))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise InvalidRollout(f"{label}: not finite at position {_first(~np.isfinite(array))}")
-        if max(high, -low) > largest:
-            place = _first(np.abs(array.astype(np.float64)) > largest)
-            raise InvalidRollout(
-                f"{label}: the number at position {place} is beyond the limit of {largest:g}, either sign"
-            )
+        marks = array.view(np.uint8)
+        if marks.item(marks.argmax()) > 1:
+            raise InvalidRollout(f"{label}: not a boolean at position {_first(marks > 1)}")
+    elif (array.dtype.kind == "f" or label == "column advantages") and not (
+        # `argmin` takes half as long as `min` does. A NaN is the smallest and the largest.
+        array.item(array.argmin()) >= -largest and array.item(array.argmax()) <= largest
+    ):
+        bad = ~np.isfinite(array)
+        if bad.any():
+            raise InvalidRollout(f"{label}: not finite at position {_first(bad)}")
+        place = _first(np.abs(array.astype(np.float64)) > largest)
+        raise InvalidRollout(f"{label}: the number at position {place} is beyond the limit of {largest:g}, either sign")
 
 
 def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

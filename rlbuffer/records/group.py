@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import (
-    as_mapping,
-    plain,
-    shown,
-)
-from rlbuffer.records.info import (
-    GroupInfo,
-    RolloutInfo,
-    group_fields,
-)
-from rlbuffer.records.rollout import (
-    Rollout,
-    field_values,
-    rebuilt,
-    with_id,
-)
+from rlbuffer.records.checks import NOT_GIVEN, plain, read_only, shown
+from rlbuffer.records.info import GroupInfo, RolloutInfo, group_fields, unfrozen
+from rlbuffer.records.rollout import Rollout, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
+
+_UnfrozenInfo = unfrozen(RolloutInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +47,7 @@ class Group:
     """LoRA adapter that sampled them; "" is all weights."""
     answer: Any = None
     """Reference answer; msgpack types only; part of the payload."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
     """The user's own; msgpack types only; part of the payload."""
     needs: tuple[str, ...] = ()
     """Names of the columns or rewards that must still be added before the group is ready."""
@@ -87,8 +75,7 @@ class Group:
             raise InvalidRollout(f"rollouts: id {twice!r} occurs twice in group {self.group_id}")
         put(self, "rollouts", rollouts)
         put(self, "answer", plain("answer", self.answer))
-        metadata = plain("metadata", as_mapping("metadata", self.metadata))
-        put(self, "metadata", MappingProxyType(metadata))
+        put(self, "metadata", read_only("metadata", self.metadata))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), field_values(self))
@@ -105,22 +92,25 @@ class Group:
             worker=self.worker,
             created=self.created,
             columns=tuple(sorted({(n, a.dtype.str, a.shape[1:]) for r in self.rollouts for n, a in r.columns.items()})),
-            rollouts=tuple(
-                RolloutInfo(
-                    rollout_id=r.rollout_id,
-                    length=r.length,
-                    prompt_tokens=r.prompt_tokens,
-                    loss_tokens=r.loss_tokens,
-                    reward=r.reward,
-                    rewards=dict(r.rewards),
-                    min_version=r.min_policy_version,
-                    max_version=r.max_policy_version,
-                    turns=len(r.turns),
-                    is_truncated=r.is_truncated,
-                )
-                for r in self.rollouts
-            ),
+            rollouts=tuple(map(_info, self.rollouts)),
         )
+
+
+def _info(rollout: Rollout) -> RolloutInfo:
+    made: Any = _UnfrozenInfo()
+    made.rollout_id = rollout.rollout_id
+    made.length = rollout.length
+    made.prompt_tokens = rollout.prompt_tokens
+    made.loss_tokens = rollout.loss_tokens
+    made.reward = rollout.reward
+    made.rewards = dict(rollout.rewards)
+    made.min_version = rollout.min_policy_version
+    made.max_version = rollout.max_policy_version
+    made.turns = len(rollout.turns)
+    made.is_truncated = rollout.is_truncated
+    made.size = made.checksum = 0
+    made.__class__ = RolloutInfo
+    return cast(RolloutInfo, made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

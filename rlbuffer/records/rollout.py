@@ -18,32 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import (
-    as_flag,
-    as_mapping,
-    as_number,
-    as_text,
-    plain,
-    same,
-    shown,
-)
+from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_mapping, as_number, as_text, read_only, same, shown
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
-from rlbuffer.records.info import (
-    MAX_ROLLOUT_ID,
-)
+from rlbuffer.records.info import MAX_ROLLOUT_ID, unfrozen
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
 
 MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
+_MOST = float(MAX_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,9 +73,9 @@ class Rollout:
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
     reward: float | None = None
     """Scalar of at most 1e12, either sign, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=lambda: NOT_GIVEN)
     """Named components of the reward."""
-    successes: Mapping[str, bool] = field(default_factory=dict)
+    successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
     """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
     """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token."""
@@ -92,13 +85,13 @@ class Rollout:
     """Reason why sampling ended: ``stop``, ``length``, ..."""
     is_truncated: bool = False
     """Sampling ended because a length limit was reached."""
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
-    attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Named arrays of any shape that are not per token."""
     text: str | None = None
     """Rendered transcript, for people."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
     """The user's own; msgpack types only."""
 
     def __post_init__(self) -> None:
@@ -112,32 +105,29 @@ class Rollout:
         length = len(self.tokens)
         if length == 0:
             raise InvalidRollout("column tokens: empty")
-        if np.minimum.reduce(self.tokens) < 0:
+        if self.tokens.item(self.tokens.argmin()) < 0:
             raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
         columns = as_arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
             if array.ndim == 0 or len(array) != length:
-                shape = list(array.shape)
-                raise InvalidRollout(f"column {name}: {shape} rows do not match {length} tokens")
-        for name, array in (("logprobs", self.logprobs), *columns.items()):
+                raise InvalidRollout(f"column {name}: {list(array.shape)} rows do not match {length} tokens")
             if name.endswith("logprobs"):
                 refuse_above_0(name, array)
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
-        put(self, "columns", MappingProxyType(columns))
-        put(self, "attachments", MappingProxyType(as_arrays("attachment", self.attachments)))
+        put(self, "columns", columns)
+        put(self, "attachments", as_arrays("attachment", self.attachments))
         if self.reward is not None:
             put(self, "reward", as_number("reward", self.reward))
         put(self, "rewards", _named_values("rewards", self.rewards, as_number))
         put(self, "successes", _named_values("successes", self.successes, as_flag))
-        put(self, "version_spans", as_spans(self.version_spans, self.loss_mask, self.loss_tokens))
+        put(self, "version_spans", as_spans(self.version_spans, self.loss_mask))
         put(self, "turns", as_turns(self.turns, length))
         put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
         put(self, "is_truncated", as_flag("is_truncated", self.is_truncated))
         if self.text is not None:
             put(self, "text", as_text("text", self.text))
-        metadata = plain("metadata", as_mapping("metadata", self.metadata))
-        put(self, "metadata", MappingProxyType(metadata))
+        put(self, "metadata", read_only("metadata", self.metadata))
 
     @property
     def length(self) -> int:
@@ -158,12 +148,12 @@ class Rollout:
     @property
     def min_policy_version(self) -> int:
         """The oldest policy version that sampled a token."""
-        return min(span.policy_version for span in self.version_spans)
+        return min(self.version_spans).policy_version
 
     @property
     def max_policy_version(self) -> int:
         """The newest policy version that sampled a token."""
-        return max(span.policy_version for span in self.version_spans)
+        return max(self.version_spans).policy_version
 
     @classmethod
     def from_completion(
@@ -244,6 +234,9 @@ class Rollout:
         return rebuilt, (type(self), field_values(self))
 
 
+_Unfrozen = unfrozen(Rollout)
+
+
 class RolloutArrays(NamedTuple):
     """The part of a stored rollout that is trained: views of its payload, without what only people look at."""
 
@@ -270,7 +263,7 @@ class RolloutArrays(NamedTuple):
 
 def refuse_above_0(name: str, array: NDArray[Any]) -> None:
     """Raises InvalidRollout when a logprob is above 0 by more than :data:`MAX_LOGPROB`."""
-    if array.size and np.maximum.reduce(array, axis=None) > MAX_LOGPROB:
+    if array.size and array.item(array.argmax()) > _MOST:
         at = tuple(int(index) for index in np.argwhere(array > MAX_LOGPROB)[0])
         raise InvalidRollout(
             f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
@@ -291,8 +284,10 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return joined
 
 
-def as_arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
+def as_arrays(kind: str, values: object) -> Mapping[str, NDArray[Any]]:
     """Checked columns, or attachments, by name. Raises InvalidRollout; `kind` is ``column`` or ``attachment``."""
+    if values is NOT_GIVEN:
+        return NOT_GIVEN
     out = {}
     for name, array in as_mapping(f"{kind}s", values).items():
         if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
@@ -300,10 +295,12 @@ def as_arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
         out[str(name)] = as_column(name, array, kind=kind)
     if len(out) > MAX_ARRAYS:
         raise InvalidRollout(f"{kind}s: {len(out)} are more than {MAX_ARRAYS}")
-    return out
+    return MappingProxyType(out)
 
 
-def _named_values(field_name: str, values: Any, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+def _named_values(field_name: str, values: object, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+    if values is NOT_GIVEN:
+        return NOT_GIVEN
     out = {}
     for name, value in as_mapping(field_name, values).items():
         out[as_text(f"{field_name} name", name, limit=64)] = check(f"{field_name}.{name}", value)
@@ -325,7 +322,8 @@ def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
     """The same rollout with an id where it has none; its other fields were checked already."""
     if rollout.rollout_id:
         return rollout
-    copy = object.__new__(Rollout)
-    for name in Rollout.__slots__:
-        object.__setattr__(copy, name, rollout_id if name == "rollout_id" else getattr(rollout, name))
-    return copy
+    copy = _Unfrozen()
+    names = Rollout.__slots__
+    any(map(setattr, repeat(copy), names, attrgetter(*names)(rollout)))  # which returns None
+    copy.rollout_id, copy.__class__ = rollout_id, Rollout
+    return cast(Rollout, copy)

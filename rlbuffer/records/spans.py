@@ -41,10 +41,10 @@ class Turn(NamedTuple):
     """The user's own; msgpack types only."""
 
 
-def as_spans(spans: Any, mask: NDArray[np.bool_], trained: int) -> tuple[VersionSpan, ...]:
-    """Checked version spans: ascending, disjoint, covering all `trained` tokens of a rollout's mask [T]."""
+def as_spans(spans: Any, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
+    """Checked version spans: ascending, disjoint, covering all trained tokens of a rollout's mask [T]."""
     length = len(mask)
-    out, position, covered = [], 0, 0
+    out, gaps, position = [], [], 0
     for item in _items("version_spans", spans):
         try:
             version, start, end = item
@@ -54,17 +54,18 @@ def as_spans(spans: Any, mask: NDArray[np.bool_], trained: int) -> tuple[Version
             0 <= version <= MAX_COUNT and position <= start < end <= length
         ):
             version, start, end = _span(version, start, end, position, length)
-        covered += int(np.count_nonzero(mask[start:end]))
+        if position < start:
+            gaps.append((position, start))
         position = end
         out.append(VersionSpan(version, start, end))
     _check_count("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
-    if covered != trained:
-        bare = mask.copy()
-        for _, start, end in out:
-            bare[start:end] = False
-        raise InvalidRollout(f"version_spans: the trained token at position {int(np.argmax(bare))} is in no span")
+    if position < length:
+        gaps.append((position, length))
+    for start, end in gaps:
+        if mask[bare := start + mask[start:end].argmax()]:
+            raise InvalidRollout(f"version_spans: the trained token at position {bare} is in no span")
     return tuple(out)
 
 
@@ -104,7 +105,7 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
 
 
 def _items(name: str, values: Any) -> Iterable[Any]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    if type(values) is not tuple and (isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)):
         raise InvalidRollout(f"{name}: expected a list, got {shown(values)}")
     return values
 

@@ -42,7 +42,7 @@ def pack(value: Any) -> bytes:
         PayloadError: a string of more than 4 GiB.
     """
     try:
-        return bytes(msgpack.packb(value, use_bin_type=True))
+        return bytes(msgpack.Packer(use_bin_type=True).pack(value))
     except (ValueError, OverflowError) as error:
         raise PayloadError(f"cannot be encoded: {type(error).__name__}: {error}") from None
 

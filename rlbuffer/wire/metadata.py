@@ -24,7 +24,7 @@ from rlbuffer.records.info import (
     group_fields,
     unfrozen,
 )
-from rlbuffer.wire.bounded_msgpack import dumps, loads
+from rlbuffer.wire.bounded_msgpack import dumps, loads, pack
 from rlbuffer.wire.checksum import crc32
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
@@ -77,7 +77,7 @@ def drafted(info: GroupInfo) -> tuple[bytearray, int]:
     size = ROW.size * len(rollouts)
     try:
         # One map, packed in three so that the place of the rows is known; each part begins with a byte of its own map.
-        front, rows, back = (dumps(part)[1:] for part in (before, {"rows": bytes(size)}, after))
+        front, rows, back = pack(before)[1:], pack({"rows": bytes(size)})[1:], dumps(after)[1:]
     except PayloadError as error:
         raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
     data = bytearray().join((bytes([0x80 | len(KEYS)]), front, rows, back))

@@ -91,14 +91,14 @@ def _viewed(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | 
         or len(numbers) % 3
     ):
         return None
-    spans = as_spans([numbers[i : i + 3] for i in range(0, len(numbers), 3)], mask, expected.loss_tokens)
+    spans = as_spans([numbers[i : i + 3] for i in range(0, len(numbers), 3)], mask)
     if min(spans)[0] != expected.min_version or max(spans)[0] != expected.max_version:
         return None
     if not further:
         return RolloutArrays(tokens, mask, logprobs, spans, _NONE, _NONE, data)
     cursor = Cursor(data, at + logprobs.nbytes)
     columns, attachments = (
-        MappingProxyType(as_arrays(kind, {name: cursor.array(*layout) for name, layout in table.items()}))
+        as_arrays(kind, {name: cursor.array(*layout) for name, layout in table.items()})
         for kind, table in zip(
             ("column", "attachment"), further_tables(tables[0], tables[1], count, length), strict=True
         )

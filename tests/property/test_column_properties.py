@@ -41,11 +41,12 @@ def refusal(values: list[list[float]], kind: str) -> str:
 @settings(max_examples=300, deadline=None)
 @given(
     values=st.lists(st.lists(numbers, min_size=2, max_size=2), max_size=6),
-    dtype=st.sampled_from(["<f4", "<f8", ">f4"]),
+    dtype=st.sampled_from(["<f2", "<f4", "<f8", ">f4"]),
     kind=st.sampled_from(["column", "attachment"]),
 )
 def test_the_first_number_that_a_column_may_not_hold_is_named(values: Any, dtype: str, kind: str) -> None:
-    given_array = np.array(values, dtype).reshape(-1, 2)
+    with np.errstate(over="ignore"):
+        given_array = np.array(values, dtype).reshape(-1, 2)
     column, message = made(lambda: as_column("x", given_array, kind=kind))
     assert message == refusal(given_array.tolist(), kind)
     if column is not None:
@@ -64,6 +65,6 @@ def test_the_first_trained_token_in_no_span_is_named(mask: list[bool], cuts: set
     expected = f"version_spans: the trained token at position {bare[0]} is in no span" if bare else ""
     if not spans:
         expected = "version_spans: at least one is required"
-    found, message = made(lambda: as_spans(spans, np.array(mask), sum(mask)))
+    found, message = made(lambda: as_spans(spans, np.array(mask)))
     assert message == expected
     assert found is None or [tuple(span) for span in found] == spans
