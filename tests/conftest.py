@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ SLOWEST_FIRST = ("faults", "e2e", "simulation", "property")
 def pytest_configure(config: pytest.Config) -> None:
     """The plugin pytest-xdist hands out files in the order below, not those with many tests first: these are the quick
     ones."""
+    # A shell has its background jobs ignore ctrl-C, and what a test starts would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

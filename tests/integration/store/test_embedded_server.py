@@ -32,11 +32,10 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 SETTINGS = ServerSettings(maxmemory="64mb")
 
 USER = """
-import json, signal, sys
+import json, sys
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store.server.embedded import ensure
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
 home, how = Path(sys.argv[1]), sys.argv[2]
 print("imported", flush=True)
 sys.stdin.readline()
