@@ -111,6 +111,7 @@ class Rollout:
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
             if array.ndim == 0 or len(array) != length:
                 raise InvalidRollout(f"column {name}: {list(array.shape)} rows do not match {length} tokens")
+        for name, array in (("logprobs", self.logprobs), *columns.items()):
             if name.endswith("logprobs"):
                 refuse_above_0(name, array)
         if self.loss_mask[0]:
