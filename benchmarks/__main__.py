@@ -2,7 +2,7 @@
 
 Runs the bench_*.py of this folder in the order of their names. ``--json`` writes what they print as data, too;
 ``--beside`` names an environment that holds Reverb or TransferQueue, for bench_beside; ``--seconds`` is the length of
-bench_scale (60).
+bench_scale and bench_sharded_run (60).
 
 Exit code 1 when a stated target is missed.
 """

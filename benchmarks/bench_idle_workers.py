@@ -79,8 +79,8 @@ def run(report: Report) -> None:
     report.line(f"{name}, met: {report.target(name, share < MOST_OF_A_CORE)}")
 
 
-def open_(home: Path) -> RedisStore:
-    return open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+def open_(home: Path, url: str | None = None) -> RedisStore:
+    return open_store(url, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
 
 
 def end(processes: Sequence[BaseProcess]) -> None:
@@ -140,9 +140,9 @@ def waiting_reader(home: Path, number: int, heard: Any) -> None:
         store.wait_step(1, block_seconds=READER_BLOCK_SECONDS)
 
 
-def beat_for(home: Path, numbers: range) -> None:
+def beat_for(home: Path, numbers: range, url: str | None = None) -> None:
     """The heartbeats of a process's workers, spread over their interval."""
-    store = open_(home)
+    store = open_(home, url)
     buffer = Buffer(store, settings=RunSettings())
     record = Pulse(buffer, "worker", "math").record()
     due = time.monotonic()

@@ -15,9 +15,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,31 +47,60 @@ KEPT_STEPS = 4
 """Steps behind the newest that the trainer keeps a checkpoint of."""
 WARM_STEPS = 2
 SECONDS = 60.0
+SLOW_MICROSECONDS, SLOW_ENTRIES = 1000, 10_000
+"""Commands above it are in the servers' own logs; so many of them."""
 PATIENCE_SECONDS = 300.0
 CONFIG = BatcherConfig(row_tokens=4096, step_groups=STEP_GROUPS, max_age=8, order="oldest_first")
 SPAWN = multiprocessing.get_context("spawn")
 
 
+Ask = Callable[..., Any]
+"""Sends a server a command. -> its answer."""
+
+
+class Place(NamedTuple):
+    """A run's server, as each process opens it."""
+
+    home: Path
+    url: str | None = None
+    """None: the embedded server of `home`."""
+
+    def open(self) -> RedisStore:
+        """The run, over a connection of its own."""
+        return open_(self.home, self.url)
+
+
 def run(report: Report) -> None:
+    """The run on the embedded server."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
+    store = open_(home)
+    try:
+        measure(report, "scale", Place(home), [store.connection.client.execute_command])
+    finally:
+        store.close()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def measure(report: Report, title: str, place: Place, servers: Sequence[Ask]) -> None:
     """Starts them all, trains for a while, and looks at everybody's times."""
     seconds = report.seconds or SECONDS
     report.begin(
-        "scale",
+        title,
         measures=f"{WORKERS:,} workers that sample for {SAMPLE_SECONDS:g} s a group and {RANKS} ranks in {PROCESSES} "
-        f"processes, a daemon in one more: steps of {STEP_GROUPS} groups of {GROUP_SIZE} rollouts of {TOKENS} tokens "
+        f"processes, a daemon in one more, servers: {len(servers)}; "
+        f"steps of {STEP_GROUPS} groups of {GROUP_SIZE} rollouts of {TOKENS} tokens "
         f"in {seconds:g} s, CPU of the server, and the time of each call as its caller sees it",
-        not_measured="the network (unix socket here), machines of their own: the callers share these cores with the "
-        "server, so their times have its queue and their own in them; torch; several shards",
+        not_measured="the network (this machine's sockets), machines of their own: the callers share these cores with "
+        "the servers, so their times have its queue and their own in them; torch",
     )
-    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store, heard = open_(home), SPAWN.Queue()
+    store, heard = place.open(), SPAWN.Queue()
     stop = SPAWN.Event()
-    processes = [SPAWN.Process(target=lead, args=(home, heard, stop), daemon=True)]
-    processes += [SPAWN.Process(target=crowd, args=(home, i, heard, stop), daemon=True) for i in range(PROCESSES)]
+    processes = [SPAWN.Process(target=lead, args=(place, heard, stop), daemon=True)]
+    processes += [SPAWN.Process(target=crowd, args=(place, i, heard, stop), daemon=True) for i in range(PROCESSES)]
     try:
         epoch = store.open_run().epoch
         attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
-        trainer = Trainer(store, attempt, epoch)
+        trainer = Trainer(store, attempt, epoch, servers)
         for process in processes:
             process.start()
         times = trainer.train(heard, stop, seconds)
@@ -81,7 +110,6 @@ def run(report: Report) -> None:
             process.kill()
             process.join()
         store.close()
-        shutil.rmtree(home, ignore_errors=True)
     show(report, trainer, times)
     name = f"steps flow with {WORKERS:,} workers and {RANKS} ranks, and the account is exact"
     report.line(f"\n{name}, met: {report.target(name, trainer.steps > 1 and not findings)} {list(findings[:2]) or ''}")
@@ -90,21 +118,22 @@ def run(report: Report) -> None:
 class Trainer:
     """Rank 0's words, once all ranks have pulled a step; and the server's figures between two of its moments."""
 
-    def __init__(self, store: RedisStore, attempt: int, epoch: int) -> None:
-        self.store, self.attempt, self.epoch = store, attempt, epoch
+    def __init__(self, store: RedisStore, attempt: int, epoch: int, servers: Sequence[Ask]) -> None:
+        self.store, self.attempt, self.epoch, self._servers = store, attempt, epoch, servers
         self.trained = self.steps = 0
         """Last trained step; steps of the measured time."""
         self.wall = 0.0
-        self.server: dict[str, float] = {}
-        """What INFO counted in the measured time, by field."""
-        self.slowest: list[Any] = []
+        self.servers: list[dict[str, float]] = []
+        """What INFO of each counted in the measured time, by field."""
+        self.slow: list[Any] = []
+        """Entries of the servers' logs of slow commands."""
         self.connections = 0
         self._say(0, "")
 
     def train(self, heard: Any, stop: Any, seconds: float) -> dict[str, list[float]]:
         """Trains until `seconds` after the warm steps. -> kind of call -> the seconds of each."""
         pulled: Counter[int] = Counter()
-        begun, first, before = 0.0, 0, dict[str, float]()
+        begun, first, before = 0.0, 0, list[dict[str, float]]()
         limit = time.monotonic() + PATIENCE_SECONDS
         while not begun or time.monotonic() < begun + seconds:
             kind, what = heard.get(timeout=max(1.0, limit - time.monotonic()))
@@ -118,14 +147,15 @@ class Trainer:
             self._say(step, header.digest if header is not None else "")
             limit = time.monotonic() + PATIENCE_SECONDS
             if step == WARM_STEPS:
-                self.store.connection.client.config_resetstat()
-                self.store.connection.client.slowlog_reset()
+                for ask in self._servers:
+                    ask("CONFIG", "SET", "slowlog-log-slower-than", SLOW_MICROSECONDS, "slowlog-max-len", SLOW_ENTRIES)
+                    ask("SLOWLOG", "RESET")
                 begun, first, before = time.monotonic(), step, self._facts()
         self.wall, self.steps = time.monotonic() - begun, self.trained - first
-        after = self._facts()
-        self.server = {name: after[name] - before[name] for name in after}
-        self.slowest = self.store.connection.client.slowlog_get(1)
-        self.connections = int(self.store.connection.client.info("clients")["connected_clients"])
+        pairs = zip(self._facts(), before, strict=True)
+        self.servers = [{name: after[name] - earlier[name] for name in after} for after, earlier in pairs]
+        self.slow = [entry for ask in self._servers for entry in ask("SLOWLOG", "GET", SLOW_ENTRIES)]
+        self.connections = sum(int(ask("INFO", "clients")["connected_clients"]) for ask in self._servers)
         stop.set()
         times: dict[str, list[float]] = {}
         for _ in range(PROCESSES + 1):
@@ -142,10 +172,10 @@ class Trainer:
         self.store.report(self.attempt, epoch=self.epoch, trained=step, digest=digest, oldest_kept=kept)
         self.trained = step
 
-    def _facts(self) -> dict[str, float]:
-        info: Any = self.store.connection.client.info()
+    def _facts(self) -> list[dict[str, float]]:
         names = ("used_cpu_user", "used_cpu_sys", "total_net_input_bytes", "total_net_output_bytes")
-        return {name: float(info[name]) for name in (*names, "total_commands_processed")}
+        infos = [ask("INFO") for ask in self._servers]
+        return [{name: float(info[name]) for name in (*names, "total_commands_processed")} for info in infos]
 
 
 def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,10 +190,10 @@ def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) ->
     return measured
 
 
-def lead(home: Path, heard: Any, stop: Any) -> None:
+def lead(place: Place, heard: Any, stop: Any) -> None:
     """The daemon's process."""
     times: dict[str, list[float]] = {}
-    store, ended = open_(home), threading.Event()
+    store, ended = place.open(), threading.Event()
     setattr(store, "commit", timed(times, "commit", store.commit))  # noqa: B010
     daemon = threading.Thread(target=Daemon(Buffer(store, settings=RunSettings()), CONFIG).run, args=(ended,))
     daemon.start()
@@ -174,23 +204,23 @@ def lead(home: Path, heard: Any, stop: Any) -> None:
     time.sleep(PATIENCE_SECONDS)
 
 
-def crowd(home: Path, number: int, heard: Any, stop: Any) -> None:
+def crowd(place: Place, number: int, heard: Any, stop: Any) -> None:
     """A process with its share of the workers and ranks."""
     logging.disable(logging.WARNING)  # a thousand workers say that they wait
     times: dict[str, list[float]] = {}
     workers, ranks = range(number, WORKERS, PROCESSES), range(number, RANKS, PROCESSES)
     for role, its in ((pull_all, ranks), (work_all, workers)):
-        threading.Thread(target=_played, args=(role, home, its, times, heard, stop), daemon=True).start()
-    threading.Thread(target=beat_for, args=(home, workers), daemon=True).start()
+        threading.Thread(target=_played, args=(role, place, its, times, heard, stop), daemon=True).start()
+    threading.Thread(target=beat_for, args=(place.home, workers, place.url), daemon=True).start()
     stop.wait()
     time.sleep(1.0)
     heard.put(("times", {name: list(its) for name, its in times.items()}))
     time.sleep(PATIENCE_SECONDS)
 
 
-def _played(role: Callable[..., None], home: Path, its: range, times: Any, heard: Any, stop: Any) -> None:
+def _played(role: Callable[..., None], place: Place, its: range, times: Any, heard: Any, stop: Any) -> None:
     try:
-        role(home, its, times, heard, stop)
+        role(place, its, times, heard, stop)
     except Exception as error:  # what it meets is what is measured
         if not stop.is_set():
             heard.put(("error", f"{role.__name__}: {type(error).__name__}: {error}"))
@@ -221,18 +251,18 @@ class Worker:
         return SAMPLE_SECONDS * float(np.exp(0.5 * self._rng.standard_normal()))
 
 
-def work_all(home: Path, numbers: range, times: dict[str, list[float]], heard: Any, stop: Any) -> None:
+def work_all(place: Place, numbers: range, times: dict[str, list[float]], heard: Any, stop: Any) -> None:
     """A process's workers, each with a connection of its own, in the order in which they are due."""
-    due = [(time.monotonic(), number, Worker(open_(home), number, times)) for number in numbers]
+    due = [(time.monotonic(), number, Worker(place.open(), number, times)) for number in numbers]
     while not stop.is_set():
         at, number, worker = heapq.heappop(due)
         time.sleep(max(0.0, at - time.monotonic()))
         heapq.heappush(due, (time.monotonic() + worker.go_on(), number, worker))
 
 
-def pull_all(home: Path, ranks: range, times: dict[str, list[float]], heard: Any, stop: Any) -> None:
+def pull_all(place: Place, ranks: range, times: dict[str, list[float]], heard: Any, stop: Any) -> None:
     """A process's ranks, each with a connection of its own: one after the other reads a step once it is there."""
-    stores = [open_(home) for _ in ranks]
+    stores = [place.open() for _ in ranks]
     options: Any = {"pad_token_id": 0, "pad_to_multiple_of": 1}
     sources = [StepPull(store, r, RANKS, Trainable(), **options) for store, r in zip(stores, ranks, strict=True)]
     for step in itertools.count(1):
@@ -250,20 +280,24 @@ def pull_all(home: Path, ranks: range, times: dict[str, list[float]], heard: Any
 
 def show(report: Report, trainer: Trainer, times: dict[str, list[float]]) -> None:
     """Prints the server's figures and the callers' times."""
-    server, wall = trainer.server, trainer.wall
-    cpu = server["used_cpu_user"] + server["used_cpu_sys"]
+    servers, wall = trainer.servers, trainer.wall
     tokens = trainer.steps * STEP_GROUPS * GROUP_SIZE * TOKENS
     (leader,) = times.pop("leader's CPU")
     report.line(f"{trainer.steps} steps in {wall:.0f} s: {tokens / wall / 1e6:.3f} million tokens a second")
-    report.line(
-        f"server: {100 * cpu / wall:.1f} % of a core, {server['total_commands_processed'] / wall:,.0f} commands and "
-        f"{server['total_net_input_bytes'] / wall / 1e6:.2f} MB in, "
-        f"{server['total_net_output_bytes'] / wall / 1e6:.2f} MB out a second, {trainer.connections:,} connections"
-    )
-    report.line(f"leader: {leader:.1f} s of CPU since its start")
-    if trainer.slowest:
-        worst = trainer.slowest[0]
-        report.line(f"slowest command of the server's log: {worst['duration'] / 1e3:.1f} ms, {worst['command'][:60]!r}")
+    for server in servers:
+        cpu = server["used_cpu_user"] + server["used_cpu_sys"]
+        report.line(
+            f"server: {100 * cpu / wall:.1f} % of a core, {server['total_commands_processed'] / wall:,.0f} commands "
+            f"and {server['total_net_input_bytes'] / wall / 1e6:.2f} MB in, "
+            f"{server['total_net_output_bytes'] / wall / 1e6:.2f} MB out a second"
+        )
+    report.line(f"{trainer.connections:,} connections; leader: {leader:.1f} s of CPU since its start")
+    if trainer.slow:
+        worst = max(trainer.slow, key=lambda entry: entry["duration"])
+        report.line(
+            f"slowest of {len(trainer.slow):,} commands above {SLOW_MICROSECONDS / 1e3:g} ms: "
+            f"{worst['duration'] / 1e3:.1f} ms, {worst['command'][:60]!r}"
+        )
     rows = []
     for name in ("take", "push", "commit", "pull"):
         its = 1e3 * np.array(times.get(name, [np.nan]))
