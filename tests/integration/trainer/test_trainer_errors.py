@@ -138,14 +138,14 @@ class Noting:
     def pulling(self, step: int) -> None:
         pass
 
-    def holding(self, step: int) -> Any:
+    def holding(self, step: int, is_there: Any) -> Any:
         return nullcontext()
 
 
 def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     """Pulls from a reader that gives `steps`: the refusals need no model."""
     bare: Any = object.__new__(TrainerSession)
-    reader = SimpleNamespace(steps=lambda start, until: iter(steps), has_ended=False)
+    reader = SimpleNamespace(steps=lambda start, until: iter(steps), has_ended=False, still_there=lambda step: True)
     given = {"ranks": ranks, "stop": StopRequest(), "settings": RunSettings(), "reader": reader, "stalls": Noting()}
     for name, value in given.items():
         object.__setattr__(bare, name, value)
