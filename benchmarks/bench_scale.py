@@ -154,7 +154,8 @@ class Trainer:
         self.wall, self.steps = time.monotonic() - begun, self.trained - first
         pairs = zip(self._facts(), before, strict=True)
         self.servers = [{name: after[name] - earlier[name] for name in after} for after, earlier in pairs]
-        self.slow = [entry for ask in self._servers for entry in ask("SLOWLOG", "GET", SLOW_ENTRIES)]
+        # As one name: so redis-py reads the answer into records.
+        self.slow = [entry for ask in self._servers for entry in ask("SLOWLOG GET", SLOW_ENTRIES)]
         self.connections = sum(int(ask("INFO", "clients")["connected_clients"]) for ask in self._servers)
         stop.set()
         times: dict[str, list[float]] = {}
