@@ -27,6 +27,9 @@ class WorkerWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._beats: dict[str, Mapping[str, Any]] = {}
+        """Of the workers that a sentence may be about. A run has a thousand others, and a sentence for each push."""
+        self._is_known = False
+        """Any worker has a heartbeat that counts."""
         self._is_served = False
         """Any worker is alive."""
         self._looked = float("-inf")
@@ -43,7 +46,7 @@ class WorkerWatch:
         now = time.monotonic()
         self._look(now)
         self.trouble = ""
-        if not self._beats:
+        if not self._is_known:
             return f" {waiting.NO_WORKER}" if said.endswith(waiting.NOTHING_YET) else ""
         nobody = "" if self._is_served else f" {waiting.NO_WORKER}"
         envs: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -92,8 +95,8 @@ class WorkerWatch:
             if (failures_of(beat).kinds or beat.get("ended") or beat.get("doing"))
             and str(beat.get("env")) not in served
         }
-        self._beats = {name: beats[name] for name in sorted(alive | dead)}
-        self._is_served = bool(alive)
+        self._beats = {name: beats[name] for name in sorted(alive | dead) if _has_a_word(beats[name])}
+        self._is_known, self._is_served = bool(alive | dead), bool(alive)
 
     @staticmethod
     def _anew(past: Told, what: str, key: object, text: str, now: float) -> str:
@@ -135,3 +138,7 @@ class WorkerWatch:
             name, what = next(iter(busy.items()))
             parts.append(waiting.for_busy(env, name, what))
         return self._anew(self._told, env, key, " ".join(parts), now)
+
+
+def _has_a_word(beat: Mapping[str, Any]) -> bool:
+    return any(beat.get(name) for name in ("failures", "ended", "error", "busy", "doing"))
