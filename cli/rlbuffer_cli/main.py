@@ -20,8 +20,9 @@ from typing import Any
 
 import click
 
+from rlbuffer.process.output import open_closed, outlive_readers
 from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, say
-from rlbuffer_cli.starting import SLOW_COMMANDS, clear, starting
+from rlbuffer_cli.starting import RUN_COMMANDS, SLOW_COMMANDS, clear, starting
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -67,8 +68,11 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in SLOW_COMMANDS and not ctx.resilient_parsing and not {"--help", "-h"} & set(sys.argv):
-            starting(f"rlbuffer {cmd_name} starts")
+        if not ctx.resilient_parsing and not {"--help", "-h"} & set(sys.argv):
+            if cmd_name in RUN_COMMANDS:
+                outlive_readers()
+            if cmd_name in SLOW_COMMANDS:
+                starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
@@ -116,8 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. -> exit code; errors are one line on stderr, with a traceback only under ``--debug``.
 
     A command whose reader leaves (``rlbuffer inspect | head -1``) ends there, quietly and with one exit code, as the
-    shell has it for every program.
+    shell has it for every program. One that works for a run goes on.
     """
+    open_closed()
     try:
         code = _run(arguments)
         sys.stdout.flush()

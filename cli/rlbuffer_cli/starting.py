@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TextIO
 
+RUN_COMMANDS = ("demo", "run", "serve", "worker", "score", "train", "weights")
+"""Commands that work for a run until they are stopped: they go on when nobody reads what they print."""
 SLOW_COMMANDS = (
     *("demo", "run", "serve", "worker", "score", "train", "push"),
     *("inspect", "top", "verify", "config", "doctor"),

@@ -199,8 +199,7 @@ def estimate(
 ) -> Rewards:
     """The advantages by an estimator that is loaded; otherwise as :func:`advantage`."""
     values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or not np.isfinite(values).all():
-        raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards!r}")
+    check_rewards(name, values)
     weights = None if lengths is None else np.asarray(lengths, dtype=np.float64)
     if weights is not None and weights.shape != values.shape:
         raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
@@ -208,10 +207,21 @@ def estimate(
         return np.zeros_like(values)
     with np.errstate(all="ignore"):  # its results are checked below
         advantages = estimator(values, weights, group)
+    check_advantages(name, advantages)
+    return advantages
+
+
+def check_rewards(name: str, rewards: Rewards) -> None:
+    """Raises InvalidRollout unless they are finite numbers of shape [n]. `name` is the estimator's."""
+    if rewards.ndim != 1 or not np.isfinite(rewards).all():
+        raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards.tolist()!r}")
+
+
+def check_advantages(name: str, advantages: Rewards) -> None:
+    """Raises InvalidRollout when one of them is not finite, or beyond :data:`MAX_ADVANTAGE`."""
     usable = np.abs(advantages) <= MAX_ADVANTAGE
     if not usable.all():
         odd = float(advantages[~usable][0])
         raise InvalidRollout(
             f"advantage {name} is {odd!r}: it must be finite and at most {MAX_ADVANTAGE:g}, either sign"
         )
-    return advantages

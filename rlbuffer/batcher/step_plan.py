@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher.advantages import MAX_ADVANTAGE, Loaded, estimate, load_estimator, over_batch
+from rlbuffer.batcher.advantages import (
+    MAX_ADVANTAGE,
+    Loaded,
+    check_advantages,
+    check_rewards,
+    load_estimator,
+    over_batch,
+)
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
@@ -78,49 +85,39 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    advantages = _at_once(groups, config, estimators)
-    if advantages is None:
-        per_group, untrainable = [], []
+    infos = [info for group in groups for info in group.infos]
+    rewards = np.array([info.reward for info in infos], dtype=np.float64)
+    lengths = np.array([info.loss_tokens for info in infos], dtype=np.float64)
+    advantages, start, own = np.zeros(len(infos)), 0, list[slice]()
+    is_finite = np.isfinite(rewards)
+    with np.errstate(all="ignore"):
         for group in groups:
+            name, its = config.for_env(group.env).advantage, slice(start, start + group.rollouts)
+            if group.rollouts > 1 and is_finite[its].all():
+                about = group_facts(group) if ":" in name else {}
+                advantages[its] = estimators[name](rewards[its], lengths[its], about)
+            own.append(its)
+            start = its.stop
+    if not (is_finite & (np.abs(advantages) <= MAX_ADVANTAGE)).all():
+        untrainable = []
+        trained = np.ones(len(infos), dtype=bool)
+        for group, its in zip(groups, own, strict=True):
             name = config.for_env(group.env).advantage
-            lengths = [info.loss_tokens for info in group.infos]
-            about = group_facts(group) if ":" in name else {}
             try:
-                per_group.append(estimate(estimators[name], name, group.rewards, lengths, about))
+                check_rewards(name, rewards[its])
+                check_advantages(name, advantages[its])
             except InvalidRollout as error:
                 untrainable.append((group, str(error)))
-        advantages = np.concatenate([np.zeros(0), *per_group])
-        if untrainable:
-            return advantages.astype(np.float32), untrainable
+                trained[its] = False
+        return advantages[trained].astype(np.float32), untrainable
     if config.advantage_scale == "batch":
-        rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
         adapters = np.array([group.adapter for group in groups for _ in group.infos])
         for adapter in np.unique(adapters):
             mine = adapters == adapter
             advantages[mine] = over_batch(advantages[mine], rewards[mine])
     if config.truncated == "mask":
-        advantages[[info.is_truncated for group in groups for info in group.infos]] = 0.0
+        advantages[[info.is_truncated for info in infos]] = 0.0
     return advantages.astype(np.float32), []
-
-
-def _at_once(
-    groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
-) -> NDArray[np.float64] | None:
-    """The advantages of all groups, looked at together; None where one is odd: `estimate` says which, and why."""
-    infos = [info for group in groups for info in group.infos]
-    rewards = np.array([info.reward for info in infos], dtype=np.float64)
-    lengths = np.array([info.loss_tokens for info in infos], dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        return None
-    advantages, start = np.zeros(len(infos)), 0
-    with np.errstate(all="ignore"):
-        for group in groups:
-            name, own = config.for_env(group.env).advantage, slice(start, start + group.rollouts)
-            if group.rollouts > 1:
-                about = group_facts(group) if ":" in name else {}
-                advantages[own] = estimators[name](rewards[own], lengths[own], about)
-            start = own.stop
-    return advantages if (np.abs(advantages) <= MAX_ADVANTAGE).all() else None
 
 
 def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:

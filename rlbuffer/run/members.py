@@ -25,6 +25,7 @@ from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.events.worker_narrator import WorkerNarrator
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
+from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 
 DONE = 10
@@ -196,6 +197,7 @@ def main() -> None:
 def _begin(title: str) -> tuple[RunSettings, threading.Event]:
     """Settings come on the first line of stdin; the end of stdin is the supervisor's."""
     name_process(title)
+    outlive_readers()
     settings = from_json(sys.stdin.readline())
     stop = threading.Event()
     stop_on_signals(stop)
@@ -207,6 +209,7 @@ def _enter(log: Connection, title: str) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     log.close()
+    outlive_readers()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     name_process(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order

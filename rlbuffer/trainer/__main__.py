@@ -10,6 +10,7 @@ from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import yield_cores
+from rlbuffer.process.output import outlive_readers
 from rlbuffer.run.loading import load
 
 
@@ -19,6 +20,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
         print("usage: [torchrun ...] -m rlbuffer.trainer [rlbuffer.toml]", file=sys.stderr)
         return 2
+    outlive_readers()
     try:
         loaded = load(arguments[0] if arguments else None, parts=("train",))
         make_importable(folders_of(loaded.file))

@@ -160,11 +160,18 @@ def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mi
     ],
 )
 def test_a_group_whose_advantages_cannot_be_trained_is_dropped_and_others_take_its_place(mine, answer, number):
-    mine.answer = lambda r, n, g: answer(r, n, g) if g["group_id"] == "bad" else r
+    asked = []
+
+    def given(rewards, lengths, group):
+        asked.append(group["group_id"])
+        return answer(rewards, lengths, group) if group["group_id"] == "bad" else rewards
+
+    mine.answer = given
     made = batcher(step_groups=2, advantage="estimators_of_a_test:answer")
     for name in ("good", "bad", "better"):
         put(made, name)
     decision = ask(made)
+    assert sorted(asked) == ["bad", "better", "good", "good"], "once in each selection"
     assert decision.plan.group_ids == ("good", "better")
     assert drops_of(decision) == [
         (

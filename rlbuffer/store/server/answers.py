@@ -34,8 +34,6 @@ ELSEWHERE = {
     "MASTERDOWN": "it is a replica without its primary",
     "UNBLOCKED": "it has just become a replica",
     "MOVED": "another node of its cluster has the run. Use an address that follows the primary",
-    "ASK": "the cluster is moving the slot to another node",
-    "TRYAGAIN": "the cluster is moving the slot",
     "CLUSTERDOWN": "the cluster has no owner for a part of its slots",
 }
 """Code of the server's error -> what it means and what to do. Connections are made again, so that an address that leads
@@ -44,6 +42,8 @@ FOR_NOW = {
     "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
     "MISCONF": "it cannot write to its disk. Free space where its data are, then look at its log",
     "NOREPLICAS": "it has too few replicas (min-replicas-to-write)",
+    "ASK": "the cluster is moving the slot to another node",
+    "TRYAGAIN": "the cluster is moving the slot",
     "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
     "NOSCRIPT": "it has not the script of this move. The leading batcher (`rlbuffer serve`) loads them all",
 }
@@ -54,6 +54,10 @@ WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVAL
 a proxy that this version does not know, and is taken for a refusal that passes."""
 IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
 TOO_MANY_CLIENTS = "max number of clients"
+
+
+class BrokenUnused(redis.ConnectionError):
+    """A connection of the pool was closed between two commands, or leads elsewhere by now: nothing was sent on it."""
 
 
 class NoPrimary(redis.ConnectionError):

@@ -4,7 +4,8 @@ redis-py's `RedisCluster` is not used: it follows MOVED and learns the slots aga
 as a loss, after which a leader reads everything again. Its nodes' connections would also be its own, not those that
 gather, receive and are given up at a loss.
 
-An answer of ASK or TRYAGAIN is waited out: a slot that is moving has one owner again soon.
+An answer of ASK or TRYAGAIN is waited out, and is no loss: nothing was carried out, and nothing is gone. A slot that is
+moving has one owner again soon, and then MOVED leads there.
 """
 
 from __future__ import annotations

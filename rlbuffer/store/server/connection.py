@@ -39,7 +39,7 @@ from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import is_sentinel, options_of, redacted, source_of
-from rlbuffer.store.server.answers import understand
+from rlbuffer.store.server.answers import BrokenUnused, understand
 from rlbuffer.store.server.cluster import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 from rlbuffer.store.server.gathering import GATHERING, FreshPool
@@ -54,8 +54,7 @@ _log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 10.0
 """Seconds that a call is repeated when the caller names no other patience."""
 COMMAND_TIMEOUT_SECONDS = 20.0
-"""Seconds until a command times out, except a large push, whose time grows with its size
-(:mod:`rlbuffer.store.limits`)."""
+"""Seconds until a command times out; those of a large push grow with its size (:mod:`rlbuffer.store.limits`)."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 2.0
 """Longest BLOCK of a blocking read."""
@@ -67,10 +66,6 @@ PACK_CUTOFF_BYTES = 6000
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
-
-
-class _BrokenUnused(redis.ConnectionError):
-    """A connection of the pool was closed between two commands."""
 
 
 class Connection:
@@ -122,6 +117,7 @@ class Connection:
         self.failures: Counter[str] = Counter()  # kind of call -> attempts that the server did not answer, or refused
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
+        self._place: tuple[str, int] | None = None  # of the newest connection since the last loss; None in a cluster
         self._is_known = False
         """The server has taken this process's login."""
         if not url:
@@ -130,8 +126,7 @@ class Connection:
         else:
             self._url = url
             self.is_memory = memory_name(url) is not None
-        self._shards = None if self.is_memory else shards_of(self._url_options())
-        """Of a cluster."""
+        self._shards = None if self.is_memory else shards_of(self._url_options())  # of a cluster
         self._connect()
         try:
             if not self.is_memory:
@@ -227,7 +222,7 @@ class Connection:
                 answer = fn()
                 self._is_known = True
                 return answer
-            except _BrokenUnused:
+            except BrokenUnused:
                 self._lose()
                 tries -= 1
                 continue  # nothing was sent
@@ -328,7 +323,7 @@ class Connection:
 
     def _lose(self) -> None:
         """Counts a loss. No open connection outlives it: behind one address there may be another primary by now."""
-        self.losses += 1
+        self.losses, self._place = self.losses + 1, None
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -348,23 +343,26 @@ class Connection:
 
         One that broke while nobody used it would be made again without a word, and what is about to be sent would go
         to a server that may be back without its newest writes. Unless it broke before the last loss that was counted.
+        Nor may it lead elsewhere than the open ones: in a planned failover the old primary answers for a while.
         """
         if self._made.pop(connection, None) == self.losses:
-            raise _BrokenUnused("the connection was closed while nobody used it")
+            raise BrokenUnused("the connection was closed while nobody used it")
+        before, place = self._place, (getattr(connection, "host", ""), getattr(connection, "port", 0))
+        self._place = None if self.is_cluster else place
+        if before not in (None, place):
+            raise BrokenUnused("another server is the primary than that of the open connections")
         self._made[connection] = self.losses
         connection.on_connect()
 
     def _url_options(self) -> dict[str, Any]:
         options = options_of(self._url, self._source())
-        self._warn_once(tls.check_options(options, self.address, self._source()))
-        if self._password and self.embedded is None:
-            options.setdefault("password", self._password)
-        return options
-
-    def _warn_once(self, warning: str) -> None:
+        warning = tls.check_options(options, self.address, self._source())
         if warning and warning != self._warned:
             self._warned = warning
             _log.warning("Warning: %s", warning)
+        if self._password and self.embedded is None:
+            options.setdefault("password", self._password)
+        return options
 
     def _check_server(self) -> None:
         for server in self.servers():

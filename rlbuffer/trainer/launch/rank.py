@@ -19,6 +19,7 @@ from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
+from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
@@ -78,6 +79,7 @@ def run_rank(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     name_process(f"rank {rank}")
+    outlive_readers()
     os.environ.update(visible(settings.trainer.gpus))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     stop = StopRequest()

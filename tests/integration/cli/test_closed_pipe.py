@@ -1,16 +1,21 @@
-"""A reader that leaves (`rlbuffer inspect | head -1`): the command ends there, quietly, with one exit code."""
+"""A reader that leaves (`rlbuffer inspect | head -1`): the command ends there, quietly, with one exit code. One that
+works for a run goes on."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_runs import Run
 
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer_cli.options import EXIT_CLOSED_PIPE
 
 
@@ -78,3 +83,45 @@ def test_a_reader_that_takes_one_line_gets_it(run: Run, tmp_path: Path) -> None:
         assert process.stdout.readline().startswith(b'{"schema"')
         process.stdout.close()
         assert (process.wait(timeout=60), process.stderr.read()) == (EXIT_CLOSED_PIPE, b"")
+
+
+@pytest.mark.server
+def test_a_batcher_whose_reader_took_one_line_goes_on(redis_url: str, tmp_path: Path) -> None:
+    made = Run(redis_url, tmp_path / "home")
+    attempt = made.store.attempt(uuid="u", world_size=1, resume_step=0)
+    made.store.announce(attempt.number, PolicyVersion(version=0))
+    (tmp_path / "rlbuffer.toml").write_text("[batcher]\nrow_tokens = 64\nstep_groups = 1\nlookahead = 9\nmax_age = 9\n")
+    command = [sys.executable, "-m", "rlbuffer_cli", "serve", "--redis", redis_url, "--run", made.store.run]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() != b""
+        process.stdout.close()
+        for number in range(3):
+            made.push(f"a.{number}")
+            deadline = time.monotonic() + 20
+            while made.store.meta().step <= number and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert made.store.meta().step == 3
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(timeout=60), process.stderr.read()) == (0, b"")
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "said"),
+    [
+        (["--version"], ">&-", ""),
+        (["inspect", "--nosuch"], "2>&-", ""),
+        (["--version"], "<&- 2>&-", "rlbuffer "),
+    ],
+    ids=str,
+)
+def test_a_command_whose_streams_were_closed_before_it_began_does_its_work(
+    tmp_path: Path, words: list[str], closed: str, said: str
+) -> None:
+    command = shlex.join([sys.executable, "-m", "rlbuffer_cli", *words])
+    ended = subprocess.run(f"exec {command} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2 if "--nosuch" in words else 0, "")
+    assert ended.stdout.startswith(said)
+    assert bool(ended.stdout) == bool(said)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rlbuffer
@@ -157,3 +159,40 @@ def test_nothing_is_left_under_the_name_of_a_run_that_was_deleted(buffer: rlbuff
         store.lease("me", ttl_seconds=60)
     assert not client.exists(keys.meta)
     assert store.open_run().step == 0
+
+
+def test_a_group_whose_push_another_thread_has_settled_is_pushed_again_and_trained_once(
+    buffer: rlbuffer.Buffer,
+) -> None:
+    """A repeated call is recognized only where no other came between; what it stores again joins no step."""
+    epoch = buffer.store.open_run().epoch
+    store = ForgetfulStore(buffer.store)
+    writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
+    store.loses_reply = True
+    with pytest.raises(ServerUnreachable, match="the answer was lost"):
+        writer.push(group(1))
+    store.loses_reply = False
+    other = threading.Thread(target=writer.push, args=(group(2),))
+    other.start()
+    other.join()
+    assert writer.push(group(1)).status == "stored"
+    assert pending(buffer) == ["a.1", "a.2", "a.1"]
+
+    batcher = rlbuffer.Batcher(rlbuffer.BatcherConfig(64, step_groups=2))
+    batcher.set_published(0)
+    first, second, again = list(buffer.store.read_pool())
+    for entry in (first, second, again):
+        assert entry.info is not None
+        batcher.add(entry.info, entry_id=entry.entry_id, now=0.0)
+    decision = batcher.next(1, world_size=1, now=0.0, rng=np.random.default_rng(0))
+    assert decision.plan is not None
+    assert sorted(ref.rollout_id for ref in decision.plan.rollouts) == ["a.1/0", "a.1/1", "a.2/0", "a.2/1"]
+    assert {ref.entry_id for ref in decision.plan.rollouts} == {first.entry_id, second.entry_id}
+    assert [(drop.reason, drop.entry_ids) for drop in decision.drops] == [("duplicate", (again.entry_id,))]
+    # A third one comes when the group is in a step.
+    batcher.committed(decision.plan)
+    assert again.info is not None
+    batcher.add(again.info, entry_id="9-9", now=1.0)
+    late = batcher.next(2, world_size=1, now=1.0, rng=np.random.default_rng(0))
+    assert late.plan is None
+    assert ("late", ("9-9",)) in [(drop.reason, drop.entry_ids) for drop in late.drops]

@@ -281,6 +281,24 @@ def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
         run.close()
 
 
+def test_a_slot_that_moves_is_waited_for_and_is_no_loss(cluster: Cluster, run: Run) -> None:
+    connection, key = run.store.connection, "waited for"
+    source = cluster.owner(key)
+    target = next(node for node in cluster.nodes if node is not source)
+    slot, (its, others) = slot_of_key(key), (node.ask("CLUSTER", "MYID").decode() for node in (source, target))
+    losses = connection.losses
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", its)
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", others)
+    try:
+        with pytest.raises(ServerRefused, match="the cluster is moving the slot to another node"):
+            connection.call(lambda: connection.client.get(key), patience_seconds=0.2)
+    finally:
+        for node in (source, target):
+            node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+    assert connection.call(lambda: connection.client.get(key)) is None
+    assert connection.losses == losses
+
+
 def test_a_run_goes_on_while_a_slot_moves(server_binary: ServerBinary, tmp_path: Path) -> None:
     with Cluster(tmp_path / "c") as cluster:
         going = Going(cluster, tmp_path)

@@ -189,6 +189,17 @@ def own(tmp_path: Path) -> Iterator[Watched]:
         yield made
 
 
+def test_what_was_written_on_a_fresh_connection_is_read_from_the_same_server(own: Watched, tmp_path: Path) -> None:
+    """In a planned failover: the old primary goes on as one for ten seconds."""
+    with Connection(own.url, home=tmp_path, server=ServerSettings(), name="t") as made:
+        made.call(lambda: made.client.get("k"))
+        own.fail_over()
+        losses = made.losses
+        made.call(lambda: made.blocking.set("k", "v"))
+        assert made.call(lambda: made.client.get("k")) == b"v"
+        assert made.losses == losses + 1
+
+
 def test_a_run_goes_on_through_a_planned_failover_and_the_death_of_the_primary(own: Watched, tmp_path: Path) -> None:
     run = Run(own.url, tmp_path)
     served = Served(run, word_seconds=leadership.ATTEMPT_SECONDS)
