@@ -222,16 +222,16 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
         _concatenate(further[name], parts, lengths, spec.fill)
     lacking = _lacking(rollouts, layout.schema, sizes)
 
-    made, start = [], 0
+    bounds = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=bounds[1:])
+    made, start, first = [], 0, 0
     for segments in slab:
-        end = start + segments.tokens
-        cu_seqlens = np.zeros(len(segments.lengths) + 1, np.int32)
-        np.cumsum(segments.lengths, out=cu_seqlens[1:])
+        end, last = start + segments.tokens, first + len(segments.lengths)
         made.append(
             deriving(
                 DerivedColumns(segments.lengths, segments.rollouts, segments.owners, layout.ignore_index, arena),
                 **{name: array[start:end] for name, array in arrays.items()},
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=bounds[first : last + 1] - np.int32(start),
                 columns={name: array[start:end] for name, array in further.items()},
                 samples=tuple(segments.samples),
                 adapter_tokens=segments.adapter_tokens,
@@ -240,7 +240,7 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
                 lacking={k: array[start:end] for k, array in lacking.items() if array[start:end].any()},
             )
         )
-        start = end
+        start, first = end, last
     return made
 
 
@@ -274,6 +274,8 @@ def _by_adapter(rows: Sequence[Row], items: Sequence[PackItem]) -> list[tuple[st
 def _concatenate(out: NDArray[Any], parts: Sequence[NDArray[Any] | None], lengths: Sequence[int], fill: float) -> None:
     """Writes the parts one after the other into `out`; `fill` where a segment has none."""
     missing = [length for part, length in zip(parts, lengths, strict=True) if part is None]
-    blank = np.full((max(missing, default=0), *out.shape[1:]), fill, out.dtype)
-    filled = [blank[:length] if part is None else part for part, length in zip(parts, lengths, strict=True)]
+    filled: Any = parts
+    if missing:
+        blank = np.full((max(missing), *out.shape[1:]), fill, out.dtype)
+        filled = [blank[:length] if part is None else part for part, length in zip(parts, lengths, strict=True)]
     np.concatenate(filled, out=out, casting="same_kind")

@@ -105,7 +105,7 @@ def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> li
             raise ValueError("bytes after the list")
     except _FAULTS as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-    check(out)
+    _check(out, -1)
     mine["unpacker"] = unpacker
     return out
 

@@ -29,7 +29,8 @@ from rlbuffer.wire.payload_parts import HEADER_BYTES, MAX_DETAILS_BYTES
 
 _SPANS = (Details._fields.index("spans"),)
 _SPANS_AND_TABLES = (*_SPANS, Details._fields.index("columns"), Details._fields.index("attachments"))
-_TOKENS, _LOGPROBS = REQUIRED_COLUMNS["tokens"], REQUIRED_COLUMNS["logprobs"]
+_TOKENS, _MASK, _LOGPROBS = REQUIRED_COLUMNS.values()
+_TOKEN_IDS = 2**31
 _NONE: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
@@ -54,8 +55,8 @@ def in_range(
     """True when all tokens are ids of a vocabulary of this size (None: any), the mask's bytes are 0 and 1, and all
     logprobs can be trained."""
     return bool(
-        tokens.min() >= 0
-        and (vocabulary is None or tokens.max() < vocabulary)
+        # A negative one is above all others when its bits are taken for a number without a sign.
+        tokens.view(np.uint32).max() < (_TOKEN_IDS if vocabulary is None else min(vocabulary, _TOKEN_IDS))
         and loss_mask.view(np.uint8).max() <= 1
         # False for what is not a number, too: it is the smallest and the largest of every array that has one.
         and logprobs.min() >= -MAX_NUMBER
@@ -74,7 +75,7 @@ def _viewed(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | 
     tokens = np.frombuffer(data, _TOKENS, length, at)
     at += tokens.nbytes
     at += -at % ARRAY_ALIGNMENT
-    mask = np.frombuffer(data, np.bool_, length, at)
+    mask = np.frombuffer(data, _MASK, length, at)
     at += length
     at += -at % ARRAY_ALIGNMENT
     logprobs = np.frombuffer(data, _LOGPROBS, length, at)
@@ -83,15 +84,15 @@ def _viewed(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | 
         _SPANS_AND_TABLES if further else _SPANS,
         items=len(Details._fields),
     )
+    trained = np.count_nonzero(mask)
     if (
-        mask[0]
-        or np.count_nonzero(mask) != expected.loss_tokens
-        or (mask.argmax() or length) != expected.prompt_tokens
+        trained != expected.loss_tokens
+        or not expected.prompt_tokens  # the first token is trained
+        or (mask.argmax() if trained else length) != expected.prompt_tokens
         or type(numbers) is not list
-        or len(numbers) % 3
     ):
         return None
-    spans = as_spans([numbers[i : i + 3] for i in range(0, len(numbers), 3)], mask)
+    spans = as_spans(tuple(zip(*[iter(numbers)] * 3, strict=True)), mask)
     if min(spans)[0] != expected.min_version or max(spans)[0] != expected.max_version:
         return None
     if not further:

@@ -73,7 +73,7 @@ class StepReads(Session):
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         sizes = _sizes(refs)
         values = _values(sizes, self.look(lambda client: _asked(client, sizes))) if refs else {}
-        return [values[ref.payload_key, str(ref.index)] for ref in refs]
+        return [values[ref.payload_key][str(ref.index)] for ref in refs]
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
         sizes = _sizes(refs)
@@ -85,7 +85,7 @@ class StepReads(Session):
 
         replies = self.look(read) if refs else []
         values, groups = _values(sizes, replies), dict(zip(sizes, replies[len(sizes) :], strict=True))
-        return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
+        return [(values[ref.payload_key][str(ref.index)], groups[ref.payload_key]) for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
 
@@ -170,12 +170,11 @@ def _asked(client: Any, sizes: Mapping[str, Mapping[str, int]], *further: str) -
         return answers(pipe)
 
 
-def _values(sizes: Mapping[str, Mapping[str, int]], replies: Sequence[Any]) -> dict[tuple[str, str], Any]:
-    """(payload key, field) -> value, of the replies to an HMGET for each key."""
+def _values(sizes: Mapping[str, Mapping[str, int]], replies: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Payload key -> field -> value, of the replies to an HMGET for each key."""
     return {
-        (key, field): value
+        key: dict(zip(fields, values or [None] * len(fields), strict=True))
         for (key, fields), values in zip(sizes.items(), replies, strict=False)
-        for field, value in zip(fields, values or [None] * len(fields), strict=True)
     }
 
 
