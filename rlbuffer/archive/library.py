@@ -28,8 +28,10 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
+from rlbuffer.events.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
@@ -117,6 +119,10 @@ class DroppedGroup:
     reward: float | None
     """Mean over the scored rollouts."""
     min_version: int
+    committed: int | None
+    """The last step that was committed then; None where the archive does not say."""
+    record: Mapping[str, Any]
+    """Its whole record in the history; empty for a group of a step that was taken back, which has none of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +262,16 @@ class Archive:
 
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""
+        committed: int | None = None
         for _, _, name in history_names(self.folder):
             for row in self.history_rows(name):
-                if row["kind"] == "drop":
-                    yield _dropped(row)
+                if row["is_cut"] or row["kind"] in (StepsVoided.event, RunRewound.event):
+                    committed = None
+                if row["kind"] == Committed.event:
+                    step = _record(row).get("step")
+                    committed = step if isinstance(step, int) else None
+                elif row["kind"] == Dropped.event:
+                    yield _dropped(row, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -284,7 +296,8 @@ class Archive:
     def find(self, identifier: str) -> ArchivedGroup:
         """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
 
-        Where it was trained several times, or dropped in part, the last step that trained it counts.
+        Where it was trained several times, or dropped in part, the last step that trained it counts. One whose step was
+        taken back has the rollouts of that step.
 
         Raises:
             NotFound: it is not there. AmbiguousId: the prefix fits several.
@@ -299,7 +312,8 @@ class Archive:
         group_id = group_ids.pop()
         place = places[group_id]
         if isinstance(place, DroppedGroup):
-            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
+            rows = self._taken_back_rows(group_id) if place.reason == Reason.VOID else []
+            rows = rows or [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
         rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
         return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
@@ -315,6 +329,16 @@ class Archive:
                 if row["digest"] in counting:
                     places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
+
+    def _taken_back_rows(self, group_id: str) -> list[dict[str, Any]]:
+        """The group's rollouts in the newest step that holds it and does not count; none where none was archived."""
+        counting = {step.digest for step in self.steps}
+        for name in reversed(self._names):
+            for row in reversed(self._table(name.file(), ("step", "digest", "group_ids")).to_pylist()):
+                if row["digest"] not in counting and group_id in row["group_ids"]:
+                    rows = self.rows(name.file("rollouts"))
+                    return [its for its in rows if (its["step"], its["group_id"]) == (row["step"], group_id)]
+        return []
 
     def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
         """The rollouts that were archived with one record of the history."""
@@ -358,7 +382,12 @@ def _header(row: Mapping[str, Any]) -> StepHeader:
     return header
 
 
-def _dropped(row: Mapping[str, Any]) -> DroppedGroup:
+def _record(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    record = json.loads(row["record"] or "{}")
+    return record if isinstance(record, dict) else {}
+
+
+def _dropped(row: Mapping[str, Any], committed: int | None) -> DroppedGroup:
     return DroppedGroup(
         history_id=row["history_id"],
         at_ms=row["at_ms"],
@@ -370,6 +399,8 @@ def _dropped(row: Mapping[str, Any]) -> DroppedGroup:
         tokens=row["tokens"] or 0,
         reward=row["reward"],
         min_version=row["min_version"] or 0,
+        committed=committed,
+        record=_record(row),
     )
 
 
