@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, DroppedGroup
+    from rlbuffer.archive.drops import DroppedGroup
+    from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
 
 
@@ -70,12 +71,10 @@ def _dropped_view(group: ArchivedGroup, dropped: DroppedGroup, members: Sequence
     from dataclasses import asdict, replace
     from statistics import fmean
 
-    from rlbuffer.client.views import dropped_groups
-    from rlbuffer.events.history import Committed, Dropped
+    from rlbuffer.client.views import dropped_view
 
-    record = {**dropped.record, **asdict(dropped), "event": Dropped.event, "at": dropped.at_ms / 1000}
-    before = [] if dropped.committed is None else [{"event": Committed.event, "step": dropped.committed}]
-    view = next(dropped_groups([record, *before]))
+    record = {**dropped.record, **asdict(dropped), "at": dropped.at_ms / 1000}
+    view = dropped_view(record, dropped.committed)
     if not members:
         return view
     row, scored = group.members[0].row, tuple(member.reward for member in members if member.reward is not None)

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlbuffer.archive.drops import DroppedGroup, drop_of, record_of
 from rlbuffer.archive.rows import payload_of, rows_of
 from rlbuffer.archive.schema import (
     ARCHIVE_FORMAT,
@@ -98,31 +99,6 @@ class ArchivedRollout:
         if data is None:
             raise PayloadError(f"rollout {self.rollout_id}: {self.row['problem']}")
         return decode_rollout(data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedGroup:
-    """A group, or a part of one, that was not trained."""
-
-    history_id: str
-    """Id of its record in the run's history."""
-    at_ms: int
-    """Server time of the drop, in milliseconds."""
-    group_id: str
-    env: str
-    reason: str
-    """Reason of the drop, a :class:`~rlbuffer.records.states.Reason` by name."""
-    detail: str
-    """The rule that dropped it, with value and limit."""
-    rollouts: int
-    tokens: int
-    reward: float | None
-    """Mean over the scored rollouts."""
-    min_version: int
-    committed: int | None
-    """The last step that was committed then; None where the archive does not say."""
-    record: Mapping[str, Any]
-    """Its whole record in the history; empty for a group of a step that was taken back, which has none of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,10 +244,10 @@ class Archive:
                 if row["is_cut"] or row["kind"] in (StepsVoided.event, RunRewound.event):
                     committed = None
                 if row["kind"] == Committed.event:
-                    step = _record(row).get("step")
+                    step = record_of(row).get("step")
                     committed = step if isinstance(step, int) else None
                 elif row["kind"] == Dropped.event:
-                    yield _dropped(row, committed)
+                    yield drop_of(row, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -380,28 +356,6 @@ class Archive:
 def _header(row: Mapping[str, Any]) -> StepHeader:
     header, _ = decode_header(row["header"], digest=row["digest"], committed_ms=row["committed_ms"])
     return header
-
-
-def _record(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    record = json.loads(row["record"] or "{}")
-    return record if isinstance(record, dict) else {}
-
-
-def _dropped(row: Mapping[str, Any], committed: int | None) -> DroppedGroup:
-    return DroppedGroup(
-        history_id=row["history_id"],
-        at_ms=row["at_ms"],
-        group_id=row["group_id"] or "",
-        env=row["env"] or "",
-        reason=row["reason"] or "",
-        detail=row["detail"] or "",
-        rollouts=row["rollouts"] or 0,
-        tokens=row["tokens"] or 0,
-        reward=row["reward"],
-        min_version=row["min_version"] or 0,
-        committed=committed,
-        record=_record(row),
-    )
 
 
 def group_of(

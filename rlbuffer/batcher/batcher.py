@@ -37,7 +37,6 @@ from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Decision, Drop, StepPlan
@@ -143,8 +142,7 @@ class Batcher:
         """
         if uses >= self._config.max_uses:
             group_id = parts[0][1].group_id
-            times = plural(uses, "time")
-            raise RlbufferError(f"group {group_id} was trained {times}: max_uses is {self._config.max_uses}")
+            raise RlbufferError(f"group {group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
         self._pool.restore(parts, uses=uses, now=now, pushed=pushed)
 
     def remove(self, entry_id: str) -> None:

@@ -32,7 +32,7 @@ TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 """Fields of a group that are compared as text -> attribute of the view."""
 BEGINNINGS = frozenset({"id", "prompt"})
-"""Of these the beginning is enough, as everywhere where an id is given; a table shows no more of a long one."""
+"""Fields of which the beginning is enough, as wherever an id is given; a table shows no more of a long one."""
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {"age": "age", "reward": "reward", "tokens": "tokens", "step": "step", "waited": "waited_seconds"}
 )

@@ -423,7 +423,7 @@ def test_adapters_are_kept_apart_in_rows():
 def test_a_group_that_was_trained_before_cannot_be_pending():
     made = batcher()
     info = make_group(group_id="g").info()
-    with pytest.raises(RlbufferError, match="group g was trained 1 time: max_uses is 1"):
+    with pytest.raises(RlbufferError, match="group g was trained 1 times: max_uses is 1"):
         made.add(info, entry_id="1-0", now=0.0, uses=1)
 
 

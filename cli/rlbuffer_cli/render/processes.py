@@ -23,7 +23,7 @@ SHOWN_PROMPTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """What was dropped of one worker lately; in rollouts, as drops are counted everywhere."""
+    """Rollouts of one worker that were dropped lately."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason -> rollouts."""

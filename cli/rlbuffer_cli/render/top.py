@@ -132,8 +132,8 @@ def window_of(committed: Sequence[float]) -> float:
         (60.0, 150.0, 60.0)
     """
     gaps = [later - earlier for later, earlier in pairwise(committed[: STEPS_OF_A_WINDOW + 1])]
-    wanted = STEPS_OF_A_WINDOW * median(gaps) if gaps else 0.0
-    return min(max(LEAST_WINDOW_SECONDS, wanted), MOST_WINDOW_SECONDS)
+    seconds = STEPS_OF_A_WINDOW * median(gaps) if gaps else 0.0
+    return min(max(LEAST_WINDOW_SECONDS, seconds), MOST_WINDOW_SECONDS)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
