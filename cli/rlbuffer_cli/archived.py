@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlbuffer.archive.drops import DroppedGroup
     from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
 
@@ -25,7 +26,8 @@ def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
 
     rows = {} if group.step is None else archive.row_numbers(group.step)
     members = tuple(_member(member, rows) for member in group.members)
-    return GroupDetail(view=_view(group, members), members=members, answer=group.answer, metadata=group.metadata)
+    view = _view(group, members) if group.dropped is None else _dropped_view(group, group.dropped, members)
+    return GroupDetail(view=view, members=members, answer=group.answer, metadata=group.metadata)
 
 
 def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
@@ -39,29 +41,53 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
     members = [member for member, reason in zip(members, reasons, strict=True) if reason is None]
     left = ", ".join(f"{count} {reason}" for reason, count in Counter(filter(None, reasons)).items())
     row = group.members[0].row if group.members else {}
-    dropped = group.dropped
     scored = tuple(member.reward for member in members if member.reward is not None)
     pushed = min((int(m.row["pushed_ms"]) for m in group.members), default=0) / 1000
     return GroupView(
         group_id=group.group_id,
         env=group.env,
         prompt_id=row.get("prompt_id") or "",
-        state=State.TRAINED if dropped is None else State.DROPPED,
-        reason="" if dropped is None else dropped.reason,
-        rollouts=len(members) if dropped is None else dropped.rollouts,
+        state=State.TRAINED,
+        reason="",
+        rollouts=len(members),
         planned_size=row.get("planned_size") or 0,
-        reward=fmean(scored) if scored else None if dropped is None else dropped.reward,
+        reward=fmean(scored) if scored else None,
         rewards=scored,
         age=None if group.step is None else group.step - 1 - min(member.min_version for member in members),
-        tokens=sum(member.length for member in members) if dropped is None else dropped.tokens,
+        tokens=sum(member.length for member in members),
         created=pushed or None,
         waited_seconds=None,
         worker=row.get("worker") or "",
         step=group.step,
-        detail=(f"left out: {left}" if left else "") if dropped is None else dropped.detail,
+        detail=f"left out: {left}" if left else "",
         min_version=min((member.min_version for member in members), default=0),
         max_version=max((member.max_version for member in members), default=0),
         adapter=row.get("adapter") or "",
+    )
+
+
+def _dropped_view(group: ArchivedGroup, dropped: DroppedGroup, members: Sequence[RolloutView]) -> GroupView:
+    """A dropped group by its record in the history, as a server shows it, and by the rollouts that are there."""
+    from dataclasses import asdict, replace
+    from statistics import fmean
+
+    from rlbuffer.client.views import dropped_view
+
+    record = {**dropped.record, **asdict(dropped), "at": dropped.at_ms / 1000}
+    view = dropped_view(record, dropped.committed)
+    if not members:
+        return view
+    row, scored = group.members[0].row, tuple(member.reward for member in members if member.reward is not None)
+    return replace(
+        view,
+        prompt_id=view.prompt_id or row["prompt_id"] or "",
+        planned_size=view.planned_size or row["planned_size"] or 0,
+        reward=fmean(scored) if scored else view.reward,
+        rewards=scored,
+        created=view.created or int(row["pushed_ms"]) / 1000 or None,
+        worker=view.worker or row["worker"] or "",
+        max_version=max(member.max_version for member in members),
+        adapter=row["adapter"] or "",
     )
 
 

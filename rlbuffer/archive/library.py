@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlbuffer.archive.drops import DroppedGroup, drop_of, record_of
 from rlbuffer.archive.rows import payload_of, rows_of
 from rlbuffer.archive.schema import (
     ARCHIVE_FORMAT,
@@ -28,8 +29,10 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
+from rlbuffer.events.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
@@ -96,27 +99,6 @@ class ArchivedRollout:
         if data is None:
             raise PayloadError(f"rollout {self.rollout_id}: {self.row['problem']}")
         return decode_rollout(data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedGroup:
-    """A group, or a part of one, that was not trained."""
-
-    history_id: str
-    """Id of its record in the run's history."""
-    at_ms: int
-    """Server time of the drop, in milliseconds."""
-    group_id: str
-    env: str
-    reason: str
-    """Reason of the drop, a :class:`~rlbuffer.records.states.Reason` by name."""
-    detail: str
-    """The rule that dropped it, with value and limit."""
-    rollouts: int
-    tokens: int
-    reward: float | None
-    """Mean over the scored rollouts."""
-    min_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +238,16 @@ class Archive:
 
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""
+        committed: int | None = None
         for _, _, name in history_names(self.folder):
             for row in self.history_rows(name):
-                if row["kind"] == "drop":
-                    yield _dropped(row)
+                if row["is_cut"] or row["kind"] in (StepsVoided.event, RunRewound.event):
+                    committed = None
+                if row["kind"] == Committed.event:
+                    step = record_of(row).get("step")
+                    committed = step if isinstance(step, int) else None
+                elif row["kind"] == Dropped.event:
+                    yield drop_of(row, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -284,7 +272,8 @@ class Archive:
     def find(self, identifier: str) -> ArchivedGroup:
         """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
 
-        Where it was trained several times, or dropped in part, the last step that trained it counts.
+        Where it was trained several times, or dropped in part, the last step that trained it counts. One whose step was
+        taken back has the rollouts of that step.
 
         Raises:
             NotFound: it is not there. AmbiguousId: the prefix fits several.
@@ -299,7 +288,8 @@ class Archive:
         group_id = group_ids.pop()
         place = places[group_id]
         if isinstance(place, DroppedGroup):
-            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
+            rows = self._taken_back_rows(group_id) if place.reason == Reason.VOID else []
+            rows = rows or [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
         rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
         return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
@@ -315,6 +305,16 @@ class Archive:
                 if row["digest"] in counting:
                     places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
+
+    def _taken_back_rows(self, group_id: str) -> list[dict[str, Any]]:
+        """The group's rollouts in the newest step that holds it and does not count; none where none was archived."""
+        counting = {step.digest for step in self.steps}
+        for name in reversed(self._names):
+            for row in reversed(self._table(name.file(), ("step", "digest", "group_ids")).to_pylist()):
+                if row["digest"] not in counting and group_id in row["group_ids"]:
+                    rows = self.rows(name.file("rollouts"))
+                    return [its for its in rows if (its["step"], its["group_id"]) == (row["step"], group_id)]
+        return []
 
     def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
         """The rollouts that were archived with one record of the history."""
@@ -356,21 +356,6 @@ class Archive:
 def _header(row: Mapping[str, Any]) -> StepHeader:
     header, _ = decode_header(row["header"], digest=row["digest"], committed_ms=row["committed_ms"])
     return header
-
-
-def _dropped(row: Mapping[str, Any]) -> DroppedGroup:
-    return DroppedGroup(
-        history_id=row["history_id"],
-        at_ms=row["at_ms"],
-        group_id=row["group_id"] or "",
-        env=row["env"] or "",
-        reason=row["reason"] or "",
-        detail=row["detail"] or "",
-        rollouts=row["rollouts"] or 0,
-        tokens=row["tokens"] or 0,
-        reward=row["reward"],
-        min_version=row["min_version"] or 0,
-    )
 
 
 def group_of(

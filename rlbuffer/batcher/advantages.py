@@ -46,6 +46,7 @@ from numpy.typing import ArrayLike, NDArray
 from rlbuffer.config.dotted import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer.narration.numbers import plural
 from rlbuffer.records.checks import MAX_NUMBER
 
 GRPO_EPSILON = 1e-6
@@ -169,7 +170,8 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
             raise refused(setting, name, f"failed{for_whom}: {type(error).__name__}: {error}") from error
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"
-            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {len(rewards)} rollouts")
+            whole = plural(len(rewards), "rollout")
+            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}")
         return values
 
     return checked

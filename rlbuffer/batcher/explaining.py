@@ -9,6 +9,7 @@ from rlbuffer.batcher.age import oldest_version
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Mean, Situation
 from rlbuffer.narration import waiting
+from rlbuffer.narration.numbers import plural
 
 
 def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
@@ -85,7 +86,7 @@ def _need(
 def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
     """The filled share of the step, 0-1, and the same in words."""
     if limits.groups is not None:
-        return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
+        return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {plural(limits.groups, 'group')} ready"
     if limits.rollouts is not None:
-        return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
+        return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {plural(limits.rollouts, 'rollout')} ready"
     return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count, repeat
 from typing import NamedTuple
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
 from rlbuffer.records.lengths import by_bucket
 from rlbuffer.records.states import Reason
@@ -254,7 +255,7 @@ class GroupState:
         if rollout.rollout_id in self.ids:
             return Rejected(Reason.DUPLICATE, f"rollout {rollout.rollout_id} came before")
         if self.is_closed or valid >= self.planned_size:
-            return Rejected(Reason.LATE, f"the group was closed with {valid} of {self.planned_size} rollouts")
+            return Rejected(Reason.LATE, f"the group was closed with {valid} of {plural(self.planned_size, 'rollout')}")
         if rollout.length > row_tokens:
             return Rejected(Reason.OVERSIZED, f"length {rollout.length} > row_tokens {row_tokens}")
         if rollout.reward is None and REWARD not in part.needs:
@@ -286,7 +287,7 @@ class GroupState:
             return Rejected(Reason.SMALL, f"still needs {', '.join(sorted(self.needs))}{when}")
         least = max(1, min_group_size)
         if self.rollouts < least:
-            return Rejected(Reason.SMALL, f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
+            return Rejected(Reason.SMALL, f"{plural(self.rollouts, 'valid rollout')} < min_group_size {least}{when}")
         return None
 
     def uses(self, max_uses: int = 1) -> list[EntryUse]:

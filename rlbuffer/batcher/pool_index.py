@@ -196,7 +196,8 @@ class PoolIndex:
     def drop_flat(self, group: GroupState) -> None:
         """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
         rest = "" if self.config.flat == "drop" else f", and a step holds at most {self.config.flat:g} of flat groups"
-        self.drop(group, Reason.FLAT, f"all {group.rollouts} rollouts have reward {group.reward:g}{rest}")
+        who = f"all {group.rollouts} rollouts have" if group.rollouts > 1 else "its only rollout has"
+        self.drop(group, Reason.FLAT, f"{who} reward {group.reward:g}{rest}")
 
     def consume(self, group_ids: Iterable[str]) -> None:
         """A commit consumed these groups: forgets them, or keeps them for another use.

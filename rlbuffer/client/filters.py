@@ -31,6 +31,8 @@ TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of a group that are compared as text -> attribute of the view."""
+BEGINNINGS = frozenset({"id", "prompt"})
+"""Fields of which the beginning is enough, as wherever an id is given; a table shows no more of a long one."""
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {"age": "age", "reward": "reward", "tokens": "tokens", "step": "step", "waited": "waited_seconds"}
 )
@@ -108,7 +110,7 @@ class Term:
             if value is None:
                 return False
             is_among = any(pattern.search(part) for pattern in self.values for part in _searched(value))
-        elif self.field == "id":
+        elif self.field in BEGINNINGS:
             is_among = any(str(value).startswith(v) for v in self.values)
         else:
             is_among = ({True: "yes", False: "no"}[value] if self.field == "truncated" else value) in self.values

@@ -321,17 +321,17 @@ def dropped_groups(newest_first: Iterable[Mapping[str, Any]]) -> Iterator[GroupV
         if event == Dropped.event:
             since.append(record)
         elif event == Committed.event:
-            yield from (_dropped(one, committed=int(record["step"])) for one in since)
+            yield from (dropped_view(one, committed=int(record["step"])) for one in since)
             since = []
         elif event in (StepsVoided.event, RunRewound.event):
-            yield from map(_dropped, since)
+            yield from map(dropped_view, since)
             since = []
             for row in reversed(record.get("groups", ())):
-                yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID})
-    yield from map(_dropped, since)
+                yield dropped_view({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID})
+    yield from map(dropped_view, since)
 
 
-def _dropped(record: Mapping[str, Any], committed: int | None = None) -> GroupView:
+def dropped_view(record: Mapping[str, Any], committed: int | None = None) -> GroupView:
     """A dropped group; `committed` was the last step then, None where that is not known."""
     # Of metadata that cannot be read no version is known, and the versions of an adapter are not those of the steps.
     has_version = committed is not None and record.get("prompt_id") is not None and not record.get("adapter")

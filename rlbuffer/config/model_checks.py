@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.narration.nearest import did_you_mean, nearest
+from rlbuffer.narration.numbers import plural
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 """Files of which a model's directory has one."""
@@ -92,7 +93,8 @@ def _wrong_weights(directory: Path) -> Iterator[str]:
             continue
         missing = [name for name in named if not (directory / str(name)).is_file()]
         if missing:
-            yield f"{index} names {missing[0]}, which is not there ({len(missing)} of {len(named)} files are missing)"
+            files = plural(len(named), "file")
+            yield f"{index} names {missing[0]}, which is not there ({len(missing)} of {files} missing)"
     for file in sorted(directory.glob("*.safetensors")):
         try:
             size = file.stat().st_size

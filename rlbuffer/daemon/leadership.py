@@ -217,7 +217,7 @@ class Leadership:
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
+            said = self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
             self._say(
                 self._end_of(trainer)

@@ -13,6 +13,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.quotas import Quotas
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
+from rlbuffer.narration.numbers import plural
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.moves.pool import AHEAD_MS
@@ -98,9 +99,10 @@ class Pending:
         """
         moved = self._store.renumber(self._token)
         if moved is not None:
+            entries = plural(moved, "entry", "entries")
             raise LeaseLost(
-                f"the pool of run {self._store.run!r} had given ids ahead of the server's clock: {moved} entries have "
-                "others now, and everything is read again"
+                f"the pool of run {self._store.run!r} had given ids ahead of the server's clock: {entries} got others, "
+                "and everything is read again"
             )
 
     def ingest(self, *, block_seconds: float) -> int:

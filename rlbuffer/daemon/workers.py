@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import Failed, failures_of
+from rlbuffer.narration.workers import silent_envs, troubles
 from rlbuffer.store.protocol import Store
 
 WORKERS_LOOK_SECONDS = 1.0
@@ -32,6 +34,8 @@ class WorkerWatch:
         """Any worker has a heartbeat that counts."""
         self._is_served = False
         """Any worker is alive."""
+        self._is_warned_of = False
+        """A warning about a worker stands on every screen."""
         self._looked = float("-inf")
         self.trouble = ""
         """What of the last sentence somebody must cure."""
@@ -39,23 +43,25 @@ class WorkerWatch:
         self._failing: Told = {}
 
     def sentence(self, said: str) -> str:
-        """The addition to the batcher's sentence `said`, with a space before it; "" when workers have no trouble.
+        """The batcher's sentence `said`, with the workers' troubles behind it.
 
         Counts grow all the time: they are said again every minute, and when another kind comes.
         """
         now = time.monotonic()
         self._look(now)
         self.trouble = ""
-        if not self._is_known:
-            return f" {waiting.NO_WORKER}" if said.endswith(waiting.NOTHING_YET) else ""
-        nobody = "" if self._is_served else f" {waiting.NO_WORKER}"
+        if not self._is_known and said.endswith(waiting.NOTHING_YET):
+            return f"{said} {waiting.NO_WORKER}"
+        nobody = f" {waiting.NO_WORKER}" if self._is_known and not self._is_served else ""
         envs: dict[str, dict[str, Mapping[str, Any]]] = {}
         for name, beat in self._beats.items():
             envs.setdefault(str(beat.get("env", "")), {})[name] = beat
         self._told = {env: past for env, past in self._told.items() if env in envs}
         texts = [text for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))]
         self.trouble = " ".join(texts)
-        return "".join(f" {text}" for text in texts) + nobody
+        if texts or self._is_warned_of:
+            said = waiting.not_normal(said)
+        return said + "".join(f" {text}" for text in texts) + nobody
 
     def failing(self) -> str:
         """Envs of which groups fail, also while others are made and steps go on; "" when all are made. Said again as
@@ -97,6 +103,8 @@ class WorkerWatch:
         }
         self._beats = {name: beats[name] for name in sorted(alive | dead) if _has_a_word(beats[name])}
         self._is_known, self._is_served = bool(alive | dead), bool(alive)
+        warnings = chain(silent_envs(beats).values(), *(troubles(name, beat) for name, beat in beats.items()))
+        self._is_warned_of = any(warnings)
 
     @staticmethod
     def _anew(past: Told, what: str, key: object, text: str, now: float) -> str:

@@ -17,6 +17,7 @@ AGAIN_SECONDS = 60.0
 NOTHING_YET = "No env has sent a group that can train yet."
 NO_WORKER = "No worker has been heard of: start one with `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
+_NORMAL = " Normal while workers generate."
 
 
 class Lasting:
@@ -93,6 +94,11 @@ def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, publi
     if need.dead_seconds is not None:
         return f"{first} {for_dead(need.env, need.dead_seconds)}"
     return first + _trainer(published, need)
+
+
+def not_normal(sentence: str) -> str:
+    """The sentence of :func:`for_share` or :func:`for_groups` where people are warned of a worker: it calms nobody."""
+    return sentence.removesuffix(_NORMAL)
 
 
 def for_dead(env: str, seconds: float) -> str:
@@ -260,7 +266,7 @@ def _trainer(published: int | None, need: EnvNeed) -> str:
     version = "" if published is None else f" Policy version {published} is published."
     if need.lost:
         return f"{version} Its last group was dropped as {need.lost}."
-    return version + ("" if need.is_silent else " Normal while workers generate.")
+    return version + ("" if need.is_silent else _NORMAL)
 
 
 def for_archive(trouble: str) -> str:

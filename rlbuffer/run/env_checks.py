@@ -8,6 +8,7 @@ from rlbuffer.config.mistakes import Mistake, Places, never, placed
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
 from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.numbers import plural
 
 PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
@@ -67,7 +68,7 @@ def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             continue
         if shortest > row_tokens:
             yield never(
-                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
+                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {plural(shortest, 'token')}",
                 places,
                 "batcher.row_tokens",
                 f"worker.{worker}.env",

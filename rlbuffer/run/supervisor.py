@@ -30,6 +30,7 @@ from rlbuffer.config.gpus import gpus_of, visible
 from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
@@ -282,9 +283,8 @@ class Supervisor:
         child.process = None
         if child.name == "train" and code == 0:
             self.trainer_done = True
-            self.log.say(
-                "run", self._how_it_ended(buffer) or f"the trainer has made its {self.settings.trainer.steps} steps"
-            )
+            steps = plural(self.settings.trainer.steps, "step")
+            self.log.say("run", self._how_it_ended(buffer) or f"the trainer has made its {steps}")
             return 0
         if code == members.DONE or (child.name == "serve" and code == 0 and self._how_it_ended(buffer)):
             child.is_finished = True

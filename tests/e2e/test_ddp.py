@@ -124,7 +124,7 @@ def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_trac
         assert message.startswith("Rank 0 failed:\nTraceback (most recent call last):\n")
         assert message.count("Traceback") == 1
         assert "IsADirectoryError" in message
-    assert second.endswith("\nGiving up after 1 restarts (trainer.max_restarts).\n")
+    assert second.endswith("\nGiving up after 1 restart (trainer.max_restarts).\n")
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_message(parent: Parent, tmp_path: Path) -> None:

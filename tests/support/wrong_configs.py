@@ -371,7 +371,7 @@ TABLE = [
     ("-model.config", '[model]\npath = "torn"', ["torn/config.json cannot be read: "]),
     ("-model.config", '[model]\npath = "pointer"', ["pointer/model.safetensors is a pointer of Git LFS"]),
     ("-model.config", '[model]\npath = "cut"', ["cut/model.safetensors is cut short: it has"]),
-    ("-model.config", '[model]\npath = "parts"', ["names model-1-of-2.safetensors, which is not there (1 of 1 files"]),
+    ("-model.config", '[model]\npath = "parts"', ["which is not there (1 of 1 file missing)"]),
     ("-model.config", '[model]\npath = "image"', ["'vit' is not a causal language model of transformers"]),
     ("-model.config", '[model]\npath = "Qwen/Qwen3-0.6B"', ["Nothing is downloaded: fetch the model first"]),
 ]

@@ -207,7 +207,7 @@ def test_what_forms_of_an_env_that_was_said_to_be_done_closes_at_once_or_drops_a
     made.set_sources(done=["a"], said=["a"])
     steps, drops, last = run_out(made)
     assert steps == [(["two"], "end")]
-    assert drops == [("one", "small", "1 valid rollouts < min_group_size 2, and its env is done")]
+    assert drops == [("one", "small", "1 valid rollout < min_group_size 2, and its env is done")]
     assert last.is_over
 
 

@@ -14,6 +14,7 @@ import torch
 from rlbuffer.client.trainer_values import NONE, SAMPLES_FILE, KeptValues, TrainerValues
 from rlbuffer.packing.pack import pack
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
 from rlbuffer.trainer.reports.debug_samples import keep
 from rlbuffer_cli.render.lenses import lens
 
@@ -34,32 +35,57 @@ def view(made: Rollout, advantage: float | None = None) -> Any:
     return SimpleNamespace(rollout=made, advantage=advantage)
 
 
+def group(state: State, reason: str = "") -> Any:
+    return SimpleNamespace(state=state, reason=reason, step=7 if state in (State.PACKED, State.TRAINED) else None)
+
+
+GROUP = group(State.TRAINED)
+
+
 def levels(made: Rollout, number: int, kept: TrainerValues = NONE) -> list[int] | None:
-    found_levels = lens(view(made, 0.5), number, kept=kept).levels
+    found_levels = lens(GROUP, view(made, 0.5), number, kept=kept).levels
     return None if found_levels is None else found_levels.tolist()
 
 
 def test_entropy_is_what_a_worker_pushed_else_what_the_trainer_kept_else_said_to_be_kept_nowhere() -> None:
     kept = TrainerValues(step=7, entropy=np.array([0, 0, 0.05, 0.7, 3.0], np.float32))
     assert levels(rollout(), 5, kept) == [0, 0, 1, 3, 5]
-    legend = lens(view(rollout()), 5, kept=kept).legend
+    legend = lens(GROUP, view(rollout()), 5, kept=kept).legend
     assert legend.startswith(
         "▁ <0.1  ▂ >=0.1  ▄ >=0.5  ▆ >=1  █ >=2  · not trained   nats, of the trainer in step 7: mean"
     )
     own = rollout(entropy=[0, 0, 0.2, 0.2, 0.2])
     assert levels(own, 5, kept) == [0, 0, 2, 2, 2]
-    assert "pushed as column `entropy`: mean 0.200, most 0.200" in lens(view(own), 5, kept=kept).legend
-    assert lens(view(rollout()), 5).levels is None
-    assert "entropy: not kept per token" in f"entropy: {lens(view(rollout()), 5).legend}"
+    assert "pushed as column `entropy`: mean 0.200, most 0.200" in lens(GROUP, view(own), 5, kept=kept).legend
+    assert lens(GROUP, view(rollout()), 5).levels is None
+    assert "entropy: not kept per token" in f"entropy: {lens(GROUP, view(rollout()), 5).legend}"
 
 
 def test_mismatch_is_the_distance_of_the_trainers_logprob_from_the_samplers() -> None:
     kept = TrainerValues(step=7, logprobs=np.array([0, 0, -0.5, -1.1, -0.5], np.float32))
     assert levels(rollout(), 6, kept) == [0, 0, 1, 3, 5]
-    legend = lens(view(rollout()), 6, kept=kept).legend
+    legend = lens(GROUP, view(rollout()), 6, kept=kept).legend
     assert "in nats, of the trainer in step 7: mean 0.5333, most 1.5000 at token 4" in legend
     assert levels(rollout(trainer_logprobs=[0, 0, -0.52, -1, -2]), 6) == [0, 0, 2, 1, 1]
-    assert "trainer's logprobs are not kept per token" in lens(view(rollout()), 6).legend
+    assert "trainer's logprobs are not kept per token" in lens(GROUP, view(rollout()), 6).legend
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "legend"),
+    [
+        (State.FORMING, "", "advantages are known once the group is packed into a step"),
+        (State.READY, "", "advantages are known once the group is packed into a step"),
+        (State.TRAINED, "", "no advantages: step 7 trains the group without this rollout"),
+        (
+            State.DROPPED,
+            "stale",
+            "no advantages: the group was dropped (stale), and only groups of a step have some",
+        ),
+    ],
+)
+def test_a_rollout_without_an_advantage_says_whether_it_gets_one(state: State, reason: str, legend: str) -> None:
+    shown = lens(group(state, reason), view(rollout()), 3)
+    assert (shown.levels, shown.legend) == (None, legend)
 
 
 def test_what_the_trainer_keeps_is_read_back_for_the_rollout_that_it_was(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Browser(App[None]):
     Look { layout: vertical; background: $background; }
     #title { height: 1; background: $panel; }
     #notice { height: auto; max-height: 5; text-style: bold; }
-    #keys { height: 1; background: $panel; }
+    #keys { background: $panel; }
     #legend { height: auto; max-height: 3; background: $panel; }
     #header, #step, #facts, #curves { height: 3; }
     #groups, #members, #steps, #worst, #beats, #page, #pairs { height: 1fr; }

@@ -12,8 +12,9 @@ from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import with_text
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.browse.panes import Prose, Table
-from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking, Open
 from rlbuffer_cli.render.group import (
     MEMBER_HEADER,
     MEMBER_NUMBERS,
@@ -36,7 +37,17 @@ AGE_AT = MEMBER_HEADER.index("version")
 class Group(Look):
     """A group, known by its id or the beginning of it."""
 
-    keys = ("enter open", "c compare", "b best, worst", "e HTML", "y copy id", "o raw", "tab prompt", "esc back")
+    keys = (
+        "enter open",
+        "c compare",
+        "b best, worst",
+        "e HTML",
+        "y copy id",
+        "o raw",
+        "tab prompt",
+        "esc back",
+        *EVERYWHERE,
+    )
     BINDINGS: ClassVar[list[BindingType]] = [("c", "compare"), ("b", "extremes")]
 
     def __init__(self, looking: Looking, group_id: str) -> None:
@@ -65,7 +76,7 @@ class Group(Look):
     def heading(self) -> str:
         if self.detail is None or not self.chosen.rollout_terms:
             return f"group {self.group_id}"
-        matches = f"{sum(self.matches)} of {len(self.matches)} rollouts match {self.looking.where}"
+        matches = f"{sum(self.matches)} of {plural(len(self.matches), 'rollout')} match {self.looking.where}"
         return f"group {self.group_id}: {matches}"
 
     async def fetch(self) -> None:

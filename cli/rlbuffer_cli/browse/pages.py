@@ -8,8 +8,9 @@ from typing import Any
 
 from textual.widget import Widget
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.browse.panes import Prose, Table
-from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
 from rlbuffer_cli.render.group import as_json, member_of
 from rlbuffer_cli.render.pair import PAIR_HEADER, PAIR_NUMBERS, PAIR_OPTIONAL, pair_lines, pair_rows
@@ -37,7 +38,8 @@ Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sa
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
 Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
-alternatives), age reward tokens step waited (field>=value, 8k = 8000). For example: env:vcopy state:ready reward<0.5
+alternatives; of id and prompt the beginning), age reward tokens step waited (field>=value, 8k = 8000). For example:
+env:vcopy state:ready reward<0.5
 Groups with a rollout for which all of these hold: stop:length truncated:yes text:word text:/regex/i and the numbers
 rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage rollout.logprob
 States: forming ready packed trained dropped
@@ -50,7 +52,7 @@ Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --
 class Page(Look):
     """Text that needs no server."""
 
-    keys: tuple[str, ...] = ("arrows scroll", "esc back")
+    keys: tuple[str, ...] = ("arrows scroll", "esc back", "w workers", "t steps")
 
     def body(self) -> list[Widget]:
         return [Prose(id="page")]
@@ -80,7 +82,7 @@ class Help(Page):
 class Raw(Page):
     """A record as JSON."""
 
-    keys = ("arrows scroll", "y copy id", "esc back")
+    keys = ("arrows scroll", "y copy id", "esc back", "w workers", "t steps")
 
     def __init__(self, looking: Looking, name: str, record: Mapping[str, Any]) -> None:
         super().__init__(looking)
@@ -99,7 +101,7 @@ class Raw(Page):
 def shortened(value: Any) -> Any:
     """The value with at most :data:`TOKENS_PER_WINDOW` entries in a list, :data:`SHOWN_TEXT` characters in a text."""
     if isinstance(value, str) and len(value) > SHOWN_TEXT:
-        return f"{value[:SHOWN_TEXT]} ... {len(value) - SHOWN_TEXT:,} characters more"
+        return f"{value[:SHOWN_TEXT]} ... {plural(len(value) - SHOWN_TEXT, 'character')} more"
     if isinstance(value, dict):
         return {name: shortened(inner) for name, inner in value.items()}
     if not isinstance(value, list):
@@ -125,7 +127,7 @@ def _json_lines(value: Mapping[str, Any]) -> Iterator[str]:
 class Pair(Look):
     """Two rollouts of a group: where they part, and the tokens from there on."""
 
-    keys = ("g/G ends", "esc back")
+    keys = ("g/G ends", "tab facts/tokens", "esc back", *EVERYWHERE)
 
     def __init__(self, looking: Looking, group_id: str, names: tuple[str, str]) -> None:
         super().__init__(looking)

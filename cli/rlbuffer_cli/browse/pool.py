@@ -12,6 +12,7 @@ from rlbuffer.client.filters import parse
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.browse.panes import EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.pool import (
@@ -46,10 +47,13 @@ class Pool(Look):
         "w workers",
         "t steps",
         "s sort",
-        "l live",
-        "tab run",
         "S reverse",
-        "m more",
+        "l live",
+        "r refresh",
+        "tab run",
+        "y copy id",
+        "o raw",
+        "e HTML",
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         ("slash", "filter"),
@@ -81,7 +85,7 @@ class Pool(Look):
         self.query_one("#groups").focus()
 
     def heading(self) -> str:
-        count = f"{len(self.views):,} group{'s' * (len(self.views) != 1)}" if self.is_read else "reading"
+        count = plural(len(self.views), "group") if self.is_read else "reading"
         if len(self.views) >= self.limit:
             count = f"the first {count} (m: more)"
         where = f" where {self.looking.where}" if self.looking.where else ""
@@ -131,9 +135,10 @@ class Pool(Look):
             self.put_header(self.summary)
 
     def frame(self) -> None:
-        """Writes the title and the keys, with the way out of a filter."""
+        """Writes the title and the keys, with the way out of a filter, and to more groups."""
         way_out = "esc back" if self.is_of_worker else "esc all groups"
-        self.keys = (way_out,) * bool(self.looking.where) + Pool.keys
+        more = ("m more",) * (len(self.views) >= self.limit)
+        self.keys = (way_out,) * bool(self.looking.where) + more + Pool.keys
         super().frame()
 
     # -- what is under the cursor ----------------------------------------------------------------------------------

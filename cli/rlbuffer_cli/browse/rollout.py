@@ -14,8 +14,9 @@ from textual.widgets import Static
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
-from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
 from rlbuffer_cli.render.group import life, member_of, rollout_record, short
 from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
@@ -27,7 +28,17 @@ COLUMN = len(NAMES)
 class OneRollout(Look):
     """A rollout, known by its id and its group's."""
 
-    keys = ("1-8 lens", "n/p rollout", "g/G ends", "tab text/tokens", "e HTML", "y copy id", "o raw", "esc back")
+    keys = (
+        "1-8 lens",
+        "n/p rollout",
+        "g/G ends",
+        "tab tokens/facts",
+        "e HTML",
+        "y copy id",
+        "o raw",
+        "esc back",
+        *EVERYWHERE,
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
         ("n", "other(1)"),
         ("p", "other(-1)"),
@@ -77,7 +88,7 @@ class OneRollout(Look):
     def show_member(self) -> None:
         """Shows the rollout through the lens."""
         member = self.member
-        if member is None:
+        if member is None or self.detail is None:
             return
         rollout = member.rollout
         tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
@@ -93,7 +104,8 @@ class OneRollout(Look):
             self.say("! its payload is no longer kept")
         else:
             kept = self.kept.get(member.rollout_id, NONE)
-            through = lens(member, self.number, column=self.column, origin=texts.origin(rollout), kept=kept)
+            group, origin = self.detail.view, texts.origin(rollout)
+            through = lens(group, member, self.number, column=self.column, origin=origin, kept=kept)
             tokens.put(rollout, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
             self.query_one("#legend", Static).update(f"{self.number} {through.name}: {through.legend}")
@@ -158,7 +170,7 @@ def text_lines(text: str) -> list[str]:
     """The text by its own lines, as far as it is shown."""
     lines = text[:SHOWN_TEXT].split("\n")
     if len(text) > SHOWN_TEXT:
-        lines.append(f"... {len(text) - SHOWN_TEXT:,} characters more: rlbuffer inspect ID --json has them all")
+        lines.append(f"... {plural(len(text) - SHOWN_TEXT, 'character')} more: rlbuffer inspect ID --json has them all")
     return lines
 
 

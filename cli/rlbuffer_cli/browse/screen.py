@@ -6,7 +6,7 @@ Reading happens in a thread of its own, so the screen never freezes. A server th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AWAY_EXIT_CODE = 4
 """Errors with this exit code pass: the server is away, or takes nothing just now."""
+EVERYWHERE = ("l live", "r refresh", "w workers", "t steps")
 ALWAYS = ("? help", "q quit")
+MOST_KEY_ROWS = 3
 
 
 @dataclass(slots=True)
@@ -65,8 +67,22 @@ class Open(Message):
         self.kind, self.what, self.record = kind, what, record
 
 
+def key_rows(keys: Sequence[str], width: int) -> list[str]:
+    """The keys, and those of every screen behind them, in rows of at most `width` columns.
+
+    Where they need more than :data:`MOST_KEY_ROWS`, the last of `keys` are left out.
+    """
+    rows: list[str] = []
+    for key in (*keys, *ALWAYS):
+        if rows and cell_len(longer := f"{rows[-1]}  {key}") <= width:
+            rows[-1] = longer
+        else:
+            rows.append(cut(key, width))
+    return rows if len(rows) <= MOST_KEY_ROWS or not keys else key_rows(keys[:-1], width)
+
+
 class Look(Screen[None]):
-    """One screen. `keys` are for its last line, the most useful first."""
+    """One screen. `keys` are all that do something on it, but for those that only move; the most useful first."""
 
     keys: tuple[str, ...] = ()
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -90,7 +106,7 @@ class Look(Screen[None]):
         self.loading_now = False
         self.is_away = False
         self.error = ""
-        self._framed = ("", "")
+        self._framed: tuple[str, list[str]] = ("", [])
 
     # -- what a screen says of itself ------------------------------------------------------------------------------
     def body(self) -> list[Widget]:
@@ -139,16 +155,13 @@ class Look(Screen[None]):
         width = max(20, self.size.width)
         live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
         title = cut(live + printable(self.heading()), width)
-        line = "  ".join(ALWAYS)
-        for i in range(len(self.keys), 0, -1):
-            longer = "  ".join((*self.keys[:i], *ALWAYS))
-            if cell_len(longer) <= width:
-                line = longer
-                break
-        if (title, line) != self._framed:  # nothing is drawn again that has not changed
-            self._framed = (title, line)
+        rows = key_rows(self.keys, width)
+        if (title, rows) != self._framed:  # nothing is drawn again that has not changed
+            self._framed = (title, rows)
             self.query_one("#title", Static).update(Text(title, style="bold"), layout=False)
-            self.query_one("#keys", Static).update(Text(cut(line, width)), layout=False)
+            keys = self.query_one("#keys", Static)
+            keys.styles.height = len(rows)
+            keys.update(Text("\n".join(rows)), layout=False)
 
     def say(self, text: str) -> None:
         """One line of news above the keys; "" takes it away."""

@@ -16,7 +16,7 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import plural
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer_cli.browse.panes import NO_STYLE, EntryLine, Prose, Table
-from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking, Open
 from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.steps import (
     ENV_MARKS,
@@ -45,7 +45,17 @@ BAR = re.compile(r" +\d+ ")
 class Steps(Look):
     """Every committed step on the server and, before those, of the archive; the newest first."""
 
-    keys = ("enter open", "/ step", "esc back", "l live", "r refresh", "o raw")
+    keys = (
+        "enter open",
+        "/ step",
+        "esc back",
+        "l live",
+        "r refresh",
+        "o raw",
+        "w workers",
+        "tab curves",
+        "y copy number",
+    )
     BINDINGS: ClassVar[list[BindingType]] = [("slash", "find")]
 
     def __init__(self, looking: Looking) -> None:
@@ -129,7 +139,16 @@ class Bars(Prose):
 class OneStep(Look):
     """A step, known by its number: its rows as bars, then its rollouts, the worst first."""
 
-    keys = ("enter open", "N/P step", "tab rollouts/bars", "o raw", "esc back")
+    keys = (
+        "enter open",
+        "N/P step",
+        "tab rollouts/bars",
+        "o raw",
+        "esc back",
+        "y copy id",
+        "e HTML",
+        *EVERYWHERE,
+    )
     BINDINGS: ClassVar[list[BindingType]] = [("N", "other(1)"), ("P", "other(-1)")]
 
     def __init__(self, looking: Looking, step: int) -> None:

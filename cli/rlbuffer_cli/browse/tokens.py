@@ -11,7 +11,7 @@ from rich.style import Style
 from textual.binding import BindingType
 
 from rlbuffer.client.texts import Texts
-from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
 from rlbuffer_cli.render.lenses import Lens
@@ -92,7 +92,7 @@ class Tokens(Pane):
         if rollout is None:
             return
         if first:
-            self._lines.append(_Line(f"... {first:,} tokens before"))
+            self._lines.append(_Line(f"... {plural(first, 'token')} before"))
         edges = headings(rollout)
         start, room = first, max(1, self.size.width)
         used = 0
@@ -115,7 +115,7 @@ class Tokens(Pane):
         if end > start:
             self._lines.append(_Line("", start, end))
         if end < rollout.length:
-            self._lines.append(_Line(f"... {rollout.length - end:,} tokens after"))
+            self._lines.append(_Line(f"... {plural(rollout.length - end, 'token')} after"))
 
     def _cell(self, position: int, label: str) -> str:
         lens = self.lens
@@ -179,8 +179,9 @@ def headings(rollout: Rollout) -> dict[int, str]:
     headings = {}
     for turn in rollout.turns:
         reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
-        headings[turn.start] = f"{turn.role} · {turn.end - turn.start:,} tokens{reward}"
+        headings[turn.start] = f"{turn.role} · {plural(turn.end - turn.start, 'token')}{reward}"
     first = rollout.prompt_tokens
     if not headings and 0 < first < rollout.length:
-        headings = {0: f"prompt · {first:,} tokens", first: f"sampled · {rollout.length - first:,} tokens"}
+        sampled = plural(rollout.length - first, "token")
+        headings = {0: f"prompt · {plural(first, 'token')}", first: f"sampled · {sampled}"}
     return headings

@@ -18,7 +18,17 @@ from rlbuffer_cli.render.workers import BEAT_NUMBERS
 class Workers(Look):
     """Every process that sends signs of life."""
 
-    keys = ("up/down what failed", "enter its groups", "l live", "r refresh", "o raw", "esc back")
+    keys = (
+        "up/down what failed",
+        "enter its groups",
+        "l live",
+        "r refresh",
+        "o raw",
+        "esc back",
+        "t steps",
+        "tab failure",
+        "y copy name",
+    )
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)

@@ -231,7 +231,8 @@ def _forecast(forecast: Mapping[str, int], loaded: Loaded) -> list[tuple[str, st
     if not forecast:
         return []
     size, count = forecast["step_bytes"], forecast["steps"]
-    known = f"mean of {forecast['measured']} steps" if forecast["measured"] else _source(loaded, "batcher.row_tokens")
+    steps = plural(forecast["measured"], "step")
+    known = f"mean of {steps}" if forecast["measured"] else _source(loaded, "batcher.row_tokens")
     share = 100 * size * count / forecast["limit"]
     return [("memory", f"a step takes about {_bytes(size)}, {count} at once {share:.0f} % of the server's   ({known})")]
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def command(given: options.Given, once: bool, every: float, as_json: bool) -> int:
     """See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.
 
-    Rates and drops are of the last five minutes. On a terminal the view stays in place; elsewhere every look is printed
-    below the one before. How long the trainer waits is shown where its output folder can be read from here.
+    Rates and drops are of the last minute; where steps are slow, of the time of five, at most of five minutes. On a
+    terminal the view stays in place; elsewhere every look is printed below the one before. How long the trainer waits
+    is shown where its output folder can be read from here.
 
     \b
     Example:

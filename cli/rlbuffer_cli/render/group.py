@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.narration.numbers import amount, duration, printable
+from rlbuffer.narration.numbers import amount, duration, plural, printable
 from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.pool import group_record
@@ -119,10 +119,10 @@ def headline(view: GroupView) -> list[str]:
     where = f" in step {view.step}" if view.step else ""
     spread = sparkline(view.rewards, low=min([0.0, *view.rewards]), high=max([1.0, *view.rewards]))
     versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
-    count = f"{view.rollouts} of {view.planned_size}" if view.planned_size else str(view.rollouts)
+    whole = plural(view.planned_size or view.rollouts, "rollout")
     lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
     facts = [
-        f"{count} rollouts",
+        f"{view.rollouts} of {whole}" if view.planned_size else whole,
         f"{amount(view.tokens)} tokens",
         f"reward {view.reward:.3f} {spread}".rstrip() if view.reward is not None else "not scored",
         f"used {view.uses} times" if view.uses > 1 else "",

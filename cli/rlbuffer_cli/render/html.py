@@ -60,7 +60,7 @@ class Sources:
 
 def safe(text: str, most: int = MOST_CHARACTERS) -> str:
     """Anybody's text inside an element or a quoted attribute: escaped, controls shown, of at most `most` characters."""
-    more = f" ... {len(text) - most:,} characters more" if len(text) > most else ""
+    more = f" ... {plural(len(text) - most, 'character')} more" if len(text) > most else ""
     return escape(printable(text[:most], lines=True) + more, quote=True)
 
 
@@ -132,7 +132,7 @@ def rollout_section(detail: GroupDetail, member: RolloutView, sources: Sources, 
     """A rollout: its figures, its life, and its tokens by turn."""
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
-    figures = f"{reward}{advantage} · {member.length:,} tokens · {member.finish_reason}"
+    figures = f"{reward}{advantage} · {plural(member.length, 'token')} · {member.finish_reason}"
     yield f"<details{' open' * is_open}><summary>{safe(f'{member.rollout_id}   {figures}', 1000)}</summary>\n"
     named = " · ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
     yield f'<p class="n">{safe(named)}</p>\n' if named else ""
@@ -142,7 +142,8 @@ def rollout_section(detail: GroupDetail, member: RolloutView, sources: Sources, 
         yield "<p>its payload is no longer kept</p>\n</details>\n"
         return
     kept = sources.kept(detail.view.group_id, rollout)
-    lenses = {key: lens(member, key, origin=sources.texts.origin(rollout), kept=kept) for key in (1, *LENSES)}
+    origin = sources.texts.origin(rollout)
+    lenses = {key: lens(detail.view, member, key, origin=origin, kept=kept) for key in (1, *LENSES)}
     yield "".join(f'<p class="g g{key}">{_legend(key, shown)}</p>\n' for key, shown in lenses.items())
     yield "<div>"
     if rollout.text is not None and not sources.texts.has_pieces(rollout):
@@ -182,7 +183,7 @@ def _tokens(
     for start, stop in pairwise(edges):
         if (turn := turns.get(start)) is not None:
             reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
-            yield f"<h4>{safe(turn.role, 100)} · {turn.end - turn.start:,} tokens{reward}</h4>"
+            yield f"<h4>{safe(turn.role, 100)} · {plural(turn.end - turn.start, 'token')}{reward}</h4>"
         yield '<div class="t">'
         for sampled, run in groupby(range(start, stop), key=lambda t: bool(is_sampled[t])):
             if not sampled:

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.client.trainer_values import NONE, TrainerValues
-from rlbuffer.client.views import RolloutView
+from rlbuffer.client.views import GroupView, RolloutView
+from rlbuffer.narration.numbers import printable
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
 from rlbuffer_cli.render.text import BLOCKS
 
 LEVEL_MARKS = "▁▂▄▆█"
@@ -40,8 +42,16 @@ class Lens:
     legend: str = ""
 
 
-def lens(member: RolloutView, number: int, *, column: str = "", origin: str = "", kept: TrainerValues = NONE) -> Lens:
-    """The lens of a key, 1 to 8.
+def lens(
+    group: GroupView,
+    member: RolloutView,
+    number: int,
+    *,
+    column: str = "",
+    origin: str = "",
+    kept: TrainerValues = NONE,
+) -> Lens:
+    """The lens of a key, 1 to 8, for a rollout of `group`.
 
     `column` is what the eighth shows, "" for none; `origin` says whose text is shown; `kept` is what the trainer keeps
     of this rollout.
@@ -50,7 +60,7 @@ def lens(member: RolloutView, number: int, *, column: str = "", origin: str = ""
     if number == 2:
         return _logprob(rollout)
     if number == 3:
-        return _advantage(member, rollout)
+        return _advantage(group, member, rollout)
     if number == 4:
         trained = rollout.loss_tokens
         legend = f"■ trained ({trained:,})   · context ({rollout.length - trained:,}); as it was pushed"
@@ -156,10 +166,10 @@ def advantages_of(member: RolloutView) -> NDArray[Any] | None:
     return None if member.advantage is None else np.full(rollout.length, member.advantage, np.float32)
 
 
-def _advantage(member: RolloutView, rollout: Rollout) -> Lens:
+def _advantage(group: GroupView, member: RolloutView, rollout: Rollout) -> Lens:
     values = advantages_of(member)
     if values is None:
-        return Lens(name="advantage", levels=None, legend="advantages are known once the group is packed into a step")
+        return Lens(name="advantage", levels=None, legend=_no_advantage(group))
     signs = np.where(rollout.loss_mask, np.sign(values) + 2, 0).astype(np.int8)
     trained = values[rollout.loss_mask]
     range_ = f"   from {trained.min():+.4f} to {trained.max():+.4f}" if len(trained) else ""
@@ -167,6 +177,14 @@ def _advantage(member: RolloutView, rollout: Rollout) -> Lens:
     words = f"+ above 0 ({counts[3]:,})  - below 0 ({counts[1]:,})  0 ({counts[2]:,})  · not trained ({counts[0]:,})"
     legend = f"{words}{range_}"
     return Lens(name="advantage", levels=signs, marks="·-0+", colours=("", "red", "yellow", "green"), legend=legend)
+
+
+def _no_advantage(group: GroupView) -> str:
+    if group.state == State.DROPPED:
+        return f"no advantages: the group was dropped ({printable(group.reason)}), and only groups of a step have some"
+    if group.state in (State.PACKED, State.TRAINED):
+        return f"no advantages: step {group.step} trains the group without this rollout"
+    return "advantages are known once the group is packed into a step"
 
 
 def _version(rollout: Rollout) -> Lens:

@@ -288,7 +288,8 @@ def header_lines(summary: RunSummary) -> list[str]:
         ),
     ]
     if account.reused[0]:
-        lines.append(f"  {account.reused[0]:,} more uses of trained rollouts ({amount(account.reused[1])} tokens)")
+        uses = plural(account.reused[0], "more use")
+        lines.append(f"  {uses} of trained rollouts ({amount(account.reused[1])} tokens)")
     lines += _memory(summary)
     if summary.ledger.damaged or summary.ledger.lost:
         lost = plural(summary.ledger.lost, "push", "pushes")

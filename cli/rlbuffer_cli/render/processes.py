@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.events.history import Dropped
-from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.numbers import plural, printable
 from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ SHOWN_PROMPTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The groups of one worker that were dropped lately."""
+    """Rollouts of one worker that were dropped lately."""
 
     reasons: Counter[str] = field(default_factory=Counter)
-    """Reason -> groups."""
+    """Reason -> rollouts."""
     prompts: Counter[str] = field(default_factory=Counter)
-    """Prompt id -> its stale groups."""
+    """Prompt id -> its stale rollouts."""
     envs: dict[str, None] = field(default_factory=dict)
 
 
@@ -66,8 +66,9 @@ class Processes:
         if beat.get("traceback"):
             lines += [f"    {printable(line)}" for line in str(beat["traceback"]).splitlines()]
         if writer is not None:
-            lines.append(f"  dropped groups in the last {READ_RECORDS:,} records: {_counted(writer.reasons)}")
-            prompts = [f"{printable(name)} {count}" for name, count in writer.prompts.most_common(SHOWN_PROMPTS)]
+            lines.append(f"  dropped rollouts in the last {READ_RECORDS:,} records: {_counted(writer.reasons)}")
+            most = writer.prompts.most_common(SHOWN_PROMPTS)
+            prompts = [f"{printable(name)} ({plural(count, 'rollout')})" for name, count in most]
             more = f" and {len(writer.prompts) - SHOWN_PROMPTS} more" if len(writer.prompts) > SHOWN_PROMPTS else ""
             lines += [f"  stale prompts: {', '.join(prompts)}{more}"] if prompts else []
         return lines
@@ -79,13 +80,15 @@ def processes_of(store: Store) -> Processes:
     for record in store.history(READ_RECORDS):
         if record.get("event") == Dropped.event and record.get("worker"):
             writer = writers.setdefault(f"worker {record['worker']}", Writer())
-            writer.reasons[str(record.get("reason"))] += 1
+            count = record.get("rollouts")
+            rollouts = count if isinstance(count, int) else 0  # anybody may have written it
+            writer.reasons[str(record.get("reason"))] += rollouts
             writer.envs[str(record.get("env"))] = None
             if record.get("reason") == "stale" and record.get("prompt_id"):
-                writer.prompts[str(record["prompt_id"])] += 1
+                writer.prompts[str(record["prompt_id"])] += rollouts
     beats = {f"{kind} {name}": beat for kind in PROCESS_KINDS for name, beat in sorted(store.heartbeats(kind).items())}
     return Processes(beats=beats, policy_version=store.policy().version, writers=writers)
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
-    return " ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+    return " ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))

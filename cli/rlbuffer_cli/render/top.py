@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.pool_look import PoolLook
 
-WINDOW_SECONDS = 300.0
+LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
+STEPS_OF_A_WINDOW = 5
+"""Steps, at the pace of the newest ones, that a rate should be of: a run of slow steps has a longer window."""
 READ_RECORDS = 1000
 """Records of the history that are read; a run that makes more of them has a shorter window."""
 FIRST_HEADER_LINES = 2
@@ -96,8 +100,8 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
     store = buffer.store
     now, history = store.now(), store.history(READ_RECORDS)
     first = min((float(record["at"]) for record in history), default=now)
-    window = min(WINDOW_SECONDS, max(1.0, now - first))
     steps = [record for record in history if record.get("event") == Committed.event]
+    window = min(window_of([record["at"] for record in steps]), max(1.0, now - first))
     recent = [record for record in steps if record["at"] >= now - window]
     drops: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for record in history:
@@ -115,6 +119,21 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
         ages=(steps[0]["age"], steps[0]["max_age"]) if steps else None,
         trained=trained[-RECENT_STEPS:],
     )
+
+
+def window_of(committed: Sequence[float]) -> float:
+    """Seconds that rates are of: short, so that they follow a change, and long enough for a few steps at their pace.
+
+    `committed`: when each step was committed, in seconds, the newest first. How long ago the newest one was changes
+    nothing: a run that stops is soon at 0.
+
+    Example:
+        >>> window_of([100.0, 98.0, 96.0]), window_of([100.0, 70.0, 40.0]), window_of([])
+        (60.0, 150.0, 60.0)
+    """
+    gaps = [later - earlier for later, earlier in pairwise(committed[: STEPS_OF_A_WINDOW + 1])]
+    seconds = STEPS_OF_A_WINDOW * median(gaps) if gaps else 0.0
+    return min(max(LEAST_WINDOW_SECONDS, seconds), MOST_WINDOW_SECONDS)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -186,7 +205,8 @@ def _rates(sight: Sight) -> str:
     per_minute = 60 * sight.steps / sight.window_seconds
     return (
         f"{amount(sight.rollouts_per_second)} rollouts/s by the workers' heartbeats · {per_minute:.1f} steps/min · "
-        f"{amount(sight.tokens / sight.window_seconds)} tok/s committed, in {duration(sight.window_seconds)}"
+        f"{amount(sight.tokens / sight.window_seconds)} tok/s committed in the last "
+        f"{duration(sight.window_seconds)}"
     )
 
 
@@ -208,7 +228,7 @@ def _drops(sight: Sight) -> str:
     total = sum(rollouts for rollouts, _ in account.dropped.values())
     share = f" ({percent(total / account.pushed[0])} of all pushed)" if account.pushed[0] else ""
     recent = ", ".join(f"{rollouts:,} {reason}" for reason, (rollouts, _) in sight.drops.items())
-    return f"{recent or 'none'} in {duration(sight.window_seconds)} · {plural(total, 'rollout')} in all{share}"
+    return f"{recent or 'none'} in the last {duration(sight.window_seconds)} · {plural(total, 'rollout')} in all{share}"
 
 
 def _memory(summary: RunSummary) -> str:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.moves.step_format import step_digest
@@ -253,7 +254,8 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
                 steps = seen.setdefault((member.group_id, rollout_id), [])
                 before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired
                 if step.number in steps or before >= limit:
-                    where = f"is in step {steps[-1]}" if steps else f"was trained {before} times, of {limit} allowed,"
+                    times = f"was trained {plural(before, 'time')}, of {limit} allowed,"
+                    where = f"is in step {steps[-1]}" if steps else times
                     findings.add(
                         "I1", f"rollout {rollout_id} of group {member.group_id} {where} and in step {step.number}"
                     )

@@ -22,7 +22,7 @@ from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
 from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
-from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
@@ -89,10 +89,12 @@ def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, t
             return end.exit_code
         restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
         if restarts > settings.trainer.max_restarts:
-            tell(f"{end.text}\nGiving up after {settings.trainer.max_restarts} restarts (trainer.max_restarts).")
+            given = plural(settings.trainer.max_restarts, "restart")
+            tell(f"{end.text}\nGiving up after {given} (trainer.max_restarts).")
             return end.exit_code
+        all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
         tell(
-            f"{end.text}\nStarting all {world_size} ranks again from the newest checkpoint "
+            f"{end.text}\nStarting {all_ranks} again from the newest checkpoint "
             f"(restart {restarts} of {settings.trainer.max_restarts})."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -125,6 +126,62 @@ def test_steps_that_were_taken_back_do_not_count(run: Run, tmp_path: Path) -> No
     assert report.findings == ()
     assert report.checked["steps_taken_back"] == 2
     assert [row.env for row in archive.dropped() if row.reason == "void"]
+
+
+def test_a_dropped_group_is_in_the_archive_what_it_was_on_the_server(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    run.step("a.1")
+    run.push("a.2", prompt_id="a prompt", worker="w-7")
+    run.drop("stale", run.pool())
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        there = buffer.group("a.2").view
+    assert (there.age, there.prompt_id, there.worker) == (2, "a prompt", "w-7")
+    archive = archived(run, tmp_path / "archive")
+    assert of_archive(archive.folder, "a.2").view == there
+    (rollouts,) = archive.folder.glob("dropped-*.parquet")
+    rollouts.unlink()
+    assert of_archive(archive.folder, "a.2").view == replace(there, reward=None, rewards=(), max_version=0)
+
+
+def test_after_steps_were_taken_back_no_age_is_known_until_the_next_one(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    run.step("a.1")
+    run.store.void_from(2, force=True)
+    run.meta = run.store.meta()
+    run.token = 0
+    run.lead()
+    run.push("a.2")
+    run.drop("stale", run.pool())
+    run.step("a.3")
+    run.push("a.4")
+    run.drop("stale", run.pool())
+    archive = archived(run, tmp_path / "archive")
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        ages = [(buffer.group(g).view.age, of_archive(archive.folder, g).view.age) for g in ("a.2", "a.4")]
+    assert ages == [(None, None), (2, 2)]
+
+
+def test_a_group_of_a_step_that_was_taken_back_keeps_its_prompt_its_worker_and_its_rollouts(
+    run: Run, tmp_path: Path
+) -> None:
+    settled(run)
+    folder = tmp_path / "archive"
+    run.step("a.0")
+    group = run.push("a.1", prompt_id="a prompt", worker="w-7")
+    run.commit()
+    archived(run, folder)
+    run.store.void_from(2, force=True)
+    run.meta = run.store.meta()
+    run.token = 0
+    run.step("a.7")
+    archived(run, folder)
+    detail = of_archive(folder, "a.1")
+    assert (detail.view.state, detail.view.reason, detail.view.step) == ("dropped", "void", None)
+    assert (detail.view.prompt_id, detail.view.worker) == ("a prompt", "w-7")
+    assert [member.rollout for member in detail.members] == list(group.rollouts)
+    assert {member.step for member in detail.members} == {2}
 
 
 def test_a_flaw_in_any_file_is_named(run: Run, tmp_path: Path) -> None:

@@ -53,7 +53,12 @@ def test_which_prompts_go_stale_and_from_which_worker(
         await person.sees("math.2")
         await person.press("w")
         await person.sees(
-            "newest policy v9", "worker inf-3", "v4, 5 behind", "3 stale", "stale prompts: 3 + 5 2, 7 - 2 1"
+            "newest policy v9",
+            "worker inf-3",
+            "v4, 5 behind",
+            "6 stale",
+            "dropped rollouts in the last 1,000 records: 6 stale",
+            "stale prompts: 3 + 5 (4 rollouts), 7 - 2 (2 rollouts)",
         )
         await person.press("escape")
         await person.sees("newest first")
@@ -66,7 +71,7 @@ def test_which_prompts_go_stale_and_from_which_worker(
 
     browse(buffer, tour, size=(140, 30))
     assert main(["inspect", "--workers", "--redis", run.url, "--run", run.store.run]) == 0
-    assert "stale prompts: 3 + 5 2, 7 - 2 1" in capsys.readouterr().out
+    assert "stale prompts: 3 + 5 (4 rollouts), 7 - 2 (2 rollouts)" in capsys.readouterr().out
 
 
 def test_a_writer_without_heartbeats_is_named_by_what_was_dropped_of_it(run: Run, buffer: rlbuffer.Buffer) -> None:
@@ -77,7 +82,7 @@ def test_a_writer_without_heartbeats_is_named_by_what_was_dropped_of_it(run: Run
     async def tour(person: Person) -> None:
         await person.sees("a.0")
         await person.press("w")
-        await person.sees("worker old-one", "no heartbeat", "1 stale")
+        await person.sees("worker old-one", "no heartbeat", "2 stale")
 
     browse(buffer, tour, size=(100, 24))
 

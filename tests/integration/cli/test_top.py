@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from typing import Any
 import pytest
 from store_runs import Run
 
+import rlbuffer
+from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.narration.numbers import duration
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import text
+from rlbuffer_cli.render.top import look, sight_lines
 
 TRAINED = {"event": "step", "step": 1, "seconds": {"wait": 0.5, "total": 1.0}}
 RANKS = {"ranks": [{"forward": 0.1, "backward": 0.1}, {"forward": 0.4, "backward": 0.1}]}
@@ -72,6 +77,34 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert any(line.startswith("worker inf-1") and line.endswith("no\\x1bne") for line in lines)
     assert any(line.startswith("rank 0") and "step 0" in line for line in lines)
     assert lines[-1] == "ranks 0 ▄ 1 █"
+
+
+@pytest.mark.parametrize(
+    ("gap", "since", "window", "steps"),
+    [
+        (3.0, 0.0, 60.0, 21),  # the last minute
+        (3.0, 61.0, 60.0, 0),  # it stopped a minute ago: at 0, not at what it was
+        (30.0, 5.0, 150.0, 5),  # slow steps: of five
+        (200.0, 5.0, 300.0, 2),  # never longer than that
+    ],
+)
+def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
+    tmp_path: Path, gap: float, since: float, window: float, steps: int
+) -> None:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    run.step("a.0")
+    with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as buffer:
+        store = buffer.store
+        (one,) = (record for record in store.history() if record["event"] == "step")
+        now = float(round(store.now()))
+        store.now = lambda: now  # type: ignore[method-assign]
+        records = [one | {"at": now - since - gap * n} for n in range(100)]
+        store.history = lambda count=0: records  # type: ignore[method-assign,assignment]
+        sight = look(buffer, [], PoolLook(store))
+    assert (sight.window_seconds, sight.steps, sight.tokens) == (window, steps, steps * one["tokens"])
+    said = next(line for line in sight_lines(sight, None) if line.startswith("  rates"))
+    assert said.endswith(f" committed in the last {duration(window)}")
+    run.close()
 
 
 @pytest.mark.server

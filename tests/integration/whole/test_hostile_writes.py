@@ -185,7 +185,7 @@ def test_the_leader_reads_everything_again_after_ids_that_ran_ahead(run: Run, se
     run.client.xadd(run.store.keys.pool, entry_with(run, pushed="999999999999999"), id=LARGEST)
     lost = served.wait_for(lambda: served.said("leader", state="lost"))
     assert lost[0]["reason"] == (
-        f"the pool of run {run.store.run!r} had given ids ahead of the server's clock: 1 entries have others now, and "
+        f"the pool of run {run.store.run!r} had given ids ahead of the server's clock: 1 entry got others, and "
         "everything is read again"
     )
     served.wait_for(lambda: len(served.said("ready")) == 2)
