@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher.advantages import MAX_ADVANTAGE, Loaded, estimate, load_estimator, over_batch
+from rlbuffer.batcher.advantages import BY_ROWS, MAX_ADVANTAGE, Loaded, estimate, load_estimator, over_batch
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
@@ -114,12 +115,19 @@ def _at_once(
         return None
     advantages, start = np.zeros(len(infos)), 0
     with np.errstate(all="ignore"):
-        for group in groups:
-            name, own = config.for_env(group.env).advantage, slice(start, start + group.rollouts)
-            if group.rollouts > 1:
-                about = group_facts(group) if ":" in name else {}
-                advantages[own] = estimators[name](rewards[own], lengths[own], about)
+        for (name, size), alike in groupby(groups, lambda group: (config.for_env(group.env).advantage, group.rollouts)):
+            its = list(alike)
+            own = slice(start, start + size * len(its))
             start = own.stop
+            if size > 1:
+                made = advantages[own].reshape(-1, size)  # a view
+                rows, weights = rewards[own].reshape(-1, size), lengths[own].reshape(-1, size)
+                if name in BY_ROWS:
+                    made[:] = estimators[name](rows, weights, {})
+                    continue
+                for i, group in enumerate(its):
+                    about = group_facts(group) if ":" in name else {}
+                    made[i] = estimators[name](rows[i], weights[i], about)
     return advantages if (np.abs(advantages) <= MAX_ADVANTAGE).all() else None
 
 
