@@ -83,8 +83,7 @@ def header_record(
     members: dict[str, list[tuple[RolloutRef, RolloutInfo]]] = {}
     for env, its in groupby(zip(plan.rollouts, infos, strict=True), lambda pair: pair[0].env):
         members.setdefault(env, []).extend(its)
-    adapters = {ref.adapter for ref in plan.rollouts}
-    trained = {adapter: version_trained(plan.adapters, adapter, plan.step) for adapter in adapters}
+    trained = {a: version_trained(plan.adapters, a, plan.step) for a in {ref.adapter for ref in plan.rollouts}}
     ages = {env: [trained[ref.adapter] - ref.min_version for ref, _ in its] for env, its in members.items()}
     rewards = {env: [i.reward for _, i in its if i.reward is not None] for env, its in members.items()}
     envs = {
