@@ -64,26 +64,27 @@ Estimator = Callable[[Rewards, Rewards | None], Rewards]
 
 def rloo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     """``r_i - (sum - r_i) / (n - 1)``: the mean of the others is an unbiased baseline."""
-    others: Rewards = (rewards.sum() - rewards) / (len(rewards) - 1)
+    others: Rewards = (rewards.sum(-1, keepdims=True) - rewards) / (rewards.shape[-1] - 1)
     return rewards - others
 
 
 def grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     """``(r_i - mean) / (std + 1e-6)``, with the standard deviation over n - 1."""
-    std = float(rewards.std(ddof=1))
+    std: Rewards = rewards.std(-1, ddof=1, keepdims=True)
     return dr_grpo(rewards) / (std + GRPO_EPSILON)
 
 
 def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     """``r_i - mean``: no division, so that easy and hard prompts are not weighted up."""
-    return rewards - float(rewards.mean())
+    mean: Rewards = rewards.mean(-1, keepdims=True)
+    return rewards - mean
 
 
 def max_rl(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     """``(r_i - mean) / mean``, zeros where the mean is not positive: prompts count by the inverse of their pass
     rate."""
-    mean = float(rewards.mean())
-    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+    mean: Rewards = rewards.mean(-1, keepdims=True)
+    return np.divide(rewards - mean, mean, out=np.zeros_like(rewards), where=mean > 0)
 
 
 def opo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
@@ -123,6 +124,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "length_penalty": length_penalty,
 }
 """Every estimator by its name in ``batcher.advantage``."""
+BY_ROWS = frozenset({"rloo", "grpo", "dr_grpo", "max_rl", "reinforce"})
+"""Those that take many groups of one size at once, [groups, n], and give each what it gets alone, to the bit."""
 
 
 def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:

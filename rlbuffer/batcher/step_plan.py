@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher.advantages import (
+    BY_ROWS,
     MAX_ADVANTAGE,
     Loaded,
     check_advantages,
@@ -91,13 +93,19 @@ def advantages_of(
     advantages, start, own = np.zeros(len(infos)), 0, list[slice]()
     is_finite = np.isfinite(rewards)
     with np.errstate(all="ignore"):
-        for group in groups:
-            name, its = config.for_env(group.env).advantage, slice(start, start + group.rollouts)
-            if group.rollouts > 1 and is_finite[its].all():
-                about = group_facts(group) if ":" in name else {}
-                advantages[its] = estimators[name](rewards[its], lengths[its], about)
-            own.append(its)
-            start = its.stop
+        for (name, size), alike in groupby(groups, lambda group: (config.for_env(group.env).advantage, group.rollouts)):
+            members = list(alike)
+            own += (slice(start + size * i, start + size * (i + 1)) for i in range(len(members)))
+            together = slice(start, start + size * len(members))
+            start = together.stop
+            if size > 1 and name in BY_ROWS:
+                rows, weights = (values[together].reshape(-1, size) for values in (rewards, lengths))
+                advantages[together] = estimators[name](rows, weights, {}).ravel()
+                continue
+            for group, its_own in zip(members, own[-len(members) :], strict=True):
+                if size > 1 and is_finite[its_own].all():
+                    about = group_facts(group) if ":" in name else {}
+                    advantages[its_own] = estimators[name](rewards[its_own], lengths[its_own], about)
     if not (is_finite & (np.abs(advantages) <= MAX_ADVANTAGE)).all():
         untrainable = []
         trained = np.ones(len(infos), dtype=bool)

@@ -215,11 +215,11 @@ class Figures:
     def _sum_push(self, push: _Push) -> None:
         env, info = self._env(push.info.env), push.info
         if push.is_new:
-            tokens = sum(rollout.loss_tokens for rollout in info.rollouts)
+            tokens = sum([rollout.loss_tokens for rollout in info.rollouts])
             env.came.update(groups=1, rollouts=len(info.rollouts), generated_tokens=tokens)
         if info.totals.is_scored and info.rollouts:
             env.window.append(_sums(push, env.rewards))
-            env.prompts.add(fmean(rollout.reward or 0.0 for rollout in info.rollouts))
+            env.prompts.add(fmean([rollout.reward or 0.0 for rollout in info.rollouts]))
 
     def _sum_step(self, step: _Step) -> None:
         plan = step.plan
@@ -227,7 +227,8 @@ class Figures:
         for env in self._envs.values():
             env.new, env.before = env.came - env.before, env.came.copy()
         self._builds.add(step.seconds)
-        trained = {ref.adapter: version_trained(plan.adapters, ref.adapter, plan.step) for ref in plan.rollouts}
+        adapters = {ref.adapter for ref in plan.rollouts}
+        trained = {adapter: version_trained(plan.adapters, adapter, plan.step) for adapter in adapters}
         by_env: dict[str, list[tuple[int, int, int]]] = {}
         for ref, info in zip(plan.rollouts, infos_of(plan, step.entries), strict=True):
             age = trained[ref.adapter] - ref.min_version
@@ -335,17 +336,16 @@ class Figures:
 
 def _sums(push: _Push, labels: Labels) -> _Sums:
     """A scored push in a few numbers."""
-    rewards: dict[str, list[float]] = {}
-    for rollout in push.info.rollouts:
-        if rollout.reward is not None:
-            rewards.setdefault(REWARD, []).append(rollout.reward)
+    rollouts = push.info.rollouts
+    rewards = {REWARD: [rollout.reward for rollout in rollouts if rollout.reward is not None]}
+    for rollout in rollouts:
         for name, value in rollout.rewards.items():
             if name != REWARD:
                 rewards.setdefault(labels.of(name), []).append(value)
     return _Sums(
-        rollouts=len(push.info.rollouts),
-        on_policy=sum(rollout.min_version >= push.newest for rollout in push.info.rollouts),
-        truncated=sum(rollout.is_truncated for rollout in push.info.rollouts),
+        rollouts=len(rollouts),
+        on_policy=sum([rollout.min_version >= push.newest for rollout in rollouts]),
+        truncated=sum([rollout.is_truncated for rollout in rollouts]),
         is_flat=push.info.totals.is_flat,
         rewards={name: moments_of(values) for name, values in rewards.items()},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 
 def bucket_of(length: int) -> int:
@@ -17,12 +18,8 @@ def bucket_of(length: int) -> int:
 
 def by_bucket(lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
     """Bucket -> (rollouts, tokens), the shortest first."""
-    sums: dict[int, tuple[int, int]] = {}
-    for length in lengths:
-        bucket = bucket_of(length)
-        rollouts, tokens = sums.get(bucket, (0, 0))
-        sums[bucket] = rollouts + 1, tokens + length
-    return dict(sorted(sums.items()))
+    buckets = ((bucket, list(its)) for bucket, its in groupby(sorted(lengths), bucket_of))
+    return {bucket: (len(its), sum(its)) for bucket, its in buckets}
 
 
 def in_words(lengths: Iterable[int]) -> str:

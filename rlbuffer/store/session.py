@@ -167,10 +167,10 @@ def sound(replies: list[Any]) -> list[Any]:
     """These replies; None for a key of another type than the command is for, as if it were not there. Raises what else
     is an error among them."""
     for i, answer in enumerate(replies):
-        if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
+        if isinstance(answer, Exception):
+            if not isinstance(answer, redis.ResponseError) or not str(answer).startswith("WRONGTYPE"):
+                raise answer
             replies[i] = None
-        elif isinstance(answer, Exception):
-            raise answer
     return replies
 
 

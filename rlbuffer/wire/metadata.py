@@ -170,18 +170,18 @@ def unpack_rollouts(group_id: str, ids: Sequence[Any] | None, rows: bytes, rewar
     if ids is None:
         ids = _default_ids(group_id, count)
     named = _unpacked_rewards(rewards, count)
-    rollouts = []
-    for i, row in enumerate(ROW.iter_unpack(rows)):
+    rollouts: list[RolloutInfo] = []
+    for rollout_id, its_rewards, row in zip(ids, named, ROW.iter_unpack(rows), strict=True):
         length, prompt_tokens, loss_tokens, turns, reward, low, high, flags, size, checksum = row
         if flags & ~(HAS_REWARD | IS_TRUNCATED) or (not flags & HAS_REWARD and reward != 0.0):
-            raise PayloadError(f"invalid metadata: flags of rollout {i}")
+            raise PayloadError(f"invalid metadata: flags of rollout {len(rollouts)}")
         made = _UnfrozenRollout()
-        made.rollout_id = ids[i]
+        made.rollout_id = rollout_id
         made.length = length
         made.prompt_tokens = prompt_tokens
         made.loss_tokens = loss_tokens
         made.reward = reward if flags & HAS_REWARD else None
-        made.rewards = named[i]
+        made.rewards = its_rewards
         made.min_version = low
         made.max_version = high
         made.turns = turns

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batcher.advantages import ESTIMATORS, advantage
+from rlbuffer.batcher.advantages import BY_ROWS, ESTIMATORS, advantage
 from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import ConfigError, InvalidRollout
 
@@ -34,6 +34,16 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 )
 def test_estimators_give_the_published_numbers(name, rewards, lengths, expected):
     np.testing.assert_allclose(advantage(name, rewards, lengths=lengths), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(BY_ROWS))
+def test_groups_that_are_looked_at_together_get_what_each_gets_alone_to_the_bit(name):
+    rng = np.random.default_rng(0)
+    for size in (2, 7, 8, 9, 16, 131):
+        rewards = np.vstack([rng.normal(size=(5, size)), rng.integers(0, 2, (5, size)) / 3, np.zeros((1, size))])
+        alone = np.stack([advantage(name, its) for its in rewards])
+        with np.errstate(all="ignore"):
+            assert ESTIMATORS[name](rewards, None).tobytes() == alone.tobytes(), size
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -73,16 +74,16 @@ def header_record(
     meta: Meta,
     waiting_for: int | None,
     columns: Columns | None = None,
+    infos: Sequence[RolloutInfo] | None = None,
 ) -> dict[str, Any]:
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
-    its pushes agree on, if the caller knows them."""
+    its pushes agree on, `infos` what :func:`infos_of` gives, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
-    infos = infos_of(plan, entries)
+    infos = infos_of(plan, entries) if infos is None else infos
     members: dict[str, list[tuple[RolloutRef, RolloutInfo]]] = {}
-    for ref, info in zip(plan.rollouts, infos, strict=True):
-        members.setdefault(ref.env, []).append((ref, info))
-    adapters = {ref.adapter for ref in plan.rollouts}
-    trained = {adapter: version_trained(plan.adapters, adapter, plan.step) for adapter in adapters}
+    for env, its in groupby(zip(plan.rollouts, infos, strict=True), lambda pair: pair[0].env):
+        members.setdefault(env, []).extend(its)
+    trained = {a: version_trained(plan.adapters, a, plan.step) for a in {ref.adapter for ref in plan.rollouts}}
     ages = {env: [trained[ref.adapter] - ref.min_version for ref, _ in its] for env, its in members.items()}
     rewards = {env: [i.reward for _, i in its if i.reward is not None] for env, its in members.items()}
     envs = {
@@ -151,7 +152,9 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     return config.get("max_age") if limit is None else limit
 
 
-def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "") -> list[dict[str, Any]]:
+def part_records(
+    plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", infos: Sequence[RolloutInfo] | None = None
+) -> list[dict[str, Any]]:
     """The parts of a planned step, in the order of ranks; indices are the part's own.
 
     Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
@@ -159,7 +162,7 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str =
     """
     layout = plan.plan
     advantages = np.asarray(plan.advantages, dtype=np.float32).tolist()
-    infos = infos_of(plan, entries)
+    infos = infos_of(plan, entries) if infos is None else infos
     known: dict[str, list[Any]] = {}
     """Sources of all ranks."""
     records = []

@@ -19,6 +19,7 @@ from rlbuffer.store.moves.step_format import (
     check_numbers,
     encode,
     header_record,
+    infos_of,
     left_out,
     part_records,
     step_digest,
@@ -89,11 +90,12 @@ class StepMoves(StepReads):
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
-        record = header_record(plan, entries, meta, waiting_for_version, columns)
+        infos = infos_of(plan, entries)
+        record = header_record(plan, entries, meta, waiting_for_version, columns, infos)
         record |= left_out(plan, entries, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = encode(record)
-        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix)]
+        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix, infos)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps

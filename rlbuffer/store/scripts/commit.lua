@@ -42,13 +42,15 @@ if meta[1] ~= epoch or step ~= last + 1 or (meta[3] or '') ~= previous then
   return {'ORDER', meta[1] or '', string.format('%.0f', last)}
 end
 
+-- Tables begin with all their fields: to grow them is most of what an entry costs.
 local entries, seen, gone = {}, {}, {}
 local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
 for id, held, packed_rollouts, packed_tokens, dropped in string.gmatch(new_entries, of_entry) do
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
   local rollouts, tokens = tonumber(packed_rollouts), tonumber(packed_tokens)
-  local use = {id = id, packed_rollouts = rollouts, packed_tokens = tokens, dropped = dropped}
+  local use = {id = id, packed_rollouts = rollouts, packed_tokens = tokens, dropped = dropped,
+    env = false, group = false, key = false, entry = false}
   for _, _, its_rollouts, its_tokens in string.gmatch(dropped, of_reason) do
     rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
   end
@@ -57,24 +59,24 @@ for id, held, packed_rollouts, packed_tokens, dropped in string.gmatch(new_entri
   if record then
     local env, suffix = string.match(record, '^(%S+) (%S+) ')
     use.env, use.group, use.is_again, use.key = env, held, true, prefix .. held .. ':' .. suffix
-    use.fate = env .. ':'
     entries[#entries + 1] = use
   elseif #found == 0 then
     gone[#gone + 1] = id
   else
-    local fields, entry = found[1][2], {}
+    local fields = found[1][2]
+    local entry = {env = false, group = false, key = false, rollouts = false, tokens = false, metadata = false}
     for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
       return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
     end
     use.env, use.group, use.entry = entry.env, entry.group, entry
-    use.fate, use.key = entry.env .. ':', prefix .. entry.group .. ':' .. entry.key
+    use.key = prefix .. entry.group .. ':' .. entry.key
     entries[#entries + 1] = use
   end
 end
-local groups, kept = {}, {}
+local groups, kept, has_reuse = {}, {}, redis.call('EXISTS', reuse_key) == 1
 for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01])\n') do
-  local known = string.match(redis.call('HGET', reuse_key, group) or '0', '^%d+')
+  local known = string.match(has_reuse and redis.call('HGET', reuse_key, group) or '0', '^%d+')
   if known ~= uses then
     for k = 1, #entries do
       if entries[k].group == group then gone[#gone + 1] = entries[k].id end
@@ -119,14 +121,14 @@ end
 for i = 1, #entries do
   local use = entries[i]
   if use.is_again then
-    redis.pcall('HINCRBY', ledger_key, use.fate .. 'reused:rollouts', use.packed_rollouts)
-    redis.pcall('HINCRBY', ledger_key, use.fate .. 'reused:tokens', use.packed_tokens)
+    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:rollouts', use.packed_rollouts)
+    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:tokens', use.packed_tokens)
   else
     local sums = account(use.env)
     sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
   end
   for reason, bucket, rollouts, tokens in string.gmatch(use.dropped, of_reason) do
-    local fate = use.fate .. 'dropped:' .. reason
+    local fate = use.env .. ':dropped:' .. reason
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. bucket, rollouts)

@@ -5,11 +5,12 @@
 -- KEYS  none
 -- ARGV  pushes, each of: payload key, the fields of it that are asked for ("0 1 2")
 -- Reply {size...} of all fields in this order; 0 for one that is missing, an error where the key is no hash
-local sizes = {}
+local sizes, asked = {}, 0
 for i = 1, #ARGV, 2 do
-  local key, fields = ARGV[i], ARGV[i + 1]
-  for field in string.gmatch(fields, '%d+') do
-    sizes[#sizes + 1] = redis.pcall('HSTRLEN', key, field)
+  local key = ARGV[i]
+  for field in string.gmatch(ARGV[i + 1], '%d+') do
+    asked = asked + 1
+    sizes[asked] = redis.pcall('HSTRLEN', key, field)
   end
 end
 return sizes
