@@ -101,7 +101,7 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
 QUOTAS = 0.1
 """Share of the seeds with quotas."""
-QUOTA_BYTES = (2000, 8000)
+QUOTA_BYTES = (8000, 12000)
 SLOW = (0.0, 0.02, 0.1)
 PACES: Mapping[str, tuple[Any, ...]] = {
     "lease_seconds": (0.6, 1.0),

@@ -153,7 +153,8 @@ class BatcherConfig(_Section):
     """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
     quota_bytes: int | None = field(default=None, kw_only=True)
     """Bytes that an env's pending pushes may take on the server; then its pushes wait, and what is written past that is
-    dropped. Envs that neither `budgets` nor `envs` name share one quota. Not set: no limit but the server's memory."""
+    dropped. With less than a step takes of the env no step fills. Envs that neither `budgets` nor `envs` name share one
+    quota. Not set: no limit but the server's memory."""
     worker_quota_bytes: int | None = field(default=None, kw_only=True)
     """The same for the pending pushes of one worker process."""
 

@@ -20,8 +20,9 @@
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
 -- Lengths of what is packed are left out while the trainer is of an older version, whose REPORT moves the totals alone.
 -- A bucket is k for rollouts of more than 2^(k-1) and at most 2^k tokens.
--- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old and that many steps were committed since, this one
--- included; with 0 steps none goes. Their scores never fall, also when the clock is set back, so that they tell the order.
+-- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old, and that many steps were committed between it and the
+-- oldest step that is here, that one included; with 0 steps none goes. Their scores never fall, also when the clock is set
+-- back, so that they tell the order.
 -- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
 -- later ones are counted beside it as `reused`.
@@ -184,19 +185,16 @@ redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summ
 redis.call('SET', state_key, new_state)
 redis.call('HSET', meta_key, 'step', number, 'digest', digest)
 redis.call('HDEL', meta_key, 'checkpoint_now')  -- this header has asked for it
--- The summary has a line per step; ids of a stream never fall either, and a step's is not above its tombstones' score.
+-- The run can go back to the step before the oldest that is here. The summary has a line per step; ids of a stream never
+-- fall either, and a step's is not above its tombstones' score.
 local age, steps = string.match(tombstones, '^(%d+) (%d+)$')
 local before = string.format('(%.0f', now - tonumber(age))
 if steps ~= '0' and redis.call('ZCOUNT', closed_key, '-inf', before) > 0 then
-  local lines = redis.call('XREVRANGE', summary_key, '+', '-', 'COUNT', steps)
-  if #lines == tonumber(steps) then
-    local then_at = tonumber(string.match(lines[#lines][1], '^%d+'))
-    -- Steps that were taken back have lines, too; of one that is still here the header says when it was.
-    local first = string.format('%.0f-0', math.max(1, tonumber(number) - tonumber(steps) + 1))
-    local header = redis.call('XRANGE', steps_key, first, first)[1] or {'', {}}
-    for k = 1, #header[2], 2 do
-      if header[2][k] == 'at' then then_at = math.min(then_at, tonumber(header[2][k + 1])) end
-    end
+  local oldest = tonumber(string.match(redis.call('XRANGE', steps_key, '-', '+', 'COUNT', 1)[1][1], '^%d+'))
+  local count = tonumber(steps) + step - oldest
+  local lines = redis.call('XREVRANGE', summary_key, '+', '-', 'COUNT', string.format('%.0f', count))
+  if #lines == count then
+    local then_at = tonumber(string.match(lines[count][1], '^%d+'))
     redis.call('ZREMRANGEBYSCORE', closed_key, '-inf', string.format('(%.0f', math.min(now - tonumber(age), then_at)))
   end
 end

@@ -13,7 +13,7 @@
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
--- trained to dropped, untrained ones from packed. Their groups keep the tombstones of their commit. Policy versions of
+-- trained to dropped, untrained ones from packed. All tombstones are as new: what is void must not age them. Policy versions of
 -- steps that are void are taken back, and with any step those of all adapters, which count steps of their own; the
 -- trainer announces the ones that it resumes with.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
@@ -116,6 +116,10 @@ while drops_pending == '1' do
     dropped = dropped + 1
   end
 end
+
+-- COMMIT counts steps from here on again: the summary's lines of those that are void are none of them.
+local closed = redis.call('ZRANGE', closed_key, 0, -1)
+for i = 1, #closed do redis.call('ZADD', closed_key, closed_at, closed[i]) end
 
 local policies = redis.call('HGETALL', policy_key)
 for i = 1, #policies, 2 do

@@ -113,25 +113,56 @@ def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatc
     for i, left in enumerate((["old", "young"], ["old", "young"], ["young"])):
         run.step(f"a.{i}")
         assert run.store.closed_groups()[: len(left)] == left
+        run.train(i + 1, oldest_kept=i + 1)
+        run.store.retire(run.token, i + 1)
     assert run.store.closed_groups() == ["young", "a.0", "a.1", "a.2"]
 
 
-def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
-    """The clock was set forward: by their age alone all tombstones may go."""
+def forgetful(run, monkeypatch):
+    """A run that remembers three steps, and whose clock was set forward: by their age alone all tombstones may go."""
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     monkeypatch.setattr("rlbuffer.store.moves.run.tombstone_ms", lambda config: 0)
     run.lead()
     run.store.set_config(run.token, {"max_age": 1}, "d")
     run.store.meta()
-    for i in range(4):
-        time.sleep(0.002)  # ids and scores are milliseconds
-        run.step(f"a.{i}")
-    assert run.store.closed_groups() == ["a.1", "a.2", "a.3"]
-    run.store.void_from(3, force=True)
+
+
+def step_of(run, group):
+    time.sleep(0.002)  # ids and scores are milliseconds
+    run.step(group)
+
+
+def test_a_run_that_goes_back_finds_the_tombstones_of_every_step_that_it_can_go_back_to(run, monkeypatch):
+    forgetful(run, monkeypatch)
+    for i in range(6):
+        step_of(run, f"a.{i}")
+    assert run.store.closed_groups() == [f"a.{i}" for i in range(6)]
+    run.store.void_from(2, force=True)
+    assert run.store.verify().findings == ()
+
+
+def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
+    forgetful(run, monkeypatch)
+    for i in range(6):
+        step_of(run, f"a.{i}")
+    run.train(4, oldest_kept=4)
+    run.store.retire(run.token, 4)
+    step_of(run, "a.6")
+    assert run.store.closed_groups()[0] == "a.2", "steps 3 and 4 and the oldest that is here, 5, are three"
+
+
+def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
+    forgetful(run, monkeypatch)
+    for i in range(6):
+        step_of(run, f"a.{i}")
+    run.train(3, oldest_kept=3)
+    run.store.retire(run.token, 3)
+    known = run.store.closed_groups()
+    run.store.void_from(4, force=True)
     run.meta = run.store.meta()
     run.lead("another")
-    run.step("a.4")
-    assert {"a.1", "a.4"} <= set(run.store.closed_groups()), "steps 2 and 3 are the last ones"
+    step_of(run, "a.7")
+    assert run.store.closed_groups() == sorted([*known, "a.7"])
 
 
 @pytest.mark.parametrize(
