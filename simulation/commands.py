@@ -78,6 +78,16 @@ def rename(server: Keyspace, args: Args) -> Any:
     return "OK"
 
 
+@command("RENAMENX")
+def renamenx(server: Keyspace, args: Args) -> Any:
+    if server.find(args[2]) is not None:
+        return 0
+    expiry = server.expiry.get(args[1])
+    rename(server, args)
+    server.changes.append(("ttl", args[2], expiry))
+    return 1
+
+
 @command("PTTL")
 def pttl(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None:

@@ -265,6 +265,10 @@ class SimulatedConnection(Connection):
         self._network, self._process = network, process
         super().__init__("redis://simulated", home=Path(), server=ServerSettings(), name=process.name)
 
+    @property
+    def is_cluster(self) -> bool:
+        return self._network.plan.spread
+
     def _connect(self) -> None:
         self._client = self._blocking = SimulatedClient(self)  # type: ignore[assignment]
 

@@ -25,6 +25,8 @@ SHOWN_DRAWS = (
         "said",
         "together",
         "left",
+        "spread",
+        "older",
     ),
 )
 """Draws that a plan names when they are on."""
@@ -53,6 +55,9 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.store.moves.steps", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
+
+COUNTS_LENGTHS = ", 'lengths', number"
+"""With what ATTEMPT says that its trainer counts lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,10 @@ class Plan:
     """Writers push several groups at once."""
     left: bool = field(default=False)
     """True when the meta of a run that is deleted goes first, and the rest a while later."""
+    spread: bool = field(default=False)
+    """Payloads lie on shards of their own, where no script reaches them."""
+    older: bool = field(default=False)
+    """The trainer is of a version that counted no lengths."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -154,7 +163,8 @@ class Plan:
         return self.lease_seconds * dice.uniform(low, high)
 
     def broken(self, text: str) -> str:
-        """A Lua file as it is, or as the mutation leaves it."""
+        """A Lua file as it is, or as an older trainer's version or the mutation leaves it."""
+        text = text.replace(COUNTS_LENGTHS, "") if self.older else text
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:

@@ -21,7 +21,18 @@ from simulation.lua import Engine
 
 Command = Sequence[bytes]
 
-WRITES = GROWING | {b"DEL", b"UNLINK", b"RENAME", b"PEXPIRE", b"PERSIST", b"HDEL", b"XDEL", b"XTRIM", b"ZREM"}
+WRITES = GROWING | {
+    b"DEL",
+    b"UNLINK",
+    b"RENAME",
+    b"RENAMENX",
+    b"PEXPIRE",
+    b"PERSIST",
+    b"HDEL",
+    b"XDEL",
+    b"XTRIM",
+    b"ZREM",
+}
 WRITES |= {b"ZREMRANGEBYSCORE"}
 OOM = "OOM command not allowed when used memory > 'maxmemory'."
 
