@@ -219,10 +219,8 @@ class Leadership:
             self._is_idle = True
             said = self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
-            self._say(
-                self._end_of(trainer)
-                or self._archive.sentence() + self._memory.sentence() + self._guard.sentence() + said + more
-            )
+            trouble = self._archive.sentence() + self._memory.sentence() + self._guard.sentence()
+            self._say(self._end_of(trainer) or trouble + (waiting.not_normal(said) if trouble else said) + more)
             return
         self._commit(decision, decision.plan, trainer, started)
 

@@ -112,6 +112,7 @@ def test_the_step_says_whose_pushes_wait_and_gives_them_no_tickets(served: Serve
     served.wait_for(lambda: store.allowances().get("a", 0) > 0)
     pushing([heavy(n) for n in range(4)])
     served.wait_for(lambda: "Pushes of env a wait: 787440 bytes" in store.waiting().get("batcher", ""))
+    assert "Normal" not in store.waiting()["batcher"]
     served.wait_for(lambda: store.allowances().get("a") == 0)
     served.stop()
     served.run.lead()
