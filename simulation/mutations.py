@@ -89,8 +89,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "tombstones-by-time-alone",
         "commit",
-        "math.min(now - tonumber(age), then_at)",
-        "now - tonumber(age)",
+        "tonumber(steps) + step - oldest",
+        "1",
         "late",
         careless=0.6,
         tickets=False,

@@ -22,6 +22,7 @@ FOUND_IN = {
     "no-sequence-check": 15,
     "recover-without-tombstone": 43,
     "report-goes-back": 104,
+    "tombstones-by-time-alone": 40,
     "uses-not-checked": 25,
 }
 """Mutation -> a seed that found it when this was written, tried first, where the first few seeds do not find it."""
