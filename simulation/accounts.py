@@ -1,10 +1,27 @@
-"""The invariants' memory of the run: pushes that are pending, steps that are live."""
+"""The invariants' memory of the run: pushes that are pending, steps that are live; and how the ledger names amounts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from rlbuffer.wire import payload
+
+UNITS = ("rollouts", "tokens")
+FATES = ("pushed", "packed", "trained", "dropped")
+
+
+@cache
+def ledger_place(field: bytes) -> tuple[str, str, str]:
+    """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. Fields beside the account are no
+    fate."""
+    env, *fate, unit = field.decode().split(":") if b":" in field else ("", field.decode(), "")
+    return env, fate[0], unit
+
+
+def counted(value: bytes) -> int:
+    """An amount, as a drop counts it."""
+    return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
 def incarnation_of(payload_key: bytes) -> str:

@@ -99,7 +99,7 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
     "world_sizes": ((1,), (1, 2), (2,), (2, 1)),
 }
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
-SHAPES = (0.15, 0.05)
+ODD_SERVERS = (0.15, 0.05)
 """Shares of the seeds whose payloads lie on shards of their own, and whose trainer is of an older version."""
 QUOTAS = 0.1
 """Share of the seeds with quotas."""
@@ -152,7 +152,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["reset"] = values["reset"] and not (rollback or values["failover"])
     values["left"] = values["reset"] and later.random() < 0.5
     shapes = random.Random(f"shapes {seed}")
-    values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in SHAPES)
+    values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in ODD_SERVERS)
     values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile

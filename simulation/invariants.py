@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.keys import Keys
-from simulation.accounts import Live, Pending, incarnation_of
+from simulation.accounts import FATES, UNITS, Live, Pending, counted, incarnation_of, ledger_place
 from simulation.committed_steps import CommittedSteps
 from simulation.fences import Fences
 from simulation.network import Network
@@ -23,23 +22,8 @@ from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
 from simulation.values import Stream, StreamId, stream_id
 
-UNITS = ("rollouts", "tokens")
-FATES = ("pushed", "packed", "trained", "dropped")
 SWEPT_SECONDS = 10.0
 """Virtual time, once all has healed, within which the leader removes a payload that no push has announced."""
-
-
-@cache
-def ledger_place(field: bytes) -> tuple[str, str, str]:
-    """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. Fields beside the account are no
-    fate."""
-    env, *fate, unit = field.decode().split(":") if b":" in field else ("", field.decode(), "")
-    return env, fate[0], unit
-
-
-def counted(value: bytes) -> int:
-    """An amount, as a drop counts it."""
-    return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
 class Invariants(CommittedSteps, Fences, Rewinds):
