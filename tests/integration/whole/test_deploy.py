@@ -77,8 +77,10 @@ def test_who_may_load_no_script_goes_on_when_the_leader_has_loaded_them(secured:
                 client.script_load("while true do end")
             said: list[str] = []
             writer = worker.writer("w", on_retry=lambda error: said.append(str(error)))
-            threading.Timer(1.0, operator.store.load_scripts).start()
+            leader = threading.Timer(1.0, operator.store.load_scripts)
+            leader.start()
             assert writer.push(rlbuffer.make_group(env="a")).entry_id
+            leader.join()  # the push needs but two of the scripts that it loads
     assert (
         "refused: it has not the script of this move. The leading batcher (`rlbuffer serve`) loads them all" in said[0]
     )
