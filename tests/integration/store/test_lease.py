@@ -148,8 +148,8 @@ def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
     run.train(4, oldest_kept=4)
     run.store.retire(run.token, 4)
     step_of(run, "a.6")
-    # Steps 3 and 4 and the oldest that is here, 5, are three. `memory://` does not hold its clock still within a script,
-    # so that the line of step 3 may be a millisecond younger than its tombstone.
+    # Steps 3 and 4 and the oldest that is here, 5, are three. `memory://` does not hold its clock still within a
+    # script, so that the line of step 3 may be a millisecond younger than its tombstone.
     assert run.store.closed_groups()[0] in ("a.2", "a.3")
 
 
