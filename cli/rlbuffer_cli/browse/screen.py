@@ -82,7 +82,7 @@ def key_rows(keys: Sequence[str], width: int) -> list[str]:
 
 
 class Look(Screen[None]):
-    """One screen. `keys` are all that do something on it, but for those that only move; the most useful first."""
+    """One screen. `keys` are all that do something on it, except those that only move; the most useful first."""
 
     keys: tuple[str, ...] = ()
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -186,7 +186,7 @@ redis.call('SET', state_key, new_state)
 redis.call('HSET', meta_key, 'step', number, 'digest', digest)
 redis.call('HDEL', meta_key, 'checkpoint_now')  -- this header has asked for it
 -- The run can go back to the step before the oldest that is here. The summary has a line per step; ids of a stream never
--- fall either, and a step's is not above its tombstones' score.
+-- fall either, and a step's is its tombstones' score, or above it by what this script takes: then a step less is kept.
 local age, steps = string.match(tombstones, '^(%d+) (%d+)$')
 local before = string.format('(%.0f', now - tonumber(age))
 if steps ~= '0' and redis.call('ZCOUNT', closed_key, '-inf', before) > 0 then

@@ -132,19 +132,21 @@ def step_of(run, group):
     run.step(group)
 
 
-def test_a_run_that_goes_back_finds_the_tombstones_of_every_step_that_it_can_go_back_to(run, monkeypatch):
+def six_forgetful_steps(run, monkeypatch):
     forgetful(run, monkeypatch)
     for i in range(6):
         step_of(run, f"a.{i}")
+
+
+def test_a_run_that_goes_back_finds_the_tombstones_of_every_step_that_it_can_go_back_to(run, monkeypatch):
+    six_forgetful_steps(run, monkeypatch)
     assert run.store.closed_groups() == [f"a.{i}" for i in range(6)]
     run.store.void_from(2, force=True)
     assert run.store.verify().findings == ()
 
 
 def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
-    forgetful(run, monkeypatch)
-    for i in range(6):
-        step_of(run, f"a.{i}")
+    six_forgetful_steps(run, monkeypatch)
     run.train(4, oldest_kept=4)
     run.store.retire(run.token, 4)
     step_of(run, "a.6")
@@ -154,9 +156,7 @@ def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
 
 
 def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
-    forgetful(run, monkeypatch)
-    for i in range(6):
-        step_of(run, f"a.{i}")
+    six_forgetful_steps(run, monkeypatch)
     run.train(3, oldest_kept=3)
     run.store.retire(run.token, 3)
     known = run.store.closed_groups()
