@@ -12,6 +12,7 @@ Imports torch: reached only through :func:`rlbuffer.worker.samplers.make_sampler
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -99,7 +100,8 @@ class TransformersSampler:
         cache = DynamicCache(config=model.config)
         # Without padding the model derives mask and positions from the cache, which is the faster path.
         extra = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_padded else {}
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
+        always = {_name_of_cache(model): cache, "use_cache": True, "logits_to_keep": 1}
+        logits = model(input_ids=ids, **always, **extra).logits
         cache.batch_repeat_interleave(n)
         logits = logits.repeat_interleave(n, dim=0)
         mask = mask.repeat_interleave(n, dim=0)
@@ -131,7 +133,7 @@ class TransformersSampler:
                 mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
                 extra = {"attention_mask": mask, "position_ids": position}
                 position = position + 1
-            logits = model(input_ids=drawn, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
+            logits = model(input_ids=drawn, **always, **extra).logits
 
         reasons = ["stop" if finished else "abort" if is_aborted else "length" for finished in is_finished.tolist()]
         completions = _completions(tokens, logprobs, lengths, reasons, self._version)
@@ -165,6 +167,11 @@ def _check_request(prompts: Sequence[NDArray[np.int32]], n: int, sampling: Sampl
         )
     if n < 1 or sampling.max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
+
+
+def _name_of_cache(model: PreTrainedModel) -> str:
+    """The argument that takes the cache: transformers 5.24 renamed it in its own models, and warns of the old name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:

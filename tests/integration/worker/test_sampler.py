@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,30 @@ def test_logprobs_equal_a_separate_forward_pass(
         for completion in group:
             expected = forward_logprobs(model, prompt, completion.tokens, temperature)
             assert np.abs(completion.logprobs - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_model_gets_its_cache_under_the_name_that_it_has_for_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of transformers before 5.24, and those with code of their own, say ``past_key_values``."""
+    _, policy = published(tmp_path)
+    sampler = sampler_of(policy)
+    expected = sample(sampler_of(policy))
+    model = sampler._model
+    assert model is not None
+    forward = model.forward
+    own = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+    def today(*, cache: object = None, **others: object) -> object:
+        return forward(**{own: cache}, **others)
+
+    def before(*, past_key_values: object = None, **others: object) -> object:
+        return forward(**{own: past_key_values}, **others)
+
+    monkeypatch.setattr(model, "forward", today if name == "cache" else before)
+    for one, other in zip(sample(sampler), expected, strict=True):
+        assert [c.tokens.tolist() for c in one] == [c.tokens.tolist() for c in other]
 
 
 def test_the_check_above_can_see_a_wrong_temperature(tmp_path: Path) -> None:
