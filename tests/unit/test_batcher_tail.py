@@ -169,6 +169,7 @@ def test_the_rest_trains_once_all_envs_are_done(count, steps):
     made.set_sources(done=["a"])
     found, drops, last = run_out(made)
     assert (found, drops, last.is_over) == (steps, [], True)
+    assert last.waiting.endswith(f": the run ends when step {len(steps)} is trained.")
 
 
 def test_nothing_is_hurried_or_over_while_somebody_else_may_send_something():
