@@ -23,6 +23,7 @@ from rlbuffer.store.moves.step_format import (
     step_digest,
 )
 from rlbuffer.store.records import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.store.session import number as number_of
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -30,6 +31,14 @@ from rlbuffer.wire import payload
 PAYLOAD_KEYS = {"push": {"stored", "payload"}, "commit": {"entries[i].key"}, "pin": {"key"}}
 """Script -> what it calls the payload keys that it touches."""
 SCRIPTS = sorted(f.name.removesuffix(".lua") for f in (resources.files("rlbuffer.store") / "scripts").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (b"", None), (b"0", 0), (b"9" * 15, 10**15 - 1), (b"1" * 16, None), (b"-1", None), (b"1.5", None)],
+)
+def test_a_number_on_the_server_is_one_of_at_most_fifteen_digits(value, expected):
+    assert number_of(value) == expected
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
