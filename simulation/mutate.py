@@ -100,21 +100,31 @@ TESTS = {
     "rlbuffer/batcher": ("tests/unit/test_[abgops]*.py", "tests/unit/test_f*.py"),
     "rlbuffer/daemon": (
         "tests/unit/test_memory_policy.py",
+        "tests/unit/test_leader_figures.py",
         "tests/unit/test_takeover_garbage.py",
         "tests/integration/daemon/test_daemon_troubles.py",
+        "tests/integration/daemon/test_doubts.py",
         "tests/integration/daemon/test_config_revisions.py",
         "tests/integration/daemon/test_drain.py",
         "tests/integration/daemon/test_env_pause.py",
         "tests/integration/store/test_reuse.py",
         "tests/integration/whole/test_recovery.py",
     ),
-    "rlbuffer/client/writer.py": ("tests/integration/client/test_writer.py",),
+    "rlbuffer/client/writer.py": (
+        "tests/integration/client/test_writer.py",
+        "tests/integration/whole/test_whole_loop.py",
+    ),
     "rlbuffer/client/reader.py": (
         "tests/integration/client/test_reader_troubles.py",
         "tests/integration/whole/test_recovery.py",
     ),
     "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
     "rlbuffer/store/verify/written.py": ("tests/integration/whole/test_hostile_writes.py",),
+    "rlbuffer/store/moves/push.py": (
+        "tests/integration/store/test_push.py",
+        "tests/integration/client/test_push_many.py",
+        "tests/integration/whole/test_clusters.py",
+    ),
     "rlbuffer/store/moves/recovery.py": tuple(map(in_room, SCRIPTS["void"])),
     "rlbuffer/store/server/answers.py": (
         "tests/integration/store/test_foreign_answers.py",

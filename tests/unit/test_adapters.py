@@ -7,7 +7,8 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
 from rlbuffer.batcher.adapters import at_step
-from rlbuffer.config.batcher import AdapterConfig
+from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS
+from rlbuffer.config.batcher import REMEMBERED_STEPS, AdapterConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import AdapterProgress
 
@@ -81,6 +82,17 @@ def test_ages_of_an_adapter_count_from_its_own_step(version, fate):
         }[version]
         reason = "stale" if version == 0 else "future"
         assert drops_of(decision) == [("g", reason, detail, 4, 100)]
+
+
+@pytest.mark.parametrize(("adapter", "late"), [("", False), ("x", True)])
+def test_once_an_adapter_was_trained_no_closed_group_is_forgotten(adapter, late):
+    made = batcher(**ONE_GROUP)
+    put(made, "g", adapter=adapter)
+    commit(made, 1)
+    step, now = 2 + REMEMBERED_STEPS, 2 * TOMBSTONE_SECONDS
+    ask(made, step, now=now)
+    put(made, "g", adapter=adapter, entry="again-0", now=now)
+    assert ("late" in [drop.reason for drop in ask(made, step, now=now).drops]) == late
 
 
 def test_an_announced_version_is_proof_of_its_steps():

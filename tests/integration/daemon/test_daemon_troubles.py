@@ -12,6 +12,8 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
+from rlbuffer.daemon.teller import Teller
+from rlbuffer.events.batcher import BatcherEvent, CureNeeded
 from rlbuffer.packing import further_columns
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
@@ -28,6 +30,14 @@ def served(run: Run) -> Iterator[Served]:
     made = Served(run)
     yield made
     made.close()
+
+
+def test_what_somebody_must_cure_is_told_when_it_changes(run: Run) -> None:
+    events: list[BatcherEvent] = []
+    teller = Teller(run.store, events.append)
+    for trouble in ("", "a fails", "a fails", "", "a fails", "b fails", "a fails"):
+        teller.say("waits", {}, trouble)
+    assert [e.sentence for e in events if isinstance(e, CureNeeded)] == ["a fails", "b fails", "a fails"]
 
 
 GARBAGE: list[Mapping[str, Any]] = [
