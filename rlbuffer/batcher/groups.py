@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count, repeat
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from rlbuffer.narration.numbers import plural
-from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
+from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat, row_of, unfrozen
 from rlbuffer.records.lengths import by_bucket
 from rlbuffer.records.states import Reason
-from rlbuffer.records.step_plan import Drop, EntryUse
+from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
 
 REWARD = "reward"
 """Need of a group whose rollouts are not scored yet."""
 _REASONS = tuple(Reason)
 """In the order of tables."""
+_UnfrozenUse = unfrozen(EntryUse)
 
 
 class Member(NamedTuple):
@@ -120,11 +122,22 @@ class GroupState:
         return [member.info for member in self._members]
 
     @property
-    def placed(self) -> Iterable[tuple[str, int, RolloutInfo]]:
-        """`members` for one look at them: none is made for a group of one whole push."""
+    def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
+        """Where the valid rollouts lie, in order of arrival; of a group of one whole push nothing is unpacked."""
+        its: list[tuple[str, Sequence[int]]]
         if self._members is None and self._whole is not None:
-            return zip(repeat(self._whole[0]), count(), self._whole[1].rollouts)
-        return self.members
+            its = [(self._whole[0], range(self.rollouts))]
+        else:
+            its = [(key, [m.place for m in of]) for key, of in groupby(self.members, attrgetter("entry_id"))]
+        about = self.group_id, self.env, self.adapter
+        return [(PlannedPush(entry_id, *about, places), self.parts[entry_id]) for entry_id, places in its]
+
+    @property
+    def rows(self) -> bytes:
+        """The numbers of the valid rollouts, in order of arrival: a :data:`~rlbuffer.records.info.ROW` each."""
+        if self._members is None and self._whole is not None:
+            return self._whole[1].rows
+        return b"".join([row_of(member.info) for member in self.members])
 
     @property
     def ids(self) -> set[str]:
@@ -295,33 +308,28 @@ class GroupState:
 
         Other rollouts of an entry are dropped with the first use.
         """
-        is_one = len(self.parts) == 1
-        packed = {entry_id: [self.rollouts, self.tokens] if is_one else [0, 0] for entry_id in self.parts}
-        for member in () if is_one else self.members:
-            its = packed[member.entry_id]
-            its[0] += 1
-            its[1] += member.info.length
-        out = []
+        if len(self.parts) == 1:
+            packed = {entry_id: [self.rollouts, self.tokens] for entry_id in self.parts}
+        else:
+            packed = {entry_id: [0, 0] for entry_id in self.parts}
+            for member in self.members:
+                its = packed[member.entry_id]
+                its[0] += 1
+                its[1] += member.info.length
+        rejected = self.rejected if not self.used else {}
+        is_kept, out = self.used + 1 < max_uses, []
         for entry_id, (rollouts, tokens) in packed.items():
-            dropped: dict[Reason, list[int]] = {}
-            rejected = self.rejected.get(entry_id, ()) if not self.used else ()
-            for reason, _, rollout in rejected:
-                dropped.setdefault(reason, []).append(rollout.length)
-            out.append(
-                EntryUse(
-                    entry_id=entry_id,
-                    env=self.env,
-                    packed_rollouts=rollouts,
-                    packed_tokens=tokens,
-                    dropped=tuple(
-                        (r, *sums) for r in _REASONS if r in dropped for sums in by_bucket(dropped[r]).values()
-                    ),
-                    group_id=self.group_id,
-                    uses=self.used,
-                    is_kept=self.used + 1 < max_uses,
-                    left_out=tuple((index, reason) for reason, index, _ in rejected),
-                )
-            )
+            made = _UnfrozenUse()
+            made.entry_id = entry_id
+            made.env = self.env
+            made.packed_rollouts = rollouts
+            made.packed_tokens = tokens
+            made.dropped, made.left_out = _left_out(rejected[entry_id]) if entry_id in rejected else ((), ())
+            made.group_id = self.group_id
+            made.uses = self.used
+            made.is_kept = is_kept
+            made.__class__ = EntryUse
+            out.append(made)
         return out
 
     def drop(self, reason: Reason, detail: str) -> Drop:
@@ -340,6 +348,17 @@ class GroupState:
             min_version=self.min_version,
             reward=self.reward,
         )
+
+
+def _left_out(
+    rejected: Sequence[tuple[Reason, int, RolloutInfo]],
+) -> tuple[tuple[tuple[Reason, int, int], ...], tuple[tuple[int, Reason], ...]]:
+    """What a use says of rollouts that are not packed: `dropped` and `left_out`."""
+    lengths: dict[Reason, list[int]] = {}
+    for reason, _, rollout in rejected:
+        lengths.setdefault(reason, []).append(rollout.length)
+    dropped = tuple((r, *sums) for r in _REASONS if r in lengths for sums in by_bucket(lengths[r]).values())
+    return dropped, tuple((index, reason) for reason, index, _ in rejected)
 
 
 def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:

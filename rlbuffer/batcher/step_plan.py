@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,18 +22,21 @@ from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.info import unfrozen
+from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE
 from rlbuffer.records.states import ClosedBy
-from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, PlannedRollouts, StepPlan
 
-_UnfrozenRef = unfrozen(RolloutRef)
+
+def _numbers(groups: Sequence[GroupState]) -> NDArray[np.void]:
+    """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
+    return np.frombuffer(b"".join([group.rows for group in groups]), ROW_DTYPE)
 
 
 def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
-    adapters = [g.adapter for g in groups for _ in g.infos] if any(g.adapter for g in groups) else None
+    adapters = [g.adapter for g in groups for _ in range(g.rollouts)] if any(g.adapter for g in groups) else None
     return plan(
-        [info.length for g in groups for info in g.infos],
+        _numbers(groups)["length"].tolist(),
         row_tokens=config.row_tokens,
         world_size=world_size,
         rows_per_micro_batch=config.rows_per_micro_batch,
@@ -87,10 +90,9 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    infos = [info for group in groups for info in group.infos]
-    rewards = np.array([info.reward for info in infos], dtype=np.float64)
-    lengths = np.array([info.loss_tokens for info in infos], dtype=np.float64)
-    advantages, start, own = np.zeros(len(infos)), 0, list[slice]()
+    numbers = _numbers(groups)
+    rewards, lengths = np.ascontiguousarray(numbers["reward"]), numbers["loss_tokens"].astype(np.float64)
+    advantages, start, own = np.zeros(len(numbers)), 0, list[slice]()
     is_finite = np.isfinite(rewards)
     with np.errstate(all="ignore"):
         for (name, size), alike in groupby(groups, lambda group: (config.for_env(group.env).advantage, group.rollouts)):
@@ -108,7 +110,7 @@ def advantages_of(
                     advantages[its_own] = estimators[name](rewards[its_own], lengths[its_own], about)
     if not (is_finite & (np.abs(advantages) <= MAX_ADVANTAGE)).all():
         untrainable = []
-        trained = np.ones(len(infos), dtype=bool)
+        trained = np.ones(len(numbers), dtype=bool)
         for group, its in zip(groups, own, strict=True):
             name = config.for_env(group.env).advantage
             try:
@@ -119,19 +121,23 @@ def advantages_of(
                 trained[its] = False
         return advantages[trained].astype(np.float32), untrainable
     if config.advantage_scale == "batch":
-        adapters = np.array([group.adapter for group in groups for _ in group.infos])
+        adapters = np.repeat([group.adapter for group in groups], [group.rollouts for group in groups])
         for adapter in np.unique(adapters):
             mine = adapters == adapter
             advantages[mine] = over_batch(advantages[mine], rewards[mine])
     if config.truncated == "mask":
-        advantages[[info.is_truncated for info in infos]] = 0.0
+        advantages[_are_truncated(numbers)] = 0.0
     return advantages.astype(np.float32), []
 
 
 def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
     """True when at least one rollout of these groups has an advantage, and tokens to train."""
-    tokens = np.array([info.loss_tokens for group in groups for info in group.infos])
-    return bool(np.any(advantages * tokens))
+    return bool(np.any(advantages * _numbers(groups)["loss_tokens"]))
+
+
+def _are_truncated(numbers: NDArray[np.void]) -> NDArray[np.bool_]:
+    are_truncated: NDArray[np.bool_] = (numbers["flags"] & IS_TRUNCATED) != 0
+    return are_truncated
 
 
 def step_plan(
@@ -145,15 +151,16 @@ def step_plan(
 ) -> StepPlan:
     """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted."""
     masks = config.truncated == "mask"
-    refs = [ref for group in groups for ref in _refs(group, masks=masks)]
+    numbers = _numbers(groups)
+    loss_tokens = numbers["loss_tokens"][~_are_truncated(numbers)] if masks else numbers["loss_tokens"]
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
-        rollouts=tuple(refs),
+        rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
         advantages=advantages,
         plan=rows,
         normalizers=Normalizers(
-            loss_tokens=sum(ref.loss_tokens for ref in refs), rollouts=len(refs), groups=len(groups)
+            loss_tokens=int(loss_tokens.sum(dtype=np.int64)), rollouts=len(numbers), groups=len(groups)
         ),
         tokens=sum(group.tokens for group in groups),
         closed_by=closed_by,
@@ -161,21 +168,3 @@ def step_plan(
         adapters=progress,
         masks_truncated=masks,
     )
-
-
-def _refs(group: GroupState, *, masks: bool) -> Iterator[RolloutRef]:
-    """The valid rollouts of a group; with `masks` nothing of a truncated one is trained."""
-    group_id, env, adapter = group.group_id, group.env, group.adapter
-    for entry_id, place, info in group.placed:
-        made = _UnfrozenRef()
-        made.entry_id = entry_id
-        made.index = place
-        made.rollout_id = info.rollout_id
-        made.group_id = group_id
-        made.env = env
-        made.adapter = adapter
-        made.length = info.length
-        made.loss_tokens = 0 if masks and info.is_truncated else info.loss_tokens
-        made.min_version = info.min_version
-        made.__class__ = RolloutRef
-        yield made

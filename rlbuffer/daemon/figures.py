@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
@@ -21,11 +23,12 @@ from rlbuffer.metrics.histogram import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SE
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, Labels
 from rlbuffer.metrics.moments import Moments, merged, moments_of, spread
 from rlbuffer.metrics.registry import FOLDER, SERVE, Values
-from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.info import IS_TRUNCATED, ROW, GroupInfo
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import StepPlan, version_trained
-from rlbuffer.store.moves.step_format import infos_of
+from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.store.moves.planned import Planned
 from rlbuffer.store.records import PoolEntry
+from rlbuffer.wire.metadata_pages import names_of
 
 WINDOW = 256
 """Pushes of an env that its means and shares are taken over."""
@@ -214,12 +217,28 @@ class Figures:
 
     def _sum_push(self, push: _Push) -> None:
         env, info = self._env(push.info.env), push.info
+        if not info.totals.rollouts:
+            return
+        _, _, loss_tokens, _, rewards, oldest, _, flags, _, _ = zip(*ROW.iter_unpack(info.rows), strict=True)
         if push.is_new:
-            tokens = sum([rollout.loss_tokens for rollout in info.rollouts])
-            env.came.update(groups=1, rollouts=len(info.rollouts), generated_tokens=tokens)
-        if info.totals.is_scored and info.rollouts:
-            env.window.append(_sums(push, env.rewards))
-            env.prompts.add(fmean([rollout.reward or 0.0 for rollout in info.rollouts]))
+            env.came.update(groups=1, rollouts=len(flags), generated_tokens=sum(loss_tokens))
+        if not info.totals.is_scored:
+            return
+        named = {REWARD: list(rewards)}
+        for its in names_of(info)[1]:
+            for name, value in its.items():
+                if name != REWARD:
+                    named.setdefault(env.rewards.of(name), []).append(value)
+        env.prompts.add(fmean(rewards))
+        env.window.append(
+            _Sums(
+                rollouts=len(flags),
+                on_policy=sum([version >= push.newest for version in oldest]),
+                truncated=sum([bool(its & IS_TRUNCATED) for its in flags]),
+                is_flat=info.totals.is_flat,
+                rewards={name: moments_of(values) for name, values in named.items()},
+            )
+        )
 
     def _sum_step(self, step: _Step) -> None:
         plan = step.plan
@@ -227,18 +246,16 @@ class Figures:
         for env in self._envs.values():
             env.new, env.before = env.came - env.before, env.came.copy()
         self._builds.add(step.seconds)
-        adapters = {ref.adapter for ref in plan.rollouts}
-        trained = {adapter: version_trained(plan.adapters, adapter, plan.step) for adapter in adapters}
-        by_env: dict[str, list[tuple[int, int, int]]] = {}
-        for ref, info in zip(plan.rollouts, infos_of(plan, step.entries), strict=True):
-            age = trained[ref.adapter] - ref.min_version
-            by_env.setdefault(ref.env, []).append((age, info.length, info.length - info.prompt_tokens))
+        planned = Planned(plan, step.entries)
+        packed = planned.numbers["length"].astype(np.int64)
+        responses = packed - planned.numbers["prompt_tokens"]
         lengths: dict[str, list[int]] = {}
-        for name, rows in by_env.items():
-            env, (ages, packed, responses) = self._env(name), zip(*rows, strict=True)
-            for histogram, values in ((env.ages, ages), (env.packed, packed), (env.responses, responses)):
-                histogram.add_all(values)
-            lengths.setdefault(self.labels.of(name), []).extend(responses)
+        for name, its in planned.by_env.items():
+            env, answered = self._env(name), responses[its].tolist()
+            env.ages.add_all(planned.ages[its].tolist())
+            env.packed.add_all(packed[its].tolist())
+            env.responses.add_all(answered)
+            lengths.setdefault(self.labels.of(name), []).extend(answered)
         self._responses = {name: fmean(values) for name, values in lengths.items()}
         for entry in step.entries.values():
             self._env(entry.env).waits.add(max(0.0, (step.header.committed_ms - entry.pushed_ms) / 1000))
@@ -332,23 +349,6 @@ class Figures:
                 },
             }
         )
-
-
-def _sums(push: _Push, labels: Labels) -> _Sums:
-    """A scored push in a few numbers."""
-    rollouts = push.info.rollouts
-    rewards = {REWARD: [rollout.reward for rollout in rollouts if rollout.reward is not None]}
-    for rollout in rollouts:
-        for name, value in rollout.rewards.items():
-            if name != REWARD:
-                rewards.setdefault(labels.of(name), []).append(value)
-    return _Sums(
-        rollouts=len(rollouts),
-        on_policy=sum([rollout.min_version >= push.newest for rollout in rollouts]),
-        truncated=sum([rollout.is_truncated for rollout in rollouts]),
-        is_flat=push.info.totals.is_flat,
-        rewards={name: moments_of(values) for name, values in rewards.items()},
-    )
 
 
 def _names(pushes: Iterable[_Sums]) -> list[str]:

@@ -23,7 +23,7 @@ from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.records.info import ColumnKind, GroupInfo
 from rlbuffer.records.rollout import Rollout, RolloutArrays
-from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.records.step_plan import StepPlan, pushes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,8 @@ def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] 
     holds the values of all pushes with that shape. `infos` by entry id; `needed` are columns that no push may lack.
     """
     sizes: dict[str, int] = {}
-    for ref in plan.rollouts:
-        sizes[ref.entry_id] = sizes.get(ref.entry_id, 0) + 1
+    for push in pushes_of(plan.rollouts):
+        sizes[push.entry_id] = sizes.get(push.entry_id, 0) + len(push.places)
     votes: dict[str, dict[tuple[int, ...], int]] = {}
     for entry_id, rollouts in sizes.items():
         for name, _, shape in infos[entry_id].columns:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import as_integer, as_number, as_text, shown
@@ -19,6 +22,26 @@ ColumnKind = tuple[str, str, tuple[int, ...]]
 """Name, dtype (``<f4``) and trailing shape of a further column."""
 MAX_ROLLOUT_ID = 160
 """Characters: a group id, a slash and an index fit."""
+ROW = struct.Struct("<IIIIdQQBII")
+"""The numbers of a rollout, packed: length, prompt tokens, loss tokens, turns, reward (0.0 for none), min version, max
+version, flags, size, checksum."""
+ROW_DTYPE = np.dtype(
+    [
+        ("length", "<u4"),
+        ("prompt_tokens", "<u4"),
+        ("loss_tokens", "<u4"),
+        ("turns", "<u4"),
+        ("reward", "<f8"),
+        ("min_version", "<u8"),
+        ("max_version", "<u8"),
+        ("flags", "u1"),
+        ("size", "<u4"),
+        ("checksum", "<u4"),
+    ]
+)
+"""A :data:`ROW` as a record of an array."""
+HAS_REWARD, IS_TRUNCATED = 1, 2
+"""Flags of a :data:`ROW`."""
 FLAT_WITHIN = 1e-6
 """Rewards of a group that lie within this of each other count as equal: sums of the same parts differ by less."""
 
@@ -73,14 +96,16 @@ class Totals(NamedTuple):
 
 
 class _Unpacked:
-    """Two attributes of a :class:`GroupInfo` besides its fields. Neither takes part in comparisons, copies or pickles.
+    """Three attributes of a :class:`GroupInfo` besides its fields. None takes part in comparisons, copies or pickles.
 
     A leader that takes over reads a million rollouts and looks at few of them: those of a decoded push stay packed
     until somebody asks for `rollouts`.
     """
 
-    __slots__ = ("_unpack", "totals")
+    __slots__ = ("_unpack", "rows", "totals")
     _unpack: Callable[[], tuple[RolloutInfo, ...]]
+    rows: bytes
+    """A :data:`ROW` for each of `rollouts`, in their order."""
     totals: Totals
     """Totals of `rollouts`."""
 
@@ -90,6 +115,8 @@ class _Unpacked:
             """Called for a slot that is still empty."""
             if name == "rollouts":
                 made = self._unpack()
+            elif name == "rows":
+                made = b"".join(map(row_of, self.rollouts))
             elif name == "totals":
                 made = totals_of(self.rollouts)
             else:
@@ -136,6 +163,23 @@ class GroupInfo(_Unpacked):
     def tokens(self) -> int:
         """Tokens of all rollouts in this push."""
         return self.totals.tokens
+
+
+def row_of(rollout: RolloutInfo) -> bytes:
+    """The numbers of a rollout as a :data:`ROW`."""
+    reward = rollout.reward
+    return ROW.pack(
+        rollout.length,
+        rollout.prompt_tokens,
+        rollout.loss_tokens,
+        rollout.turns,
+        0.0 if reward is None else reward,
+        rollout.min_version,
+        rollout.max_version,
+        (0 if reward is None else HAS_REWARD) | (IS_TRUNCATED if rollout.is_truncated else 0),
+        rollout.size,
+        rollout.checksum,
+    )
 
 
 def are_flat(rewards: Collection[float | None]) -> bool:

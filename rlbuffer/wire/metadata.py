@@ -17,11 +17,15 @@ from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, as_text
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.info import (
+    HAS_REWARD,
+    IS_TRUNCATED,
     MAX_ROLLOUT_ID,
+    ROW,
     ColumnKind,
     GroupInfo,
     RolloutInfo,
     group_fields,
+    row_of,
     unfrozen,
 )
 from rlbuffer.wire.bounded_msgpack import dumps, loads, pack
@@ -33,9 +37,6 @@ MAX_METADATA_BYTES = 64 * 2**10
 """Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
 
 METADATA_FORMAT = 1
-ROW = struct.Struct("<IIIIdQQBII")
-"""Length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
-HAS_REWARD, IS_TRUNCATED = 1, 2
 GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
 KEYS = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
 _DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
@@ -68,7 +69,7 @@ def drafted(info: GroupInfo) -> tuple[bytearray, int]:
     rollouts = info.rollouts
     ids = [r.rollout_id for r in rollouts]
     before: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
-    before["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
+    before["ids"] = None if ids == default_ids(info.group_id, len(ids)) else ids
     after = {
         "rewards": _packed_rewards([r.rewards for r in rollouts]),
         "columns": [[name, dtype, *shape] for name, dtype, shape in info.columns],
@@ -93,22 +94,7 @@ def drafted(info: GroupInfo) -> tuple[bytearray, int]:
 def filled(draft: tuple[bytearray, int], rollouts: Sequence[RolloutInfo]) -> bytes:
     """A draft with the rows of its rollouts, whose sizes and checksums are known now, and its own checksum."""
     data, at = draft
-    for i, r in enumerate(rollouts):
-        flags = (HAS_REWARD if r.reward is not None else 0) | (IS_TRUNCATED if r.is_truncated else 0)
-        ROW.pack_into(
-            data,
-            at + i * ROW.size,
-            r.length,
-            r.prompt_tokens,
-            r.loss_tokens,
-            r.turns,
-            0.0 if r.reward is None else r.reward,
-            r.min_version,
-            r.max_version,
-            flags,
-            r.size,
-            r.checksum,
-        )
+    data[at : at + ROW.size * len(rollouts)] = b"".join(map(row_of, rollouts))
     data[-4:] = struct.pack(">I", crc32(memoryview(data)[:-4]))
     return bytes(data)
 
@@ -168,8 +154,8 @@ def unpack_rollouts(group_id: str, ids: Sequence[Any] | None, rows: bytes, rewar
     """
     count = len(rows) // ROW.size
     if ids is None:
-        ids = _default_ids(group_id, count)
-    named = _unpacked_rewards(rewards, count)
+        ids = default_ids(group_id, count)
+    named = unpacked_rewards(rewards, count)
     rollouts: list[RolloutInfo] = []
     for rollout_id, its_rewards, row in zip(ids, named, ROW.iter_unpack(rows), strict=True):
         length, prompt_tokens, loss_tokens, turns, reward, low, high, flags, size, checksum = row
@@ -249,7 +235,8 @@ def _check_rollout(r: RolloutInfo) -> None:
             )
 
 
-def _default_ids(group_id: str, count: int) -> list[str]:
+def default_ids(group_id: str, count: int) -> list[str]:
+    """The ids of a push whose metadata names none."""
     return [f"{group_id}/{i}" for i in range(count)]
 
 
@@ -265,7 +252,9 @@ def _packed_rewards(rewards: list[Mapping[str, float]]) -> dict[str, list[bytes]
     }
 
 
-def _unpacked_rewards(packed: Any, count: int) -> list[dict[str, float]]:
+def unpacked_rewards(packed: Any, count: int) -> list[dict[str, float]]:
+    """The named rewards of each rollout of a push. Raises PayloadError when `packed`, the map's value, is of another
+    form."""
     if not isinstance(packed, dict):
         raise PayloadError("invalid metadata: rewards")
     rewards: list[dict[str, float]] = [{} for _ in range(count)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,42 +24,29 @@ from rlbuffer.records.info import (
     ENV_NAME,
     FLAT_WITHIN,
     GROUP_ID,
+    HAS_REWARD,
+    IS_TRUNCATED,
+    ROW,
+    ROW_DTYPE,
     ColumnKind,
     GroupInfo,
-    RolloutInfo,
     Totals,
     unfrozen,
 )
 from rlbuffer.wire.bounded_msgpack import without_duplicates
 from rlbuffer.wire.checksum import crc32
 from rlbuffer.wire.metadata import (
-    HAS_REWARD,
-    IS_TRUNCATED,
     KEYS,
     MAX_METADATA_BYTES,
     MAX_PAYLOAD_BYTES,
     METADATA_FORMAT,
-    ROW,
     decode_info,
+    default_ids,
     unpack_columns,
     unpack_rollouts,
+    unpacked_rewards,
 )
 
-_ROW = np.dtype(
-    [
-        ("length", "<u4"),
-        ("prompt_tokens", "<u4"),
-        ("loss_tokens", "<u4"),
-        ("turns", "<u4"),
-        ("reward", "<f8"),
-        ("min_version", "<u8"),
-        ("max_version", "<u8"),
-        ("flags", "u1"),
-        ("size", "<u4"),
-        ("checksum", "<u4"),
-    ]
-)
-"""A row of :data:`rlbuffer.wire.metadata.ROW` as a record of an array."""
 _MAP = 0x80 | len(KEYS)
 """First byte of a map with as many pairs as there are keys: then none of them can occur twice."""
 _UINT32 = 0xCE
@@ -73,8 +60,7 @@ def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
     infos: list[Any] = [_plain(data, envs) for data in pushes]
     right = [info for info in infos if info is not None]
     if right:
-        packed = [info._unpack.args[2] for info in right]
-        for info, totals in zip(right, _totals(packed), strict=True):
+        for info, totals in zip(right, _totals([info.rows for info in right]), strict=True):
             info.totals = totals
     return [
         _one_by_one(data) if info is None or info.totals is None else _frozen(info)
@@ -108,19 +94,24 @@ class RolloutNumbers(NamedTuple):
         return bool(self.flags & IS_TRUNCATED)
 
 
-def numbers_of(info: GroupInfo) -> Iterable[RolloutInfo | RolloutNumbers]:
+def numbers_of(info: GroupInfo) -> Iterable[RolloutNumbers]:
     """The numbers of a push's rollouts, in order; its rollouts stay packed."""
-    unpack = getattr(info, "_unpack", None)
-    return info.rollouts if unpack is None else map(RolloutNumbers._make, ROW.iter_unpack(unpack.args[2]))
+    return map(RolloutNumbers._make, ROW.iter_unpack(info.rows))
 
 
 def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
     """The rewards of a push's scored rollouts, in order; its rollouts stay packed."""
+    return tuple([row[4] for row in ROW.iter_unpack(info.rows) if row[7] & HAS_REWARD])  # half a generator's time
+
+
+def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, float]]]:
+    """Ids and named rewards of a push's rollouts, in order; its rollouts stay packed."""
     unpack = getattr(info, "_unpack", None)
     if unpack is None:
-        return tuple(rollout.reward for rollout in info.rollouts if rollout.reward is not None)
-    rows: bytes = unpack.args[2]
-    return tuple([row[4] for row in ROW.iter_unpack(rows) if row[7] & HAS_REWARD])  # half the time of a generator
+        return [rollout.rollout_id for rollout in info.rollouts], [rollout.rewards for rollout in info.rollouts]
+    group_id, _, rows, rewards = unpack.args
+    count = len(rows) // ROW.size
+    return default_ids(group_id, count), unpacked_rewards(rewards, count)
 
 
 def _frozen(info: Any) -> GroupInfo:
@@ -199,6 +190,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
     made.needs = tuple(needs)
     made.worker = worker
     made.created = created
+    made.rows = rows
     made._unpack = partial(unpack_rollouts, group_id, None, rows, rewards)
     return made
 
@@ -229,7 +221,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
     """
     counts = np.array([len(rows) for rows in packed]) // ROW.size
     starts = np.cumsum(counts) - counts
-    rows = np.frombuffer(b"".join(packed), _ROW)
+    rows = np.frombuffer(b"".join(packed), ROW_DTYPE)
     length, prompt, loss = (rows[name].astype(np.int64) for name in ("length", "prompt_tokens", "loss_tokens"))
     reward, low, high = (np.ascontiguousarray(rows[name]) for name in ("reward", "min_version", "max_version"))
     flags = rows["flags"]

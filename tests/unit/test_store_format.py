@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -13,12 +14,12 @@ from rlbuffer.errors import ConfigError, PayloadError
 from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.ledger import parse_ledger
+from rlbuffer.store.moves.planned import Planned
 from rlbuffer.store.moves.step_format import (
     age_limit,
     decode_header,
     decode_part,
     header_record,
-    info_of,
     part_records,
     step_digest,
 )
@@ -262,7 +263,7 @@ def test_plan_that_does_not_fit_its_entries_is_refused():
     ref = plan.rollouts[3]
     wrong = RolloutRef(**{n: getattr(ref, n) for n in RolloutRef.__dataclass_fields__} | {"rollout_id": "other"})
     with pytest.raises(PayloadError, match=r"^entry 2-0 does not hold rollout other at index 0$"):
-        info_of(wrong, entries)
+        Planned(replace(plan, rollouts=(*plan.rollouts[:3], wrong)), entries)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -21,20 +20,15 @@ from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.info import RolloutInfo, unfrozen
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
+from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
+from rlbuffer.store.moves.planned import Planned
 from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepPart
 from rlbuffer.wire import payload
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
 
-_INFO_FIELDS = (
-    *("rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards", "min_version", "max_version"),
-    *("turns", "is_truncated", "size", "checksum"),
-)
-"""A rollout's values in a part, in order."""
 _HEADER_FIELDS = frozenset(field.name for field in fields(StepHeader))
-_info_values = attrgetter(*_INFO_FIELDS)
 _UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 Built = TypeVar("Built")
 
@@ -74,28 +68,29 @@ def header_record(
     meta: Meta,
     waiting_for: int | None,
     columns: Columns | None = None,
-    infos: Sequence[RolloutInfo] | None = None,
+    planned: Planned | None = None,
 ) -> dict[str, Any]:
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
-    its pushes agree on, `infos` what :func:`infos_of` gives, if the caller knows them."""
+    its pushes agree on, `planned` its rollouts, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
-    infos = infos_of(plan, entries) if infos is None else infos
-    members: dict[str, list[tuple[RolloutRef, RolloutInfo]]] = {}
-    for env, its in groupby(zip(plan.rollouts, infos, strict=True), lambda pair: pair[0].env):
-        members.setdefault(env, []).extend(its)
-    trained = {a: version_trained(plan.adapters, a, plan.step) for a in {ref.adapter for ref in plan.rollouts}}
-    ages = {env: [trained[ref.adapter] - ref.min_version for ref, _ in its] for env, its in members.items()}
-    rewards = {env: [i.reward for _, i in its if i.reward is not None] for env, its in members.items()}
+    planned = Planned(plan, entries) if planned is None else planned
+    groups: dict[str, set[str]] = {}
+    for push in planned.pushes:
+        groups.setdefault(push.env, set()).add(push.group_id)
+    lengths, of_all = planned.numbers["length"], planned.numbers["reward"]
+    ages: dict[str, list[int]] = {env: planned.ages[its].tolist() for env, its in planned.by_env.items()}
+    scored = {env: its[planned.are_scored[its]] for env, its in planned.by_env.items()}
+    rewards: dict[str, list[float]] = {env: of_all[its].tolist() for env, its in scored.items()}
     envs = {
         env: {
-            "rollouts": len(members[env]),
-            "tokens": sum(ref.length for ref, _ in members[env]),
-            "groups": len({ref.group_id for ref, _ in members[env]}),
+            "rollouts": len(its),
+            "tokens": int(lengths[its].sum(dtype=np.int64)),
+            "groups": len(groups[env]),
             "reward": _mean(rewards[env]),
             "age": _mean(ages[env]) or 0.0,
             "max_age": max(ages[env]),
         }
-        for env in sorted(members)
+        for env, its in sorted(planned.by_env.items(), key=itemgetter(0))
     }
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
@@ -109,9 +104,9 @@ def header_record(
             "rollouts": plan.normalizers.rollouts,
             "groups": plan.normalizers.groups,
         },
-        "rollouts": len(plan.rollouts),
+        "rollouts": len(planned.ids),
         "tokens": plan.tokens,
-        "bytes": sum(info.size for info in infos),
+        "bytes": int(planned.numbers["size"].sum(dtype=np.int64)),
         "group_ids": list(plan.group_ids),
         "closed_by": plan.closed_by,
         "fill": plan.tokens / capacity if capacity else 0.0,
@@ -153,7 +148,7 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
 
 
 def part_records(
-    plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", infos: Sequence[RolloutInfo] | None = None
+    plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", planned: Planned | None = None
 ) -> list[dict[str, Any]]:
     """The parts of a planned step, in the order of ranks; indices are the part's own.
 
@@ -161,10 +156,9 @@ def part_records(
     in a run that was restored under another name.
     """
     layout = plan.plan
-    advantages = np.asarray(plan.advantages, dtype=np.float32).tolist()
-    infos = infos_of(plan, entries) if infos is None else infos
-    known: dict[str, list[Any]] = {}
-    """Sources of all ranks."""
+    planned = Planned(plan, entries) if planned is None else planned
+    values = list(planned.part_values())
+    known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     records = []
     for rank in range(layout.world_size):
         place: dict[int, int] = {}
@@ -172,15 +166,9 @@ def part_records(
             [[place.setdefault(index, len(place)) for index in row] for row in micro_step[rank]]
             for micro_step in layout.rows
         ]
-        sources: dict[str, int] = {}
-        rollouts = []
-        for index in place:
-            ref = plan.rollouts[index]
-            key = ref.entry_id
-            source = sources.setdefault(key, len(sources))
-            if key not in known:
-                known[key] = _source(entries[key], ref.adapter, prefix)
-            rollouts.append([source, ref.index, advantages[index], *_info_values(infos[index])])
+        sources: dict[int, int] = {}
+        its = planned.sources
+        rollouts = [[sources.setdefault(its[index], len(sources)), *values[index]] for index in place]
         records.append(
             {
                 "step": plan.step,
@@ -202,34 +190,9 @@ def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:
 
 
 def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
-    infos = {ref.entry_id: entries[ref.entry_id].info for ref in plan.rollouts}
+    infos = {push.entry_id: entries[push.entry_id].info for push in pushes_of(plan.rollouts)}
     columns, _ = agree(plan, {entry_id: info for entry_id, info in infos.items() if info is not None})
     return columns
-
-
-def infos_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[RolloutInfo]:
-    """The pool's metadata of the planned rollouts, in their order. Raises as :func:`info_of`."""
-    rollouts_of = {entry_id: entry.info.rollouts for entry_id, entry in entries.items() if entry.info is not None}
-    infos = []
-    for ref in plan.rollouts:
-        try:
-            info = rollouts_of[ref.entry_id][ref.index]
-        except (KeyError, IndexError):
-            info = info_of(ref, entries)
-        infos.append(info if info.rollout_id == ref.rollout_id and ref.index >= 0 else info_of(ref, entries))
-    return infos
-
-
-def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
-    """The pool's metadata of a planned rollout.
-
-    Raises:
-        PayloadError: the plan names a rollout that its entry does not hold.
-    """
-    info = entries[ref.entry_id].info
-    if info is None or not 0 <= ref.index < len(info.rollouts) or info.rollouts[ref.index].rollout_id != ref.rollout_id:
-        raise PayloadError(f"entry {ref.entry_id} does not hold rollout {ref.rollout_id} at index {ref.index}")
-    return info.rollouts[ref.index]
 
 
 def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:

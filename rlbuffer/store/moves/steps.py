@@ -7,19 +7,22 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Committed, RetiredEarly
 from rlbuffer.packing.further_columns import Columns
-from rlbuffer.records.lengths import bucket_of, by_bucket
+from rlbuffer.records.info import ROW
+from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.states import CommitStatus
-from rlbuffer.records.step_plan import RolloutRef, StepPlan
+from rlbuffer.records.step_plan import RolloutRef, StepPlan, pushes_of
+from rlbuffer.store.moves.planned import Planned
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES
 from rlbuffer.store.moves.step_format import (
     check_numbers,
     encode,
     header_record,
-    infos_of,
     left_out,
     part_records,
     step_digest,
@@ -90,12 +93,12 @@ class StepMoves(StepReads):
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
-        infos = infos_of(plan, entries)
-        record = header_record(plan, entries, meta, waiting_for_version, columns, infos)
+        planned = Planned(plan, entries)
+        record = header_record(plan, entries, meta, waiting_for_version, columns, planned)
         record |= left_out(plan, entries, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = encode(record)
-        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix, infos)]
+        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix, planned)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps
@@ -103,7 +106,7 @@ class StepMoves(StepReads):
             *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
             *(header, payload.dumps(dict(state)), *_lines(plan, record)),
-            *(_entry_lines(plan), _group_lines(plan), _lengths(plan), *parts),
+            *(_entry_lines(plan), _group_lines(plan), _lengths(planned), *parts),
         ]
         keys = self.keys
 
@@ -221,20 +224,23 @@ def _entry_lines(plan: StepPlan) -> str:
     return "".join(lines)
 
 
-def _lengths(plan: StepPlan) -> str:
+def _lengths(planned: Planned) -> str:
     """The lengths of what the step packs for the first time, as COMMIT reads them."""
-    again = {use.entry_id for use in plan.entries if use.uses}
-    lengths: dict[str, list[int]] = {}
-    for ref in plan.rollouts:
-        if ref.entry_id not in again:
-            lengths.setdefault(ref.env, []).append(ref.length)
-    rows = [(env, bucket, *sums) for env in lengths for bucket, sums in by_bucket(lengths[env]).items()]
-    return " ".join(f"{env} {bucket} {rollouts} {tokens}" for env, bucket, rollouts, tokens in rows)
+    again = {use.entry_id for use in planned.plan.entries if use.uses}
+    lengths = planned.numbers["length"].astype(np.int64)
+    is_new = planned.spread([push.entry_id not in again for push in planned.pushes]) != 0
+    words = []
+    for env, its in planned.by_env.items():
+        new = lengths[its[is_new[its]]]
+        buckets = np.frexp(new - 1)[1]  # as bucket_of: the bits of one less
+        rollouts, tokens = np.bincount(buckets), np.bincount(buckets, weights=new)
+        words += [f"{env} {i} {rollouts[i]} {int(tokens[i])}" for i in np.flatnonzero(rollouts).tolist()]
+    return " ".join(words)
 
 
 def _group_lines(plan: StepPlan) -> str:
     """The groups that the step closes, as COMMIT reads them."""
-    env_of = {ref.group_id: ref.env for ref in plan.rollouts}
+    env_of = {push.group_id: push.env for push in pushes_of(plan.rollouts)}
     empty = [group_id for group_id in plan.group_ids if group_id not in env_of]
     if empty:
         raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
@@ -262,8 +268,8 @@ def _unlink(client: Any, keys: Sequence[bytes]) -> None:
 def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, list[int]]]:
     """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
     places: dict[str, list[int]] = {}
-    for ref in refs:
-        places.setdefault(ref.entry_id, []).append(ref.index)
+    for push in pushes_of(refs):
+        places.setdefault(push.entry_id, []).extend(push.places)
     page: dict[str, list[int]] = {}
     size = 0
     for entry_id, its in places.items():
@@ -281,5 +287,5 @@ def _words(places: Sequence[int]) -> str:
 
 
 def _expected_sizes(entry: PoolEntry, places: Sequence[int]) -> list[int]:
-    rollouts = () if entry.info is None else entry.info.rollouts
-    return [rollouts[place].size if place < len(rollouts) else -1 for place in places]
+    sizes = [] if entry.info is None else [row[8] for row in ROW.iter_unpack(entry.info.rows)]
+    return [sizes[place] if place < len(sizes) else -1 for place in places]
