@@ -80,12 +80,13 @@ def allow(
 def _open_step(known: Situation, supply: Mapping[str, admission.EnvSupply], limits: Limits) -> dict[str, int]:
     """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one."""
     config = known.config
+    on_policy = [e for e in supply if config.for_env(e).max_age == 0]
     # Nobody knows what an env without a budget will send; in place of an excused env the others are sampled.
-    if not all(budget.has_budget(config, e) for e in supply) or known.patience.excused(known.pool.now):
+    if not on_policy or not all(budget.has_budget(config, e) for e in supply) or known.patience.excused(known.pool.now):
         return {}
     least = config.close_fill * limits.tokens
     needed = admission.missing(supply, tokens=least, groups=limits.groups, rollouts=limits.rollouts)
-    return {e: max(n, e in known.short) for e, n in needed.items() if config.for_env(e).max_age == 0}
+    return {e: max(needed[e], e in known.short) for e in on_policy if e in needed}
 
 
 def _pending(known: Situation, env: str, step: int) -> int:

@@ -36,7 +36,7 @@ def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size:
     """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
     adapters = [g.adapter for g in groups for _ in range(g.rollouts)] if any(g.adapter for g in groups) else None
     return plan(
-        _numbers(groups)["length"].tolist(),
+        _numbers(groups)["length"],
         row_tokens=config.row_tokens,
         world_size=world_size,
         rows_per_micro_batch=config.rows_per_micro_batch,

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from rlbuffer.errors import InvalidRollout, PayloadError
@@ -237,7 +238,12 @@ def _check_rollout(r: RolloutInfo) -> None:
 
 def default_ids(group_id: str, count: int) -> list[str]:
     """The ids of a push whose metadata names none."""
-    return [f"{group_id}/{i}" for i in range(count)]
+    return [group_id + end for end in _ends(count)]
+
+
+@lru_cache(maxsize=64)
+def _ends(count: int) -> tuple[str, ...]:
+    return tuple([f"/{i}" for i in range(count)])
 
 
 def _packed_rewards(rewards: list[Mapping[str, float]]) -> dict[str, list[bytes]]:

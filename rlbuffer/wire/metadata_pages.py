@@ -50,6 +50,7 @@ from rlbuffer.wire.metadata import (
 _MAP = 0x80 | len(KEYS)
 """First byte of a map with as many pairs as there are keys: then none of them can occur twice."""
 _UINT32 = 0xCE
+_NONE: Mapping[str, float] = {}
 _NO_REWARDS = msgpack.packb("rewards") + msgpack.packb({})
 _UnfrozenGroup = unfrozen(GroupInfo)
 
@@ -111,7 +112,7 @@ def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, floa
         return [rollout.rollout_id for rollout in info.rollouts], [rollout.rewards for rollout in info.rollouts]
     group_id, _, rows, rewards = unpack.args
     count = len(rows) // ROW.size
-    return default_ids(group_id, count), unpacked_rewards(rewards, count)
+    return default_ids(group_id, count), unpacked_rewards(rewards, count) if rewards else [_NONE] * count
 
 
 def _frozen(info: Any) -> GroupInfo:

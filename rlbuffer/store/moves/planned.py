@@ -77,23 +77,25 @@ class Planned:
         its: list[int] = self.spread([first.setdefault(p.entry_id, i) for i, p in enumerate(self.pushes)]).tolist()
         return its
 
-    def part_values(self) -> Iterator[tuple[Any, ...]]:
-        """Each rollout's values in a part, in order, but for the first: its source."""
-        numbers = self.numbers
+    def part_values(self, order: Sequence[int]) -> list[Iterator[Any]]:
+        """The columns of the parts' rollouts but for the first, their source, with the rollouts in this order."""
+        its = np.array(order, dtype=np.int64)
+        numbers = self.numbers.take(its)  # a tenth of the time of an index
         rewards = numbers["reward"].astype(object)
-        rewards[~self.are_scored] = None
-        return zip(
-            self.places,
-            np.asarray(self.plan.advantages, dtype=np.float32).tolist(),
-            self.ids,
+        rewards[~self.are_scored[its]] = None
+        ids, named, places = self.ids, self.named, self.places
+        columns = (
+            [places[i] for i in order],
+            np.asarray(self.plan.advantages, dtype=np.float32)[its].tolist(),
+            [ids[i] for i in order],
             *(numbers[name].tolist() for name in ("length", "prompt_tokens", "loss_tokens")),
             rewards.tolist(),
-            self.named,
+            [named[i] for i in order],
             *(numbers[name].tolist() for name in ("min_version", "max_version", "turns")),
             ((numbers["flags"] & IS_TRUNCATED) != 0).tolist(),
             *(numbers[name].tolist() for name in ("size", "checksum")),
-            strict=True,
         )
+        return [iter(column) for column in columns]
 
     def spread(self, of_pushes: Sequence[int]) -> NDArray[np.int64]:
         """[rollouts] of a value for each of `pushes`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import islice
 from operator import itemgetter
 from typing import Any, TypeVar, cast
 
@@ -157,27 +158,25 @@ def part_records(
     """
     layout = plan.plan
     planned = Planned(plan, entries) if planned is None else planned
-    values = list(planned.part_values())
+    its_rows = [[micro_step[rank] for micro_step in layout.rows] for rank in range(layout.world_size)]
+    orders = [[index for rows in its for row in rows for index in row] for its in its_rows]
+    values = planned.part_values([index for order in orders for index in order])
     known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     records = []
-    for rank in range(layout.world_size):
-        place: dict[int, int] = {}
-        rows = [
-            [[place.setdefault(index, len(place)) for index in row] for row in micro_step[rank]]
-            for micro_step in layout.rows
-        ]
-        sources: dict[int, int] = {}
-        its = planned.sources
-        rollouts = [[sources.setdefault(its[index], len(sources)), *values[index]] for index in place]
+    for rank, (rows_of_rank, order) in enumerate(zip(its_rows, orders, strict=True)):
+        sources = [planned.sources[index] for index in order]
+        number = {source: i for i, source in enumerate(dict.fromkeys(sources))}
+        columns = [islice(of, len(order)) for of in values]
+        places = iter(range(len(order)))
         records.append(
             {
                 "step": plan.step,
                 "rank": rank,
                 "row_tokens": layout.row_tokens,
                 "rows_per_micro_batch": layout.rows_per_micro_batch,
-                "sources": [known[key] for key in sources],
-                "rollouts": rollouts,
-                "rows": rows,
+                "sources": [known[source] for source in number],
+                "rollouts": list(zip(map(number.__getitem__, sources), *columns, strict=True)),
+                "rows": [[list(islice(places, len(row))) for row in rows] for rows in rows_of_rank],
             }
         )
     return records

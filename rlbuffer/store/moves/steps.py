@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Committed, RetiredEarly
 from rlbuffer.packing.further_columns import Columns
-from rlbuffer.records.info import ROW
+from rlbuffer.records.info import ROW, ROW_DTYPE
 from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import RolloutRef, StepPlan, pushes_of
@@ -40,6 +41,8 @@ SWEEP = 500
 """Payload keys unlinked per round trip."""
 PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
+_NO_ROW = b"\xff" * ROW.size
+"""Stands for a rollout that its push does not have: no payload is so large."""
 T = TypeVar("T")
 
 
@@ -57,12 +60,15 @@ class StepMoves(StepReads):
             else:
                 words = [word for key, places in asked for word in (key, _words(places))]
                 sizes = self.move("pin", (), words, since=since)
-            if len(sizes) != sum(map(len, page.values())):
+            expected = _expected_sizes(page, entries)
+            if len(sizes) != len(expected):
                 raise self.unexpected("pin", sizes)
-            there = iter(sizes)
-            for entry_id, places in page.items():
-                if list(islice(there, len(places))) != _expected_sizes(entries[entry_id], places):
-                    broken.append(entry_id)
+            if sizes != expected:
+                at = 0
+                for entry_id, places in page.items():
+                    its = slice(at, at := at + len(places))
+                    if sizes[its] != expected[its]:
+                        broken.append(entry_id)
         return broken
 
     def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]], since: int | None) -> list[Any]:
@@ -214,7 +220,7 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
 def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
     lines = []
-    for use in plan.entries:
+    for use in sorted(plan.entries, key=attrgetter("entry_id")):  # COMMIT reads neighbours together
         dropped = "".join(
             f" {reason} {bucket_of(-(-tokens // rollouts))} {rollouts} {tokens}"  # the mean is of the same bucket
             for reason, rollouts, tokens in use.dropped
@@ -265,12 +271,13 @@ def _unlink(client: Any, keys: Sequence[bytes]) -> None:
         pipe.execute()
 
 
-def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, list[int]]]:
+def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:
     """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
-    places: dict[str, list[int]] = {}
+    places: dict[str, Sequence[int]] = {}
     for push in pushes_of(refs):
-        places.setdefault(push.entry_id, []).extend(push.places)
-    page: dict[str, list[int]] = {}
+        before = places.get(push.entry_id)
+        places[push.entry_id] = push.places if before is None else [*before, *push.places]
+    page: dict[str, Sequence[int]] = {}
     size = 0
     for entry_id, its in places.items():
         page[entry_id] = its
@@ -286,6 +293,15 @@ def _words(places: Sequence[int]) -> str:
     return " ".join(map(str, places))
 
 
-def _expected_sizes(entry: PoolEntry, places: Sequence[int]) -> list[int]:
-    sizes = [] if entry.info is None else [row[8] for row in ROW.iter_unpack(entry.info.rows)]
-    return [sizes[place] if place < len(sizes) else -1 for place in places]
+def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, PoolEntry]) -> list[int]:
+    """The sizes of a page's payloads as their metadata has them, in the order of the page."""
+    rows = []
+    for entry_id, places in page.items():
+        info = entries[entry_id].info
+        its = b"" if info is None else info.rows
+        if places == range(len(its) // ROW.size):
+            rows.append(its)
+        else:
+            rows += [its[ROW.size * place : ROW.size * (place + 1)] or _NO_ROW for place in places]
+    sizes: list[int] = np.frombuffer(b"".join(rows), ROW_DTYPE)["size"].tolist()
+    return sizes
