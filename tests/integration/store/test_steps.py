@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from store_runs import Run, changed, plan_of
@@ -254,6 +255,51 @@ def test_pin_names_what_is_missing_or_of_another_size(run):
     run.client.set(entries[4].payload_key, b"no hash")
     assert run.store.pin(refs, used) == [e.entry_id for e in entries[1:]]
     assert run.store.pin(refs[:2], used) == []
+
+
+def test_pin_names_a_push_that_does_not_hold_what_the_plan_wants_of_it(run):
+    for i in range(3):
+        run.push(f"a.{i}")
+    entries = run.pool()
+    used = {e.entry_id: e for e in entries}
+    refs = list(plan_of(entries, 1).rollouts)
+    refs[3] = replace(refs[3], index=7)
+    assert run.store.pin(refs, used) == [entries[1].entry_id]
+    used[entries[2].entry_id] = replace(entries[2], info=None)
+    assert run.store.pin(refs, used) == [entries[1].entry_id, entries[2].entry_id]
+
+
+def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
+    run.push("a.0", size=4)
+    run.push("a.1", size=3)
+    entries = run.pool()
+    used = {e.entry_id: e for e in entries}
+    refs = list(plan_of(entries, 1).rollouts)
+    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
+    run.client.hset(entries[0].payload_key, "2", b"short")  # of no use
+    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
+    run.client.hset(entries[1].payload_key, "2", b"short")
+    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == [entries[1].entry_id]
+
+
+@pytest.mark.parametrize("order", ["as they came", "every third first", "the last first"])
+def test_a_commit_takes_its_own_entries_and_none_of_their_neighbours(run, order):
+    run.lead()
+    for i in range(60):
+        run.push(f"a.{i}", size=1)
+    pool = run.pool()
+    its = [e for i, e in enumerate(pool) if i % 7 and i not in (10, 11, 12)]
+    if order == "every third first":
+        its = its[::3] + its[1::3] + its[2::3]
+    elif order == "the last first":
+        its.reverse()
+    lost = [its[4], its[20]]
+    run.client.xdel(run.store.keys.pool, *[e.entry_id for e in lost])
+    status, gone = run.commit(entries=its)
+    assert (status, set(gone)) == ("gone", {e.entry_id for e in lost})
+    left = [e for e in its if e not in lost]
+    assert run.commit(entries=left)[0] == "ok"
+    assert {e.entry_id for e in run.pool()} == {e.entry_id for e in pool} - {e.entry_id for e in its}
 
 
 def test_pin_asks_for_many_payloads_at_once_and_for_those_of_a_huge_step_in_several_calls(run, monkeypatch):
