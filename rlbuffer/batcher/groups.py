@@ -123,7 +123,7 @@ class GroupState:
 
     @property
     def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
-        """Where the valid rollouts lie, in order of arrival; of a group of one whole push nothing is unpacked."""
+        """The places of the valid rollouts, in order of arrival; of a group of one whole push nothing is unpacked."""
         its: list[tuple[str, Sequence[int]]]
         if self._members is None and self._whole is not None:
             its = [(self._whole[0], range(self.rollouts))]
@@ -353,7 +353,7 @@ class GroupState:
 def _left_out(
     rejected: Sequence[tuple[Reason, int, RolloutInfo]],
 ) -> tuple[tuple[tuple[Reason, int, int], ...], tuple[tuple[int, Reason], ...]]:
-    """What a use says of rollouts that are not packed: `dropped` and `left_out`."""
+    """The rollouts of an entry that are not packed, as its use names them: `dropped` and `left_out`."""
     lengths: dict[Reason, list[int]] = {}
     for reason, _, rollout in rejected:
         lengths.setdefault(reason, []).append(rollout.length)

@@ -53,7 +53,7 @@ class Planned:
 
     @cached_property
     def are_scored(self) -> NDArray[np.bool_]:
-        """Which rollouts have a reward."""
+        """[rollouts] True for those that have a reward."""
         are_scored: NDArray[np.bool_] = (self.numbers["flags"] & HAS_REWARD) != 0
         return are_scored
 
