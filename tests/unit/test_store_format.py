@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import ConfigError, PayloadError
-from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, PlannedPush, PlannedRollouts, RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.moves.planned import Planned
@@ -264,6 +264,28 @@ def test_plan_that_does_not_fit_its_entries_is_refused():
     wrong = RolloutRef(**{n: getattr(ref, n) for n in RolloutRef.__dataclass_fields__} | {"rollout_id": "other"})
     with pytest.raises(PayloadError, match=r"^entry 2-0 does not hold rollout other at index 0$"):
         Planned(replace(plan, rollouts=(*plan.rollouts[:3], wrong)), entries)
+
+
+@pytest.mark.parametrize("places", [range(5), [0, 3], [3]])
+def test_plan_that_wants_more_of_a_push_than_it_holds_is_refused(places):
+    plan, entries = planned()
+    info = entries["1-0"].info
+    of_push = PlannedPush(entry_id="1-0", group_id="a.0", env="a", adapter="", places=places)
+    wrong = replace(plan, rollouts=PlannedRollouts([(of_push, info)], masks=False))
+    with pytest.raises(PayloadError, match=r"^entry 1-0 does not hold the rollouts of its step$"):
+        Planned(wrong, entries)
+
+
+def test_rollouts_of_a_push_that_are_not_all_of_it_are_those_that_the_plan_names():
+    plan, entries = planned()
+    info = entries["1-0"].info
+    of_push = PlannedPush(entry_id="1-0", group_id="a.0", env="a", adapter="", places=[2, 0])
+    some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, info)], masks=False)), entries)
+    its = [info.rollouts[2], info.rollouts[0]]
+    assert (some.places, some.ids) == ([2, 0], [rollout.rollout_id for rollout in its])
+    assert some.named == [rollout.rewards for rollout in its]
+    assert some.numbers["length"].tolist() == [rollout.length for rollout in its]
+    assert some.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Planned:
         rows = []
         for push in self.pushes:
             info = entries[push.entry_id].info
-            if info is None or len(push.places) > info.totals.rollouts:
+            if info is None or max(push.places) >= info.totals.rollouts:
                 raise PayloadError(f"entry {push.entry_id} does not hold the rollouts of its step")
             ids, named = names_of(info)
             self.places += push.places
@@ -71,7 +71,7 @@ class Planned:
         return {env: np.flatnonzero(its == i) for env, i in number.items()}
 
     @cached_property
-    def sources(self) -> list[int]:
+    def origins(self) -> list[int]:
         """The first of `pushes` that lies in the same entry."""
         first: dict[str, int] = {}
         its: list[int] = self.spread([first.setdefault(p.entry_id, i) for i, p in enumerate(self.pushes)]).tolist()

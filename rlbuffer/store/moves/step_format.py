@@ -75,24 +75,7 @@ def header_record(
     its pushes agree on, `planned` its rollouts, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
     planned = Planned(plan, entries) if planned is None else planned
-    groups: dict[str, set[str]] = {}
-    for push in planned.pushes:
-        groups.setdefault(push.env, set()).add(push.group_id)
-    lengths, of_all = planned.numbers["length"], planned.numbers["reward"]
-    ages: dict[str, list[int]] = {env: planned.ages[its].tolist() for env, its in planned.by_env.items()}
-    scored = {env: its[planned.are_scored[its]] for env, its in planned.by_env.items()}
-    rewards: dict[str, list[float]] = {env: of_all[its].tolist() for env, its in scored.items()}
-    envs = {
-        env: {
-            "rollouts": len(its),
-            "tokens": int(lengths[its].sum(dtype=np.int64)),
-            "groups": len(groups[env]),
-            "reward": _mean(rewards[env]),
-            "age": _mean(ages[env]) or 0.0,
-            "max_age": max(ages[env]),
-        }
-        for env, its in sorted(planned.by_env.items(), key=itemgetter(0))
-    }
+    envs, rewards, ages = _envs_of(planned)
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
     return {
@@ -112,9 +95,9 @@ def header_record(
         "closed_by": plan.closed_by,
         "fill": plan.tokens / capacity if capacity else 0.0,
         "envs": envs,
-        "reward": _mean([reward for its in rewards.values() for reward in its]),
-        "age": _mean([age for its in ages.values() for age in its]) or 0.0,
-        "max_age": max(map(max, ages.values()), default=0),
+        "reward": _mean(rewards),
+        "age": _mean(ages) or 0.0,
+        "max_age": max(ages, default=0),
         "waiting_for_version": waiting_for,
         "checkpoint_now": meta.checkpoint_now,
         "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
@@ -126,6 +109,29 @@ def header_record(
         "masks_truncated": plan.masks_truncated,
         "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
     }
+
+
+def _envs_of(planned: Planned) -> tuple[dict[str, dict[str, Any]], list[float], list[int]]:
+    """The header's lines of the envs, by name; all rewards and all ages, in the order of each env's first rollout."""
+    groups: dict[str, set[str]] = {}
+    for push in planned.pushes:
+        groups.setdefault(push.env, set()).add(push.group_id)
+    lengths, of_all, rewards, ages = planned.numbers["length"], planned.numbers["reward"], list[float](), list[int]()
+    envs = {}
+    for env, its in planned.by_env.items():
+        its_rewards = of_all[its[planned.are_scored[its]]].tolist()
+        its_ages = planned.ages[its].tolist()
+        envs[env] = {
+            "rollouts": len(its),
+            "tokens": int(lengths[its].sum(dtype=np.int64)),
+            "groups": len(groups[env]),
+            "reward": _mean(its_rewards),
+            "age": _mean(its_ages) or 0.0,
+            "max_age": max(its_ages),
+        }
+        rewards += its_rewards
+        ages += its_ages
+    return dict(sorted(envs.items(), key=itemgetter(0))), rewards, ages
 
 
 def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
@@ -164,7 +170,7 @@ def part_records(
     known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     records = []
     for rank, (rows_of_rank, order) in enumerate(zip(its_rows, orders, strict=True)):
-        sources = [planned.sources[index] for index in order]
+        sources = [planned.origins[index] for index in order]
         number = {source: i for i, source in enumerate(dict.fromkeys(sources))}
         columns = [islice(of, len(order)) for of in values]
         places = iter(range(len(order)))

@@ -278,7 +278,7 @@ def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
     assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
     run.client.hset(entries[0].payload_key, "2", b"short")  # of no use
     assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
-    run.client.hset(entries[1].payload_key, "2", b"short")
+    run.client.hset(entries[1].payload_key, "1", b"short")
     assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == [entries[1].entry_id]
 
 
