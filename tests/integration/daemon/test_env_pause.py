@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_an_env_that_was_paused_before_the_batcher_started_is_paused(served: Ser
 def test_a_dead_env_is_told_of_and_told_of_when_it_is_back(served: Served) -> None:
     run = start(served, env_dead_after_seconds=0.3)
     event = served.wait_for(lambda: served.said("env", env="b", state="dead"))[0]
-    assert event["sentence"].startswith("b has sent nothing for 0 s: start a worker for it")
+    assert re.match(r"b has sent nothing for \d+ s: start a worker for it", event["sentence"])
     served.wait_for(lambda: "b has sent nothing for" in run.store.waiting().get("batcher", ""))
     run.push("b.0")
     served.wait_for(lambda: served.said("env", env="b", state="back"))
@@ -82,7 +83,7 @@ def test_on_dead_env_stop_tells_every_waiting_rank_why(served: Served) -> None:
     run = start(served, env_dead_after_seconds=0.3, on_dead_env="stop")
     served.wait_for(lambda: served.errors or run.store.meta().error, checks_errors=False)
     error = served.wait_for(lambda: run.store.meta().error, checks_errors=False)
-    assert error.startswith("RlbufferError: step 1 cannot be made: b has sent nothing for 0 s: ")
+    assert re.match(r"RlbufferError: step 1 cannot be made: b has sent nothing for \d+ s: ", error)
     assert error.endswith("(batcher.on_dead_env = stop)")
 
 
