@@ -441,6 +441,12 @@ def test_an_open_step_that_has_used_up_everything_always_gets_one_more_ticket():
     assert ask(made, 2).allowances["a"] == 1  # they are ten times smaller: the window is full, the step is not
 
 
+def test_what_the_open_step_lacks_bounds_the_tickets_of_envs_on_policy_alone():
+    made = batcher(step_groups=4, budgets={"a": 0.5, "b": 0.5}, max_age=0, envs={"b": EnvConfig(max_age=3)})
+    made.set_published(0)
+    assert made.allowances(1, world_size=2) == {"a": 1, "b": 8}  # before any is known; two of each of four steps
+
+
 def test_opo_weighs_by_trained_tokens():
     made = batcher(step_groups=1, advantage="opo")
     info = make_group(group_id="g", size=2, lengths=(30, 30), rewards=[1.0, 0.0]).info()

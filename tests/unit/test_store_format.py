@@ -251,6 +251,21 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
     assert first.rollouts[1].info == entries["1-0"].info.rollouts[0]
 
 
+def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name():
+    plan, entries = planned()
+    group = make_group(env="a", rewards=[0.25, None, 1.0], version=1)
+    its = [replace(r, rewards={"format": float(i)}) for i, r in enumerate(group.rollouts)]
+    info = payload.encode_push(replace(group, rollouts=tuple(its))).info
+    entries["1-0"] = replace(entries["1-0"], info=info, tokens=info.tokens)
+    first, second = (decode_part(payload.dumps(part)) for part in part_records(plan, entries))
+    assert [(r.info.reward, dict(r.info.rewards)) for r in first.rollouts] == [
+        (0.0, {}),
+        (0.25, {"format": 0.0}),
+        (1.0, {"format": 2.0}),
+    ]
+    assert [(r.info.reward, dict(r.info.rewards)) for r in second.rollouts] == [(None, {"format": 1.0})]
+
+
 def test_same_step_is_always_the_same_bytes():
     (plan, entries), (again, same) = planned(), planned()
     assert [payload.dumps(p) for p in part_records(plan, entries)] == [
