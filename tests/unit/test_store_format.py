@@ -251,11 +251,13 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
     assert first.rollouts[1].info == entries["1-0"].info.rollouts[0]
 
 
-def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name():
+@pytest.mark.parametrize("is_read", [False, True], ids=["made here", "read from the pool"])
+def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     plan, entries = planned()
     group = make_group(env="a", rewards=[0.25, None, 1.0], version=1)
     its = [replace(r, rewards={"format": float(i)}) for i, r in enumerate(group.rollouts)]
-    info = payload.encode_push(replace(group, rollouts=tuple(its))).info
+    push = payload.encode_push(replace(group, rollouts=tuple(its)))
+    info = payload.decode_infos([push.metadata])[0] if is_read else push.info
     entries["1-0"] = replace(entries["1-0"], info=info, tokens=info.tokens)
     first, second = (decode_part(payload.dumps(part)) for part in part_records(plan, entries))
     assert [(r.info.reward, dict(r.info.rewards)) for r in first.rollouts] == [
