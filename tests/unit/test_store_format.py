@@ -251,6 +251,19 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
     assert first.rollouts[1].info == entries["1-0"].info.rollouts[0]
 
 
+def test_parts_name_each_push_once_in_the_order_of_its_first_rollout():
+    plan, entries = planned()
+    first, second = part_records(plan, entries)
+    assert [key for key, *_ in first["sources"]] == ["k1", "k0"]
+    assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 1]
+    a0, a1, a2, b0 = plan.rollouts
+    mixed = replace(plan, rollouts=(a0, b0, a1, a2), plan=replace(plan.plan, rows=((((0, 1, 2),), ((3,),)),)))
+    first, second = part_records(mixed, entries)
+    assert [key for key, *_ in first["sources"]] == ["k0", "k1"]
+    assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 0]
+    assert [key for key, *_ in second["sources"]] == ["k0"]
+
+
 @pytest.mark.parametrize("is_read", [False, True], ids=["made here", "read from the pool"])
 def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     plan, entries = planned()
