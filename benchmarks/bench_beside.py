@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from benchmarks.apart import Apart
 from benchmarks.bench_data_path import (
     GROUP_SIZE,
     Arrays,
@@ -37,16 +38,16 @@ from benchmarks.bench_data_path import (
     commit,
     lengths_of,
     pull_step,
+    pulls_of,
     push_arrays_together,
     sizes,
 )
 from benchmarks.report import Report
-from rlbuffer.client.step_pull import StepPull
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.redis_store import open_store
+from rlbuffer.store.server.connection import SOCKET_READ_BYTES
 
 ROUNDS = 5
 """Timed rounds, after one that grows heaps and connections."""
@@ -129,18 +130,13 @@ def _open(
     server = ServerSettings(appendfsync="everysec")
     keeper = open_store(None, run="keeper", home=home, server=server)
     closing.append(keeper.close)
-    contenders[OURS] = Ours(home, server, sampled)
+    ours = contenders[OURS] = Ours(home, server, sampled)
+    closing.append(ours.close)
     lists = [_lists(sampled[i : i + GROUP_SIZE]) for i in range(0, len(sampled), GROUP_SIZE)]
-    clock = Clock(keeper)
-
-    def stream() -> Legs:
-        client = keeper.connection.client
-        push = clock(lambda: [client.xadd("pickled", {"group": pickle.dumps(group)}) for group in lists])
-        pull = clock(lambda: read_pickled(client))
-        client.flushall()
-        return {"push": push.both, "pull": pull.both}
-
-    contenders[STREAM] = stream
+    path = str(keeper.connection.client.connection_pool.connection_kwargs["path"])
+    clock, apart = Clock(keeper), Apart(Stream, path, lists)
+    closing.append(apart.close)
+    contenders[STREAM] = lambda: {leg: clock.apart(apart, leg).both for leg in ("push", "pull")}
     over_http = OverHttp(lists)
     contenders[HTTP] = over_http
     closing.append(over_http.close)
@@ -163,28 +159,33 @@ def _open(
 
 
 class Ours:
-    """A round of rlbuffer, each on a run of its own."""
+    """rlbuffer: a round is a step of one run, whose ranks go on from round to round."""
 
     def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays]) -> None:
-        self._home, self._server, self._sampled = home, server, sampled
-        self._rounds = 0
+        self._sampled = sampled
+        self._store = store = open_store(None, run="beside", home=home, server=server)
+        self._clock, epoch = Clock(store), store.open_run().epoch
+        self._attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
+        self._writer = Writer(store, "bench", epoch=epoch)
+        self._pulls = pulls_of(store, RANKS)
+        self._step, self._digest = 0, ""
 
     def __call__(self) -> Legs:
-        self._rounds += 1
-        store = open_store(None, run=f"round{self._rounds}", home=self._home, server=self._server)
-        try:
-            clock, epoch = Clock(store), store.open_run().epoch
-            attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
-            store.announce(attempt, PolicyVersion(version=0))
-            writer = Writer(store, "bench", epoch=epoch)
-            groups, longest = len(self._sampled) // GROUP_SIZE, lengths_of(self._sampled)
-            push = clock(lambda: push_arrays_together(writer, self._sampled))
-            batch = clock(lambda: commit(store, groups, attempt, longest, env="arrays"))
-            pulls = [StepPull(store, r, RANKS, Trainable(), pad_token_id=0, pad_to_multiple_of=1) for r in range(RANKS)]
-            pull = clock(lambda: [pull_step(one, store) for one in pulls])
-            return {"push": push.both, "batch": batch.both, "pull": pull.both}
-        finally:
-            store.close()
+        store, sampled, clock = self._store, self._sampled, self._clock
+        store.announce(self._attempt, PolicyVersion(version=self._step))
+        self._step = step = self._step + 1
+        groups, longest = len(sampled) // GROUP_SIZE, lengths_of(sampled)
+        push = clock(lambda: push_arrays_together(self._writer, sampled, step=step))
+        batch = clock(
+            lambda: commit(store, groups, self._attempt, longest, env="arrays", step=step, digest=self._digest)
+        )
+        pull = clock(lambda: [pull_step(one, store, step) for one in self._pulls])
+        header = store.wait_step(step, block_seconds=0.0)
+        self._digest = "" if header is None else header.digest
+        return {"push": push.both, "batch": batch.both, "pull": pull.both}
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def _lists(rollouts: Sequence[Arrays]) -> list[dict[str, Any]]:
@@ -195,12 +196,28 @@ def _lists(rollouts: Sequence[Arrays]) -> list[dict[str, Any]]:
     ]
 
 
-def read_pickled(client: redis.Redis) -> list[Any]:
-    """Every group of the stream."""
-    pages: Any = client.xread({"pickled": "0"})
-    streams = pages.values() if isinstance(pages, dict) else (page for _, page in pages)
-    entries = [entry for stream in streams for page in stream for entry in (page if isinstance(page, list) else [page])]
-    return [pickle.loads(fields[b"group"]) for _, fields in entries]
+class Stream:
+    """Lists pickled into a stream by redis-py."""
+
+    def __init__(self, path: str, lists: list[Any]) -> None:
+        self._client = redis.Redis(unix_socket_path=path, protocol=3, socket_read_size=SOCKET_READ_BYTES)
+        self._lists = lists
+
+    def push(self) -> None:
+        """An entry for each group."""
+        for group in self._lists:
+            self._client.xadd("pickled", {"group": pickle.dumps(group)})
+
+    def pull(self) -> list[Any]:
+        """Every group of the stream, which is gone then."""
+        pages: Any = self._client.xread({"pickled": "0"})
+        streams = pages.values() if isinstance(pages, dict) else (page for _, page in pages)
+        entries = [e for stream in streams for page in stream for e in (page if isinstance(page, list) else [page])]
+        groups = [pickle.loads(fields[b"group"]) for _, fields in entries]
+        if len(groups) != len(self._lists):
+            raise RuntimeError("the stream lost a group")
+        self._client.delete("pickled")
+        return groups
 
 
 class OverHttp:

@@ -1,9 +1,11 @@
 """The way of rollouts through the buffer, push to tensors, against the same bytes as bare HSET and HMGET.
 
-A round pushes a step's groups, has the real daemon decide and commit it, and pulls it for every rank, all in one
-process on one server; the bare commands move the same bytes in the same round, so that whatever else the machine does
-hits both alike. They go through redis-py as it comes, with large reads; a row has HSETs through rlbuffer's connection.
-Shares are medians over rounds; absolute numbers are this machine's, today's.
+A round pushes a step's groups, has the real daemon decide and commit it, and pulls it for every rank, on one server.
+The bare commands move as many bytes in the same round, so that whatever else the machine does hits both alike. They go
+through redis-py as it comes, with large reads, in a process of their own, and so do the ranks, which push nothing. The
+row "kept memory" has the HSETs of another process, which keeps the memory that it frees, as one that pushes does
+(:mod:`benchmarks.apart`): what is above it is the allocator's part. Shares are medians over rounds; absolute numbers
+are this machine's, today's.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
+from benchmarks.apart import Apart
 from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.producer import keep_freed_memory
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
@@ -32,6 +36,7 @@ from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted, StepWaits
 from rlbuffer.records.group import Group
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
@@ -51,6 +56,7 @@ MOST_HELD = 1.15
 """Memory that the server may hold, as a multiple of the payloads' bytes."""
 WORLD_SIZES = (8, 1)
 """8 ranks ask for one or two fields of a group in a command, one rank for all sixteen."""
+LATER = ", later steps"
 COLUMNS = ("client", "server", "wall")
 Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int]
 """Tokens, loss mask, logprobs, number of prompt tokens: what a sampler has of a rollout."""
@@ -76,7 +82,8 @@ def run(report: Report) -> None:
         "data path",
         measures=f"rollouts of 4 KB, 26 KB (workload a) and 512 KB in groups of {GROUP_SIZE}, from a sampler's arrays "
         f"to micro-batches with header, part and answers; medians of {ROUNDS} rounds; shares of bare commands for the "
-        "same bytes in the same round: HSET of a group's fields, HMGET of a rank's fields in one pipeline",
+        "same bytes in the same round, in a process of their own: HSET of a group's fields, HMGET of a rank's fields "
+        "in one pipeline; a later step of a rank finds the memory of the one before, and so do the later HMGETs",
         not_measured="the network (unix socket here), many producers at once, a full server, appendfsync always, "
         "further columns, copies to a device",
     )
@@ -85,10 +92,12 @@ def run(report: Report) -> None:
         tokens = int(lengths.sum())
         report.line(f"{title}: {len(lengths):,} rollouts, {tokens:,} tokens, {rounds[0].bytes_per_token:.2f} B a token")
         show(report, [one.costs for one in rounds], tokens * rounds[0].bytes_per_token / 1e6)
-        ends = [end_to_end(one.costs) for one in rounds]
+        first, later = (
+            tokens / 1e6 / statistics.median(end_to_end(one.costs, which) for one in rounds) for which in ("", LATER)
+        )
         report.line(
-            f"push_many from arrays, batch and pull for 8 ranks: {tokens / 1e6 / statistics.median(ends):.1f} Mtok per "
-            "CPU second, client, server and leader counted"
+            f"push_many from arrays, batch and pull for 8 ranks: {first:.1f} Mtok per CPU second, client, server and "
+            f"leader counted; {later:.1f} with a later step's pull"
         )
         held = statistics.median(one.held for one in rounds)
         target = f"server memory, {title}: {held:.3f} of the payloads' bytes, at most {MOST_HELD:g}"
@@ -126,35 +135,41 @@ def measure(lengths: NDArray[np.int64]) -> list[Round]:
     keeper = open_store(None, run="keeper", home=home, server=server)
     rng = np.random.default_rng(0)
     sampled = [arrays(rng, int(n)) for n in lengths]
+    groups = make_groups("other", sampled)
+    sizes = [[len(raw) for raw in payload.encode_push(group).payloads] for group in groups]
+    path = str(keeper.connection.client.connection_pool.connection_kwargs["path"])
+    others = [Apart(Bare, path, sizes), Apart(Bare, path, sizes, True), Apart(Ranks, home, server)]
     rounds = []
     try:
         for number in range(1 + ROUNDS):
             store = open_store(None, run=f"round{number}", home=home, server=server)
             try:
-                rounds.append(one_round(store, sampled))
+                rounds.append(one_round(store, sampled, groups, *others))
             finally:
                 store.close()
             keeper.connection.client.flushall()
     finally:
+        for other in others:
+            other.close()
         keeper.close()
         shutil.rmtree(home, ignore_errors=True)
     return rounds[1:]
 
 
-def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
-    """Pushes, commits and pulls a step, and moves its bytes by bare commands."""
+def one_round(
+    store: RedisStore, sampled: Sequence[Arrays], groups: Sequence[Group], bare: Apart, kept: Apart, ranks: Apart
+) -> Round:
+    """Pushes, commits and pulls a step, and moves as many bytes by bare commands."""
     client, clock = store.connection.client, Clock(store)
     epoch = store.open_run().epoch
     attempt = store.attempt(uuid="bench", world_size=max(WORLD_SIZES), resume_step=0).number
     store.announce(attempt, PolicyVersion(version=0))
-    groups = make_groups("other", sampled)
     pushes = [payload.encode_push(group) for group in groups]
     fields = [{str(i): raw for i, raw in enumerate(push.payloads)} for push in pushes]
     size = sum(len(raw) for push in pushes for raw in push.payloads)
-    bare = plain_client(client)
-    costs = {"raw HSET": clock(lambda: hset(bare, fields))}
-    costs["raw HSET, our connection"] = clock(lambda: hset(client, fields))
+    costs = {"raw HSET": clock.apart(bare, "hset"), "raw HSET, kept memory": clock.apart(kept, "hset")}
     writer = Writer(store, "bench", epoch=epoch)
+    costs["raw HSET, our connection"] = clock(lambda: hset(client, fields))
     before = used_memory(client)
     costs["push of ready groups"] = clock(lambda: push_all(writer, groups))
     held = (used_memory(client) - before) / size
@@ -163,16 +178,63 @@ def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
     costs["push_many of ready groups"] = clock(lambda: push_together(writer, many))
     costs["push_many from arrays"] = clock(lambda: push_arrays_together(writer, sampled))
     costs["leader: decide, pin, commit"] = clock(lambda: commit(store, len(groups), attempt, int(lengths_of(sampled))))
+    ranks("open", store.run)
     for world_size in WORLD_SIZES:
-        ranks = range(world_size)
-        pulls = [StepPull(store, r, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1) for r in ranks]
-        requests = [fields_of(pull, store) for pull in pulls]
-        label = f"{world_size} rank{'s' * (world_size > 1)}"
-        costs[f"raw HMGET, {label}"] = clock(lambda requests=requests: [hmget(bare, keys) for keys in requests])  # type: ignore[misc]
-        costs[f"pull to tensors, {label}"] = clock(lambda pulls=pulls: [pull_step(pull, store) for pull in pulls])  # type: ignore[misc]
-    bare.close()
+        ranked = f"{world_size} rank{'s' * (world_size > 1)}"
+        requests = [fields_of(pull, store) for pull in pulls_of(store, world_size)]
+        for which in ("", LATER):
+            costs[f"raw HMGET, {ranked}{which}"] = clock.apart(bare, "hmget", requests)
+            costs[f"pull to tensors, {ranked}{which}"] = clock.apart(ranks, "pull", world_size)
+    ranks("close")
     tokens = sum(len(tokens) for tokens, *_ in sampled)
     return Round(costs=costs, bytes_per_token=size / tokens, held=held)
+
+
+class Bare:
+    """redis-py's own connection, and payloads of these sizes. `keeps`: the memory that the process frees."""
+
+    def __init__(self, path: str, sizes: Sequence[Sequence[int]], keeps: bool = False) -> None:
+        if keeps:
+            keep_freed_memory()
+        rng = np.random.default_rng(0)
+        self._client = redis.Redis(unix_socket_path=path, protocol=3, socket_read_size=SOCKET_READ_BYTES)
+        self._fields = [{str(i): rng.bytes(size) for i, size in enumerate(of_group)} for of_group in sizes]
+
+    def hset(self) -> None:
+        """A command for each group."""
+        hset(self._client, self._fields)
+
+    def hmget(self, requests: Sequence[Mapping[str, list[str]]]) -> list[Any]:
+        """A pipeline for each rank. The replies are kept until the end, as a pull keeps a step."""
+        return [hmget(self._client, fields) for fields in requests]
+
+
+class Ranks:
+    """The pulls of all ranks, for each world size."""
+
+    def __init__(self, home: Path, server: ServerSettings) -> None:
+        self._home, self._server = home, server
+
+    def open(self, run: str) -> None:
+        """Goes to another run: its ranks begin there."""
+        self._store = open_store(None, run=run, home=self._home, server=self._server)
+        self._pulls = {world_size: pulls_of(self._store, world_size) for world_size in WORLD_SIZES}
+
+    def pull(self, world_size: int) -> list[object]:
+        """Step 1 of every rank."""
+        return [pull_step(pull, self._store) for pull in self._pulls[world_size]]
+
+    def close(self) -> None:
+        """Leaves the run."""
+        self._store.close()
+
+
+def pulls_of(store: RedisStore, world_size: int) -> list[StepPull]:
+    """A pull for each rank."""
+    return [
+        StepPull(store, rank, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1)
+        for rank in range(world_size)
+    ]
 
 
 class Clock:
@@ -185,6 +247,12 @@ class Clock:
         server, wall, client = self._server(), time.perf_counter(), time.process_time()
         work()
         client, wall = time.process_time() - client, time.perf_counter() - wall
+        return Cost(wall=wall, client=client, server=self._server() - server)
+
+    def apart(self, other: Apart, method: str, *args: Any) -> Cost:
+        """Times one call in another process."""
+        server = self._server()
+        wall, client = other(method, *args)
         return Cost(wall=wall, client=client, server=self._server() - server)
 
     def _server(self) -> float:
@@ -218,9 +286,9 @@ def bare_of(name: str) -> str | None:
     return name.replace("pull to tensors", "raw HMGET") if name.startswith("pull") else None
 
 
-def end_to_end(costs: Mapping[str, Cost]) -> float:
+def end_to_end(costs: Mapping[str, Cost], which: str) -> float:
     """CPU seconds of all processes from a sampler's arrays to the tensors of all ranks."""
-    parts = ("push_many from arrays", "leader: decide, pin, commit", "pull to tensors, 8 ranks")
+    parts = ("push_many from arrays", "leader: decide, pin, commit", f"pull to tensors, 8 ranks{which}")
     return sum(costs[name].both for name in parts)
 
 
@@ -270,21 +338,25 @@ def push_together(writer: Writer, groups: Sequence[Group]) -> None:
         writer.push_many(groups[start : start + CALL_GROUPS])
 
 
-def push_arrays_together(writer: Writer, sampled: Sequence[Arrays]) -> None:
-    step = CALL_GROUPS * GROUP_SIZE
-    for start in range(0, len(sampled), step):
-        writer.push_many(make_groups("arrays", sampled[start : start + step], first=start // GROUP_SIZE))
+def push_arrays_together(writer: Writer, sampled: Sequence[Arrays], *, step: int = 1) -> None:
+    """Builds and pushes the groups of a step, numbered behind those of the steps before."""
+    together, first = CALL_GROUPS * GROUP_SIZE, (step - 1) * len(sampled)
+    for start in range(0, len(sampled), together):
+        number = (first + start) // GROUP_SIZE
+        writer.push_many(make_groups("arrays", sampled[start : start + together], first=number, version=step - 1))
 
 
-def commit(store: RedisStore, groups: int, attempt: int, longest: int, *, env: str = "math") -> None:
-    """The real daemon, from its start until step 1 of `env`'s groups is committed."""
+def commit(
+    store: RedisStore, groups: int, attempt: int, longest: int, *, env: str = "math", step: int = 1, digest: str = ""
+) -> None:
+    """The real daemon, from its start until `step` of `env`'s groups is committed; `digest`: of the step before."""
     config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={env: 1.0})
     stop = threading.Event()
 
     def hear(event: BatcherEvent) -> None:
         if isinstance(event, LeaderReady):
             # The trainer's word, so that the leader need not wait for it.
-            store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+            store.report(attempt, epoch=store.meta().epoch, trained=step - 1, digest=digest, oldest_kept=step - 1)
         elif isinstance(event, StepCommitted):
             stop.set()
         elif isinstance(event, StepWaits):
@@ -324,17 +396,16 @@ def fields_of(pull: StepPull, store: RedisStore) -> dict[str, list[str]]:
 
 
 def hmget(client: redis.Redis, fields: Mapping[str, list[str]]) -> list[Any]:
-    # Kept until the end, as a pull keeps a step: fresh memory is a good part of the cost.
     with client.pipeline(transaction=False) as pipe:
         for key, names in fields.items():
             pipe.hmget(key, names)
         return pipe.execute()
 
 
-def pull_step(pull: StepPull, store: RedisStore) -> object:
-    header = store.wait_step(1, block_seconds=0.0)
+def pull_step(pull: StepPull, store: RedisStore, number: int = 1) -> Step:
+    header = store.wait_step(number, block_seconds=0.0)
     if header is None:
-        raise RuntimeError("step 1 is not there")
+        raise RuntimeError(f"step {number} is not there")
     step, damaged = pull.step(header, pull.part(header))
     if damaged:
         raise RuntimeError(f"{len(damaged)} rollouts are damaged: {damaged[0][1]}")
