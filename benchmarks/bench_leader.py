@@ -9,20 +9,26 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import redis
 
 from benchmarks.bench_batcher import GROUP_SIZE, make_info
 from benchmarks.report import Report
+from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.moves.steps import StepMoves
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.wire import payload
 
@@ -37,6 +43,14 @@ TAKEOVER_SECONDS = 3.0
 """CPU of the leader from its start to its first decision over the largest pool."""
 LARGE = {256: 12, 4_096: 3}
 """Groups of a large step -> how many such steps are measured."""
+MOVES: dict[str, tuple[type, str]] = {
+    "decide": (Batcher, "next"),
+    "pin": (StepMoves, "pin"),
+    "commit": (StepMoves, "commit"),
+}
+"""Name -> the call that it is."""
+MOST_MS, MOST_SERVER_MS = {256: 12.0, 4_096: 150.0}, 3.0
+"""CPU that the leader may take for all three, and the server for a COMMIT of the smaller step."""
 PAYLOAD = b"x" * 16
 """Stands for a rollout: PIN looks at sizes only."""
 PAGE = 500
@@ -67,7 +81,8 @@ def run(report: Report) -> None:
     report.begin(
         "leader",
         measures=f"the real daemon on a real server: from its start to its first decision, then {STEPS} steps of "
-        f"{STEP_GROUPS} groups of {GROUP_SIZE} rollouts over 4 envs; CPU seconds of the leader and of the server",
+        f"{STEP_GROUPS} groups of {GROUP_SIZE} rollouts over 4 envs; CPU seconds of the leader and of the server; then "
+        "larger steps, medians of each move",
         not_measured="pushes, pulls and reports at the same time, the network (a unix socket here), groups that go "
         "stale or come in parts, payloads of real size; `wall` waits 20 ms per step for new pushes",
     )
@@ -94,13 +109,59 @@ def run(report: Report) -> None:
     report.line(f"\n{name}: {ratio:.2f} x, met: {report.target(name, ratio <= MAX_RATIO)}")
     name = f"the first decision over {POOLS[-1]:,} ready groups comes within {TAKEOVER_SECONDS:g} s of the leader's CPU"
     report.line(f"{name}: {takeover.leader:.2f} s, met: {report.target(name, takeover.leader <= TAKEOVER_SECONDS)}\n")
-    rows = []
+    rows, targets = [], {}
     for groups, count in LARGE.items():
-        # One step more than is made: an env that has nothing ready would hold the last one up.
-        _, cost = measure(groups * (2 + count), groups=groups, warm=1, steps=count)
-        each = [f"{1e3 * seconds / count:.1f}" for seconds in (cost.leader, cost.server, cost.wall)]
-        rows.append([f"{groups * GROUP_SIZE:,}", *each])
-    report.table(["rollouts of a step", "decided, pinned, committed: leader ms", "server ms", "wall ms"], rows)
+        rollouts = groups * GROUP_SIZE
+        with watched() as moves:
+            # One step more than is made: an env that has nothing ready would hold the last one up.
+            _, cost = measure(groups * (2 + count), groups=groups, warm=1, steps=count)
+        took = {
+            name: [median(seconds[1 : count + 1]) for seconds in zip(*its, strict=True)] for name, its in moves.items()
+        }
+        leader = [1e3 * took[name][0] for name in took]
+        rows.append([f"{rollouts:,}", *leader, sum(leader), 1e3 * took["commit"][1], 1e3 * cost.leader / count])
+        targets[f"decide, pin, commit of {rollouts:,} rollouts, ms of the leader"] = sum(leader), MOST_MS[groups]
+        if groups == min(LARGE):
+            targets[f"commit of {rollouts:,} rollouts, ms of the server"] = 1e3 * took["commit"][1], MOST_SERVER_MS
+    names = ["rollouts of a step", *(f"{name} ms" for name in MOVES), "all three", "server's commit", "whole turn"]
+    report.table(names, [[row[0], *(f"{value:.1f}" for value in row[1:])] for row in rows])
+    for name, (value, most) in targets.items():
+        report.line(f"{name}: {value:.1f}, at most {most:g}, met: {report.target(name, value <= most)}")
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, list[tuple[float, float]]]]:
+    """Within it, every decision, PIN and COMMIT of a leader: name -> CPU seconds of the leader and of the server."""
+    spent_on: dict[str, list[tuple[float, float]]] = {name: [] for name in MOVES}
+    client: list[redis.Redis] = []
+    before = {name: getattr(owner, name_there) for name, (owner, name_there) in MOVES.items()}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            if isinstance(self, RedisStore):
+                client[:] = [self.connection.client]
+            server, leader = server_seconds(client), time.process_time()
+            result = before[name](self, *args, **named)
+            leader = time.process_time() - leader
+            if name != "decide" or result.plan is not None:
+                spent_on[name].append((leader, server_seconds(client) - server))
+            return result
+
+        return call
+
+    for name, (owner, name_there) in MOVES.items():
+        setattr(owner, name_there, timed(name))
+    try:
+        yield spent_on
+    finally:
+        for name, (owner, name_there) in MOVES.items():
+            setattr(owner, name_there, before[name])
+
+
+def server_seconds(client: Sequence[redis.Redis]) -> float:
+    """CPU so far of the server; 0 while no client of it is known."""
+    facts: Any = client[0].info("cpu") if client else {}
+    return float(facts.get("used_cpu_user", 0.0)) + float(facts.get("used_cpu_sys", 0.0))
 
 
 def measure(pool: int, *, groups: int = STEP_GROUPS, warm: int = WARM, steps: int = STEPS) -> tuple[Cost, Cost]:

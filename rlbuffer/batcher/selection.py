@@ -251,4 +251,4 @@ def _short(
     budgeted: Collection[str],
 ) -> list[str]:
     names = [e for e, head in heads.items() if head is None and e in budgeted and owed[e] > means[e]]
-    return sorted(names, key=lambda e: (-owed[e], e))
+    return sorted(names, key=lambda e: (-owed[e], e)) if names else names

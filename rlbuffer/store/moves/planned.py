@@ -36,11 +36,12 @@ class Planned:
         rows = []
         for push in self.pushes:
             info = entries[push.entry_id].info
-            if info is None or max(push.places) >= info.totals.rollouts:
+            is_whole = info is not None and push.places == range(info.totals.rollouts)
+            if info is None or not (is_whole or max(push.places) < info.totals.rollouts):
                 raise PayloadError(f"entry {push.entry_id} does not hold the rollouts of its step")
             ids, named = names_of(info)
             self.places += push.places
-            if push.places == range(len(ids)):
+            if is_whole:
                 self.ids += ids
                 self.named += named
                 rows.append(info.rows)
