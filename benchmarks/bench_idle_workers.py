@@ -1,31 +1,39 @@
 """The server's cost of workers that have nothing to do, and of many processes that connect at once.
 
-Real writers and heartbeats over connections of their own, many of them in a process; the embedded server, as it is
-started for everybody.
+The workers are `run_worker` as ``rlbuffer worker`` runs it, with a sampler that never samples: each over connections of
+its own, many in a process. The embedded server, as it is started for everybody.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import dropwhile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_data_path import Clock
 from benchmarks.report import Report
+from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import READER_BLOCK_SECONDS
-from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
+from rlbuffer.events.worker import VersionLoaded, WorkerEvent
 from rlbuffer.process.heartbeat import BEAT_SECONDS
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.worker import loop
+from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.samplers import Completion
 
 WORKERS, READERS = 1_000, 512
 WORKER_PROCESSES, READER_PROCESSES = 3, 2
@@ -33,8 +41,8 @@ WORKER_PROCESSES, READER_PROCESSES = 3, 2
 CONNECT_SECONDS = 30.0
 """All shall be connected within this."""
 PATIENCE_SECONDS = 180.0
-SETTLE_SECONDS, MEASURED_SECONDS = 75.0, 20.0
-"""After the first, workers ask as seldom as they ever do."""
+SPREAD_SECONDS, SETTLE_SECONDS, MEASURED_SECONDS = 30.0, 20.0, 30.0
+"""The workers begin within the first of these; the last holds several asks of each."""
 MOST_OF_A_CORE = 0.02
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -45,26 +53,36 @@ def run(report: Report) -> None:
         "idle workers",
         measures=f"{WORKERS:,} workers without tickets and {READERS} waiting readers in "
         f"{WORKER_PROCESSES + READER_PROCESSES} processes: time until all are connected, errors, and the server's CPU "
-        f"over {MEASURED_SECONDS:g} s, {SETTLE_SECONDS:g} s later, of all and of the workers alone, heartbeats counted",
-        not_measured="the network (unix socket here), the workers' own CPU, workers that begin or end meanwhile",
+        f"over {MEASURED_SECONDS:g} s, of all and of the workers alone. What real workers ask is counted: heartbeats, "
+        "tickets, the newest version, an operator's wishes. They begin as if they had waited for two minutes: two "
+        "cores cannot carry a thousand that have just begun",
+        not_measured="the network (unix socket here), the workers' own CPU beyond its sum, a leader, and workers that "
+        "begin or end, have waited for less, wait for the first version, evaluate, or meet a full server",
     )
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store, heard = open_(home), SPAWN.Queue()
-    workers = [SPAWN.Process(target=worker_crowd, args=(home, i, heard)) for i in range(WORKER_PROCESSES)]
+    store, heard, connected = open_(home), SPAWN.Queue(), SPAWN.Event()
+    workers = [SPAWN.Process(target=worker_crowd, args=(home, i, heard, connected)) for i in range(WORKER_PROCESSES)]
     readers = [SPAWN.Process(target=reader_crowd, args=(home, i, heard)) for i in range(READER_PROCESSES)]
     try:
         store.open_run()
-        store.attempt(uuid="bench", world_size=READERS, resume_step=0)
+        attempt = store.attempt(uuid="bench", world_size=READERS, resume_step=0)
+        store.announce(attempt.number, PolicyVersion(version=0))
         begun = time.monotonic()
         for process in (*workers, *readers):
             process.start()
         said = [heard.get(timeout=PATIENCE_SECONDS) for _ in range(WORKERS + READERS)]
         seconds, errors = max(at for at, _ in said) - begun, [text for _, text in said if text]
+        connected.set()
+        errors += [text for _ in range(WORKERS) if (text := heard.get(timeout=PATIENCE_SECONDS)[1])]
         time.sleep(SETTLE_SECONDS)
         together = Clock(store)(lambda: time.sleep(MEASURED_SECONDS))
         end(readers)
         time.sleep(1.0)
+        before, own = round_trips(store), spent(workers)
         alone = Clock(store)(lambda: time.sleep(MEASURED_SECONDS))
+        trips, own, beats = round_trips(store) - before, spent(workers) - own, store.heartbeats("worker")
+        while not heard.empty():
+            errors.append(heard.get()[1])
     finally:
         end([*workers, *readers])
         store.close()
@@ -73,6 +91,12 @@ def run(report: Report) -> None:
     report.line(f"connected after {seconds:.1f} s, errors: {len(errors)} {errors[:1] or ''}")
     report.line(f"server: {100 * together.server / together.wall:.2f} % of a core with the readers")
     report.line(f"workers alone: {100 * share:.2f} %; {1e6 * share / WORKERS:.1f} us a second for each worker")
+    report.line(
+        f"{trips / alone.wall:.0f} round trips a second, {1e6 * alone.server / trips:.0f} us of the server each; "
+        f"the workers' own CPU: {100 * own / alone.wall:.0f} % of a core"
+    )
+    longest = max(beat["seconds_ago"] for beat in beats.values())
+    report.line(f"{len(beats):,} workers heard, the longest silent for {longest:.1f} s")
     name = f"{WORKERS:,} workers and {READERS} readers connect within {CONNECT_SECONDS:g} s without an error"
     report.line(f"\n{name}, met: {report.target(name, seconds <= CONNECT_SECONDS and not errors)}")
     name = f"{WORKERS:,} idle workers cost the server less than {100 * MOST_OF_A_CORE:g} % of a core"
@@ -91,11 +115,27 @@ def end(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def worker_crowd(home: Path, number: int, heard: Any) -> None:
-    """A process with its share of the workers, and their heartbeats."""
-    mine = range(number, WORKERS, WORKER_PROCESSES)
-    start(idle_worker, home, mine, heard)
-    beat_for(home, mine)
+def round_trips(store: RedisStore) -> int:
+    """The times that the server has read from a client since it began."""
+    facts: Any = store.connection.client.info("stats")
+    return int(facts["total_reads_processed"])
+
+
+def spent(processes: Sequence[BaseProcess]) -> float:
+    """CPU seconds of these processes so far."""
+    times = [Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split() for process in processes]
+    return sum(int(each[11]) + int(each[12]) for each in times) / os.sysconf("SC_CLK_TCK")
+
+
+def worker_crowd(home: Path, number: int, heard: Any, connected: Any) -> None:
+    """A process with its share of the workers. They begin when all are connected."""
+    setattr(loop, "pauses_between_asks", long_waited)  # noqa: B010
+    begin = threading.Event()
+    threads = start(partial(idle_worker, begin), home, range(number, WORKERS, WORKER_PROCESSES), heard)
+    connected.wait()
+    begin.set()
+    for thread in threads:
+        thread.join()
 
 
 def reader_crowd(home: Path, number: int, heard: Any) -> None:
@@ -114,17 +154,51 @@ def start(role: Callable[[Path, int, Any], None], home: Path, numbers: range, he
     return threads
 
 
-def idle_worker(home: Path, number: int, heard: Any) -> None:
-    """Asks for a ticket that never comes."""
+def long_waited() -> Iterator[float]:
+    """The pauses of a worker that has waited for long."""
+    return dropwhile(lambda pause: pause < SELDOM_SECONDS, pauses_between_asks())
+
+
+class NoSampler:
+    """Serves every version, and is never asked for a token: there are no tickets."""
+
+    version, vocab_size = -1, 1 << 30
+    wants_batches, is_ours = False, True
+
+    async def load(self, policy: PolicyVersion) -> None:
+        self.version = policy.version
+
+    async def sample(self, *args: Any, **options: Any) -> list[Completion]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
+
+
+def idle_worker(begin: threading.Event, home: Path, number: int, heard: Any) -> None:
+    """A worker whose tickets never come. It says when it is connected, and when it has its first version."""
+
+    def hear(event: WorkerEvent) -> None:
+        if isinstance(event, VersionLoaded):
+            heard.put((time.monotonic(), ""))
+
     try:
-        store = open_(home)
-        writer = Writer(store, f"worker-{number}", epoch=store.meta().epoch)
-        taken = writer.take("math", timeout_seconds=0.0)
+        with Buffer(open_(home), settings=RunSettings()) as buffer:
+            buffer.store.meta()
+            heard.put((time.monotonic(), ""))
+            begin.wait()
+            time.sleep(SPREAD_SECONDS * number / WORKERS)
+            loop.run_worker(
+                buffer,
+                f"worker-{number}",
+                WorkerSettings(env="vcopy"),
+                stop=threading.Event(),
+                on_event=hear,
+                env=make_env("vcopy"),
+                sampler=NoSampler(),
+            )
     except Exception as error:  # what it meets is what is measured
         heard.put((time.monotonic(), f"{type(error).__name__}: {error}"))
-        return
-    heard.put((time.monotonic(), f"took {taken}" if taken else ""))
-    writer.take("math")
 
 
 def waiting_reader(home: Path, number: int, heard: Any) -> None:

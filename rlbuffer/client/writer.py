@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
@@ -18,6 +19,7 @@ from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Asked
 
 TICKET_SECONDS = 60.0
 """The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
@@ -144,7 +146,7 @@ class Writer:
         while True:
             numbers = self._take(env, n, size)
             if numbers:
-                return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
+                return _tickets(env, numbers)
             pause = next(pauses)
             left = pause if deadline is None else min(pause, deadline - time.monotonic())
             if left <= 0:
@@ -152,14 +154,34 @@ class Writer:
             wait.look(f"a ticket of {env}")
             time.sleep(left)
 
+    def ask(
+        self, env: str, n: int, *, beat: dict[str, Any], size: int | None = None
+    ) -> tuple[list[Ticket], Asked] | None:
+        """Asks once, for a worker that has waited for long: its heartbeat `beat`, the newest policy version and an
+        operator's wishes share the round trip. -> None when the server refuses.
+
+        Raises:
+            EnvDone: as `take`.
+        """
+        try:
+            ttl, section = self.ticket_seconds, self._section
+            asked = self._store.ask(env, n, worker=self.worker, beat=beat, ttl_seconds=ttl, size=size, section=section)
+        except ServerRefused as error:
+            self._refused(error)
+            return None
+        return _tickets(env, asked.numbers), asked
+
     def _take(self, env: str, n: int, size: int | None) -> list[int]:
-        """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
         try:
             return self._store.take_tickets(env, n, ttl_seconds=self.ticket_seconds, size=size, section=self._section)
         except ServerRefused as error:
-            if self._on_retry is not None:
-                self._on_retry(error)
+            self._refused(error)
             return []
+
+    def _refused(self, error: ServerRefused) -> None:
+        """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
+        if self._on_retry is not None:
+            self._on_retry(error)
 
     def renew(self, tickets: Iterable[Ticket]) -> None:
         """Keeps tickets out for another `ticket_seconds`; a worker does so while it samples."""
@@ -266,6 +288,10 @@ def _checked(group: Group, method: str) -> Group:
 
 def _sequence(method: str, sequence: int | None) -> int | None:
     return None if sequence is None else as_integer(f"{method}: sequence", sequence, low=1)
+
+
+def _tickets(env: str, numbers: Iterable[int]) -> list[Ticket]:
+    return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
 
 
 def _by_env(tickets: Iterable[Ticket]) -> dict[str, list[int]]:

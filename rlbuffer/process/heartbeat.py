@@ -16,7 +16,10 @@ from rlbuffer.errors import RlbufferError
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
-"""Seconds between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
+"""Seconds between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim. Where
+nothing is held, a request that comes more seldom may tell instead (:meth:`Heartbeats.told`)."""
+LATE_SECONDS = 1.0
+"""Seconds that a loop which tells of itself may be late before the thread does."""
 BEAT_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a beat that is under way."""
 RATE_BEATS = 10
@@ -43,12 +46,30 @@ class Heartbeats(ABC):
         self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=RATE_BEATS)
         self._started = time.time()
         self._is_heard = True
+        self._told_until = float("-inf")
+        """Monotonic: until then the loop tells of itself, but not of a new trouble."""
+        self._told_error = ""
+        """The trouble that it has told of."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
     def start(self) -> None:
         """The first beat comes at once."""
         self._thread.start()
+
+    def letter(self) -> dict[str, Any] | None:
+        """The record for a request of the loop that takes it along; None where it cannot be made."""
+        self._told_error = self.error
+        try:
+            return self.record()
+        except Exception:  # the thread's next beat meets it, too, and tells
+            return None
+
+    def told(self, seconds: float) -> None:
+        """A request took the record along, and the next one does so in `seconds`. Unless it is late, or there is a
+        new trouble, the thread is silent."""
+        self._is_heard, self._told_until = True, time.monotonic() + seconds + LATE_SECONDS
+        self._note()
 
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
@@ -84,8 +105,10 @@ class Heartbeats(ABC):
 
     def _run(self) -> None:
         while True:
-            self._beat()
-            if self._closed.wait(BEAT_SECONDS):
+            silent = self._told_until - time.monotonic()
+            if silent <= 0 or self.error != self._told_error:
+                self._beat()
+            if self._closed.wait(min(silent, BEAT_SECONDS) if silent > 0 else BEAT_SECONDS):
                 return
 
     def _beat(self) -> None:
@@ -100,4 +123,7 @@ class Heartbeats(ABC):
             if message != self.error and not isinstance(error, RlbufferError):
                 _log.warning("a heartbeat failed, and the next one tries again", exc_info=error)
             self.error = message
+        self._note()
+
+    def _note(self) -> None:
         self._seen.append((time.monotonic(), self.rollouts, self.tokens))

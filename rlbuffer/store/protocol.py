@@ -20,7 +20,7 @@ from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.guarding import Guarding
-from rlbuffer.store.records import Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
+from rlbuffer.store.records import Asked, Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
 from rlbuffer.store.seeing import Seeing
 
 
@@ -103,6 +103,12 @@ class Store(Seeing, Guarding, Protocol):
 
         `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more.
         """
+
+    def ask(
+        self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
+    ) -> Asked:
+        """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
+        at the wishes. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
 
     def say_done(self, env: str, *, epoch: int) -> None:
         """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""

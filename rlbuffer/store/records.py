@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.policy_version import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +293,20 @@ class Ledger:
                 for fate in sorted({fate for a in accounts for fate in a.lengths})
             },
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a worker is told that asks for all it waits for at once."""
+
+    numbers: tuple[int, ...]
+    """Of the tickets it has taken."""
+    policy: PolicyVersion
+    """The newest version of all weights."""
+    is_draining: bool
+    """An operator wants no more tickets given."""
+    is_heard: bool
+    """Its heartbeat was stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

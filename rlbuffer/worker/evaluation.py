@@ -83,7 +83,7 @@ class Evaluator:
                         self._looked[name] = version
                         await self._evaluate(name, settings, version)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_new.wait(), EVALUATION_POLL_SECONDS)
+                await asyncio.wait_for(self._is_new.wait(), EVALUATION_POLL_SECONDS if self._settings else None)
 
     def forget(self) -> None:
         """Version numbers mean something else from now on."""

@@ -23,7 +23,9 @@ from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, Run
 from rlbuffer.events.event import RunChanged, Trouble
 from rlbuffer.events.worker import EnvFinished, GroupGivenUp, SamplerChecked, WorkerEvent, WorkerStopped
 from rlbuffer.narration.waiting import draining
+from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.stop_request import Stopped
+from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
@@ -103,6 +105,8 @@ class _Worker:
         self._job, self._buffer, self._env, self._stop = job, buffer, env, job.stop
         self._is_done = self._is_draining = False
         self._looked_at = float("-inf")
+        self._asks_for_all = False
+        """The last ask for tickets brought the newest version along, and the next one will."""
         assumed = buffer.settings.trainer.temperature
         self._maker = GroupMaker(env, job.sampler, job.settings, worker=job.name, assumed_temperature=assumed)
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
@@ -189,12 +193,9 @@ class _Worker:
                 if room <= 0 or (len(flights) and sampler.wants_batches):
                     await flights.wait(watch)
                     continue
-                flights.refusal = ""
-                tickets = await asyncio.to_thread(
-                    writer.take, self._env.name, room, timeout_seconds=0.0, size=flights.tickets
-                )
+                flights.refusal, pause = "", next(pauses)
+                tickets = await self._asked(writer, room, pause)
                 if not tickets:
-                    pause = next(pauses)
                     if pause >= SOON_SECONDS:
                         self._messages.waits(flights.refusal or await asyncio.to_thread(self._no_ticket))
                     await asyncio.to_thread(self._stop.wait, pause)
@@ -216,16 +217,43 @@ class _Worker:
         finally:
             await flights.land(watch)
 
+    async def _asked(self, writer: Writer, room: int, pause: float) -> list[Ticket]:
+        """Asks for tickets. An idle worker whose next ask is after a long `pause` asks for all it waits for, and tells
+        of itself, in one round trip: that is what a server with a thousand of them notices."""
+        env, size = self._env.name, self._flights.tickets
+        is_idle = pause >= BEAT_SECONDS and not len(self._flights)
+        letter = self._pulse.letter() if is_idle else None
+        if letter is None:
+            self._asks_for_all = False
+            return await asyncio.to_thread(writer.take, env, room, timeout_seconds=0.0, size=size)
+        answer = await asyncio.to_thread(writer.ask, env, room, beat=letter, size=size)
+        self._asks_for_all = answer is not None
+        if answer is None:
+            return []
+        tickets, asked = answer
+        if asked.is_heard:
+            self._pulse.told(pause)
+        self._is_draining, self._looked_at = asked.is_draining, time.monotonic()
+        if not tickets and not self._versions.serves(asked.policy):
+            await self._versions.refresh()
+        return tickets
+
     async def _watch(self) -> None:
-        """Loads newer versions, at once while groups are in flight, and evaluates those that are due."""
+        """Loads newer versions, at once while groups are in flight, and evaluates those that are due.
+
+        While the asks of an idle worker say which version is the newest, it is not looked for here.
+        """
         evaluating = asyncio.create_task(self._evaluator.run())
         pauses = pauses_between_asks()
         try:
             while True:
-                await self._versions.refresh()
-                if len(self._flights) or self._job.evaluations:
+                is_busy = len(self._flights) or self._job.evaluations
+                is_told = self._asks_for_all and self._versions.is_serving and not is_busy
+                if not is_told:
+                    await self._versions.refresh()
+                if is_told or is_busy:
                     pauses = pauses_between_asks()
-                await asyncio.sleep(max(WORKER_POLL_SECONDS, next(pauses)))
+                await asyncio.sleep(BEAT_SECONDS if is_told else max(WORKER_POLL_SECONDS, next(pauses)))
                 if evaluating.done():
                     evaluating.result()
         finally:

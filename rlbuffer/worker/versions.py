@@ -80,6 +80,10 @@ class Versions:
         """No newer version is waiting to be loaded after a failure."""
         return self._refused is None
 
+    def serves(self, policy: PolicyVersion) -> bool:
+        """`policy` is loaded."""
+        return policy == self._served
+
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """No newer version is loaded meanwhile."""

@@ -77,6 +77,11 @@ def _reusable(run: Run) -> None:
         )
 
 
+def _ask(store: RedisStore, run: Run) -> Any:
+    asked = store.ask("a", 1, worker="w", beat={"version": 0}, ttl_seconds=60, size=None, section="")
+    return len(asked.numbers), asked.policy, asked.is_draining
+
+
 def _push(store: RedisStore, run: Run) -> Any:
     group = make_group(env="a", size=2, group_id="a.7")
     status, _ = store.push(group, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
@@ -181,6 +186,7 @@ ROWS: dict[str, Row] = {
     "take_tickets": Row(
         call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
     ),
+    "ask": Row(call=_ask, prepare=_tickets, counts_twice=True),
     "say_done": Row(call=lambda store, run: store.say_done("a", epoch=run.meta.epoch), prepare=_tickets),
     "renew_tickets": Row(call=lambda store, run: store.renew_tickets("a", [0, 1], ttl_seconds=60), prepare=_tickets),
     "release_tickets": Row(call=lambda store, run: store.release_tickets("a", [0]), prepare=_tickets),

@@ -129,6 +129,63 @@ def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
     assert told == [ZeroDivisionError, KeyError], "each once"
 
 
+class Hours:
+    """The clock of a pulse's thread, which waits by it until `until`."""
+
+    def __init__(self, until: float) -> None:
+        self.now, self.until = 0.0, until
+        self.at: dict[float, Callable[[], object]] = {}
+        """What happens in the pauses that begin then."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self.at.pop(self.now, lambda: None)()
+        return self.now >= self.until
+
+
+@pytest.mark.parametrize(
+    ("events", "beats"),
+    [
+        ({}, [0, 2, 4, 6, 8, 10, 12]),
+        ({2: lambda pulse: pulse.told(5.0)}, [0, 8, 10, 12]),  # 2 + 5 + 1: the next request is late
+        ({2: lambda pulse: pulse.told(5.0), 6: lambda pulse: pulse.told(5.0)}, [0, 12]),
+        ({2: lambda pulse: (pulse.letter(), pulse.told(5.0)), 4: lambda pulse: trouble(pulse)}, [0, 4, 6, 8, 10, 12]),
+        ({2: lambda pulse: (trouble(pulse), pulse.letter(), pulse.told(5.0))}, [0, 8, 10, 12]),
+        ({2: lambda pulse: pulse.told(5.0), 4: lambda pulse: pulse.add([TICKET])}, [0, 4, 6, 8, 10, 12]),
+    ],
+    ids=["never told", "late", "told again", "a new trouble", "a trouble that was told", "a ticket"],
+)
+def test_the_thread_is_silent_while_requests_tell_of_the_worker(
+    events: Mapping[int, Callable[[Pulse], object]], beats: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, heard = Hours(until=14), list[float]()
+    monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: clock.now)
+    server = Server()
+    monkeypatch.setattr(server, "heartbeat", lambda *args: heard.append(clock.now))
+    pulse = Pulse(server, "w0", "a")
+    clock.at = {at: lambda event=event: event(pulse) for at, event in events.items()}  # type: ignore[misc]
+    pulse._closed = clock  # type: ignore[assignment]
+    pulse._run()
+    assert heard == beats
+
+
+def trouble(pulse: Pulse) -> None:
+    pulse.error = "something is wrong"
+
+
+def test_a_record_that_cannot_be_made_goes_with_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> str:
+        raise FileNotFoundError("the working directory is gone")
+
+    pulse = Pulse(server, "w0", "a")
+    assert pulse.letter() == pulse.record()
+    monkeypatch.setattr(pulse._work, "now", lost)
+    assert pulse.letter() is None
+
+
 def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((100.0, 104.0))
     monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: next(clock))

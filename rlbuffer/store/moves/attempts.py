@@ -153,14 +153,11 @@ class TrainerMoves(Session):
         return text(reply[0]) == "OK"
 
     def policy(self, adapter: str = "") -> PolicyVersion:
-        value = self.look(lambda client: client.hget(self.keys.policy, adapter))
-        if value is None:
-            return PolicyVersion(version=-1, adapter=adapter)
-        return _policy(adapter, value)
+        return policy_of(adapter, self.look(lambda client: client.hget(self.keys.policy, adapter)))
 
     def policies(self) -> dict[str, PolicyVersion]:
         fields = self.look(lambda client: client.hgetall(self.keys.policy))
-        return {text(adapter): _policy(text(adapter), value) for adapter, value in fields.items()}
+        return {text(adapter): policy_of(text(adapter), value) for adapter, value in fields.items()}
 
     def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
         # Numbers only grow, so a smaller one is of a server that came back without its newest writes.
@@ -174,8 +171,10 @@ class TrainerMoves(Session):
         )
 
 
-def _policy(adapter: str, value: bytes) -> PolicyVersion:
-    """A field of `policy`."""
+def policy_of(adapter: str, value: bytes | None) -> PolicyVersion:
+    """A field of `policy`; None: nothing was announced."""
+    if value is None:
+        return PolicyVersion(version=-1, adapter=adapter)
     _, version, record = value.split(b" ", 2)
     location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
     return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)

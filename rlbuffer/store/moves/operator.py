@@ -17,6 +17,9 @@ from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
 
+WISHES = ("asked", "draining")
+"""Fields of `meta`: how many wishes there were, and since when the run drains."""
+
 
 class OperatorMoves(PoolMoves, Session):
     """ASK, and DROP without a lease."""
@@ -46,7 +49,7 @@ class OperatorMoves(PoolMoves, Session):
                 return reply
 
     def wishes(self) -> tuple[int, bool]:
-        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, ["asked", "draining"]))
+        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, WISHES))
         return int(asked or 0), draining is not None
 
     def is_led(self) -> bool:

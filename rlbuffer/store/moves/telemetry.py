@@ -31,7 +31,7 @@ class Telemetry(Session):
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
         if kind not in HEARTBEATS:
             raise ValueError(f"heartbeat kind {kind!r} must be one of {', '.join(HEARTBEATS)}")
-        self._note(self.keys.heartbeats(kind), name, payload.dumps(dict(record)))
+        self._tell((self.keys.heartbeats(kind),), beat_args(name, record))
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
         key = self.keys.heartbeats(kind)
@@ -53,7 +53,7 @@ class Telemetry(Session):
         return out
 
     def set_waiting(self, who: str, sentence: str) -> None:
-        self._note(self.keys.waiting, who, sentence)
+        self._tell((self.keys.waiting,), _note(who, sentence))
 
     def waiting(self) -> Mapping[str, str]:
         fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
@@ -87,9 +87,6 @@ class Telemetry(Session):
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
-    def _note(self, key: str, name: str, record: str | bytes) -> None:
-        self._tell((key,), ("note", name, record, FORGOTTEN_AFTER_MS))
-
     def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> None:
         """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
         try:
@@ -98,6 +95,15 @@ class Telemetry(Session):
             if keys[0] not in self._refused:
                 self._refused.add(keys[0])
                 _log.warning("not written to %s, now and later: %s", keys[0], error)
+
+
+def beat_args(name: str, record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of TELEMETRY with which a heartbeat is noted."""
+    return _note(name, payload.dumps(dict(record)))
+
+
+def _note(name: str, record: str | bytes) -> tuple[Any, ...]:
+    return "note", name, record, FORGOTTEN_AFTER_MS
 
 
 def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:

@@ -6,9 +6,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import redis
+
 from rlbuffer.errors import EnvDone
-from rlbuffer.store.records import Sources
-from rlbuffer.store.session import Session, text
+from rlbuffer.store.moves.attempts import policy_of
+from rlbuffer.store.moves.operator import WISHES
+from rlbuffer.store.moves.telemetry import beat_args
+from rlbuffer.store.records import Asked, Sources
+from rlbuffer.store.session import Session, raise_first, text
 
 _END = re.compile(r"=?([0-9]{1,15})\Z")
 """Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
@@ -21,9 +26,45 @@ class TicketMoves(Session):
         self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
     ) -> list[int]:
         # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
+        return self._numbers(env, self.move("ticket", *self._take(env, n, ttl_seconds, size, section)))
+
+    def ask(
+        self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
+    ) -> Asked:
+        telemetry, ticket = self.script("telemetry"), self.script("ticket")
+        keys, args = self._take(env, n, ttl_seconds, size, section)
+        told = beat_args(worker, beat)
+
+        def send() -> list[Any]:
+            with self.client.pipeline(transaction=False) as pipe:
+                pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *told)
+                pipe.evalsha(ticket.sha, len(keys), *keys, *args)
+                pipe.hget(self.keys.policy, "")
+                pipe.hmget(self.keys.meta, WISHES)
+                heard, *replies = pipe.execute(raise_on_error=False)
+            if isinstance(replies[0], redis.exceptions.NoScriptError):
+                replies[0] = ticket(keys, args)  # loads it
+            raise_first(replies)
+            return [not isinstance(heard, Exception), *replies]  # whatever is wrong with a heartbeat is its own trouble
+
+        heard, reply, policy, (_, draining) = self.connection.call(
+            send, patience_seconds=self.patience_seconds, op="ticket"
+        )
+        return Asked(
+            numbers=tuple(self._numbers(env, reply)),
+            policy=policy_of("", policy),
+            is_draining=draining is not None,
+            is_heard=heard,
+        )
+
+    def _take(
+        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Keys and arguments of TICKET."""
         keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
-        args = ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section)
-        reply = self.move("ticket", keys, args)
+        return keys, ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section)
+
+    def _numbers(self, env: str, reply: Sequence[Any]) -> list[int]:
         if reply and not isinstance(reply[0], int):
             raise EnvDone(f"env {env} of run {self.run!r} is done: it has given all its tickets, and none is out")
         return [int(number) for number in reply]

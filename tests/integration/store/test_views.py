@@ -6,7 +6,9 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ConfigError, RunGone, SchemaMismatch
+from rlbuffer.errors import ConfigError, EnvDone, RunGone, SchemaMismatch
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.records import Asked
 from rlbuffer.store.redis_store import open_store
 
 pytest_plugins = ("store_fixtures",)
@@ -51,6 +53,45 @@ def test_heartbeats_carry_the_servers_time(run):
     assert run.store.heartbeats("batcher") == {}
     with pytest.raises(ValueError, match="heartbeat kind 'x' must be one of worker, scorer, rank, batcher"):
         run.store.heartbeat("x", "w0", {})
+
+
+def ask(run, **changes):
+    usual = {"worker": "w0", "beat": {"version": 3}, "ttl_seconds": 60, "size": None, "section": ""}
+    return run.store.ask("a", 2, **(usual | changes))
+
+
+def test_one_ask_takes_tickets_is_heard_and_sees_the_newest_version_and_a_drain(run):
+    run.lead()
+    run.store.set_allowances(run.token, {"a": 3})
+    assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=True)
+    announced = PolicyVersion(version=3, location="/3", size=1)
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, announced)
+    run.store.ask_drain()
+    run.store.set_allowances(run.token, {"a": 3})  # whatever the leader says
+    assert ask(run) == Asked(numbers=(2,), policy=announced, is_draining=True, is_heard=True)
+    assert run.store.heartbeats("worker")["w0"]["version"] == 3
+    run.store.close_tickets("a", [0, 1, 2])
+    with pytest.raises(EnvDone):
+        ask(run, size=3)
+
+
+def test_a_heartbeat_that_fails_leaves_the_rest_of_an_ask_as_it_is(run):
+    run.lead()
+    run.store.set_allowances(run.token, {"a": 2})
+    run.client.set(run.store.keys.heartbeats("worker"), "no hash")
+    assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=False)
+
+
+def test_a_server_that_has_forgotten_its_scripts_gives_tickets_in_the_same_ask(run):
+    run.lead()
+    run.store.set_allowances(run.token, {"a": 3})
+    run.client.script_flush()
+    asked = ask(run)
+    assert (asked.numbers, asked.is_heard) == ((0, 1), False)
+    run.store.heartbeat("worker", "w0", {})  # as its thread does when it was not heard
+    asked = ask(run)
+    assert (asked.numbers, asked.is_heard) == ((2,), True)
 
 
 def test_process_that_was_silent_for_an_hour_is_forgotten_when_a_new_one_comes(run):

@@ -8,6 +8,8 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,14 @@ from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, ServerFull
 from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.narration.waiting import draining
+from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Score, make_env
 from rlbuffer.worker.flights import Flights
+from rlbuffer.worker.samplers.batched import Batched
 
 
 @pytest.fixture
@@ -137,14 +141,14 @@ def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage:
 
 
 class Counted:
-    """A store that counts how often it is asked for tickets and for the newest version."""
+    """A store that counts how often it is asked for what an idle worker waits for, and told that it lives."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("take_tickets", "policy"):
+        if name in ("take_tickets", "ask", "policy", "wishes", "heartbeat"):
             self.calls[name] += 1
         return getattr(self._store, name)
 
@@ -156,11 +160,98 @@ def test_a_worker_without_tickets_asks_ever_less_often_and_still_ends_at_once(
     store = stage.buffer.store = Counted(stage.store)
     stage.announce(0)
     stage.start()
-    eventually(lambda: store.calls == {"take_tickets": 3, "policy": 3})
+    eventually(lambda: store.calls["ask"] == 1)
     eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
     stage.finish()  # it does not sleep an hour
     assert stage.raised is None
-    assert store.calls == {"take_tickets": 3, "policy": 3}
+    assert (store.calls["take_tickets"], store.calls["ask"]) == (2, 1)
+    assert store.calls["policy"] <= 3
+
+
+@pytest.fixture
+def idle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """The store of a worker that has waited for long as soon as it begins; its thread waits for late asks for ever."""
+    monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "LATE_SECONDS", 3600.0)
+    monkeypatch.setattr(loop, "pauses_between_asks", lambda: repeat(loop.SOON_SECONDS))
+    stage.buffer.store = store = Counted(stage.store)
+    stage.announce(0)
+    return store
+
+
+def asks_on(store: Counted) -> None:
+    """Waits until a worker that asks now has asked twice more: what it was told by then it has told."""
+    asked = store.calls["ask"]
+    eventually(lambda: store.calls["ask"] > asked + 2)
+
+
+def test_one_request_of_an_idle_worker_tells_of_it_and_sees_versions_and_a_drain(stage: Stage, idle: Counted) -> None:
+    stage.start()
+    asks_on(idle)
+    before = idle.calls.copy()
+    asks_on(idle)
+    stage.store.ask_drain()
+    eventually(lambda: stage.heartbeat()["waiting"].endswith(f" s: {draining()}"))
+    assert idle.calls - before == {"ask": idle.calls["ask"] - before["ask"]}
+    stage.announce(1)
+    eventually(lambda: stage.heartbeat()["version"] == 1)
+    stage.finish()
+    assert stage.sampler.loads == [0, 1]
+    assert stage.raised is None
+
+
+def test_an_idle_worker_that_is_given_a_ticket_beats_for_itself_again(stage: Stage, idle: Counted) -> None:
+    stage.sampler.gate.clear()
+    stage.start()
+    asks_on(idle)
+    stage.allow(1)
+    eventually(stage.sampler.sampling.is_set)
+    asked, beats = idle.calls["ask"], idle.calls["heartbeat"]
+    eventually(lambda: idle.calls["heartbeat"] > beats + 2)
+    assert idle.calls["ask"] == asked
+    stage.sampler.gate.set()
+    eventually(lambda: stage.groups() == ["counting.0"])
+
+
+def test_a_worker_with_groups_in_flight_beats_for_itself_however_long_it_waits_for_more(
+    stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Batched, "wants_batches", False)
+    stage.sampler.gate.clear()
+    stage.allow(1)
+    stage.start()
+    eventually(stage.sampler.sampling.is_set)
+    before = idle.calls.copy()
+    eventually(lambda: idle.calls["take_tickets"] > before["take_tickets"] + 2)
+    eventually(lambda: idle.calls["heartbeat"] > before["heartbeat"] + 2)
+    assert idle.calls["ask"] == before["ask"]
+    stage.announce(1)
+    stage.sampler.gate.set()
+    eventually(lambda: stage.sampler.version == 1)
+
+
+def test_an_idle_worker_that_is_refused_tickets_beats_and_looks_for_versions_by_itself(
+    stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **values: Any) -> None:
+        raise ServerFull("the server is at its memory limit")
+
+    monkeypatch.setattr(stage.store, "ask", full)
+    stage.start()
+    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
+    stage.announce(1)
+    eventually(lambda: stage.heartbeat()["version"] == 1)
+
+
+def test_an_idle_worker_whose_heartbeat_is_not_taken_sends_it_by_itself(
+    stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = stage.store.ask
+    monkeypatch.setattr(stage.store, "ask", lambda *args, **values: replace(ask(*args, **values), is_heard=False))
+    stage.start()
+    asks_on(idle)
+    beats = idle.calls["heartbeat"]
+    eventually(lambda: idle.calls["heartbeat"] > beats + 2)
 
 
 def test_a_worker_of_a_run_that_drains_says_so_while_it_waits(stage: Stage) -> None:
