@@ -16,7 +16,7 @@ from rlbuffer.store.protocol import Store
 WORKERS_LOOK_SECONDS = 1.0
 """Seconds between the leader's looks at the workers' heartbeats while a step waits."""
 WORKER_FRESH_SECONDS = 8.0
-"""A worker beats every two seconds, without tickets at least every six or so; one that is silent for longer may be
+"""A worker beats every two seconds, without tickets at least every seven; one that is silent for longer may be
 gone."""
 
 Told = dict[str, tuple[object, str, float]]

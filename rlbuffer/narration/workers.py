@@ -9,7 +9,7 @@ from rlbuffer.narration.numbers import duration, failures_of, plural, printable
 from rlbuffer.narration.waiting import counted
 
 SHOWN_FRESH_SECONDS = 8.0
-"""A heartbeat comes every two seconds, that of a worker without tickets at least every six or so; whoever is silent for
+"""A heartbeat comes every two seconds, that of a worker without tickets at least every seven; whoever is silent for
 longer may be gone."""
 SHOWN_SILENT_SECONDS = 12.0
 """An env whose workers are silent for so long has none: their tickets lapse."""

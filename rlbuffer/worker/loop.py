@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks
+from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.event import RunChanged, Trouble
@@ -198,6 +198,8 @@ class _Worker:
                 if not tickets:
                     if pause >= SOON_SECONDS:
                         self._messages.waits(flights.refusal or await asyncio.to_thread(self._no_ticket))
+                    if self._asks_for_all:
+                        pause = together(pause, time.time())
                     await asyncio.to_thread(self._stop.wait, pause)
                     continue
                 pauses = pauses_between_asks()

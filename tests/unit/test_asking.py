@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlbuffer.client.asking import pauses_between_asks
+from rlbuffer.client.asking import TOGETHER_SECONDS, pauses_between_asks, together
 from rlbuffer.client.writer import Writer
 from rlbuffer.daemon.workers import WORKER_FRESH_SECONDS
 from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
@@ -63,8 +63,21 @@ def test_a_ticket_is_never_late_by_more_than_a_share_of_the_wait_for_it(asked: l
 
 
 def test_an_idle_worker_whose_asks_tell_of_it_is_never_taken_for_gone(asked: list[float]) -> None:
-    longest = max(after - before for before, after in pairwise(asked))
+    longest = max(after - before for before, after in pairwise(asked)) + TOGETHER_SECONDS
     assert longest + LATE_SECONDS < min(SHOWN_FRESH_SECONDS, WORKER_FRESH_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("pause", "now", "later"),
+    [
+        (5.0, 1_764_000_000.0, 5.0),
+        (5.0, 1_764_000_000.1, 5.4),
+        (5.3, 1_764_000_000.1, 5.4),
+        (5.45, 1_764_000_000.1, 5.9),
+    ],
+)
+def test_long_pauses_of_several_workers_end_together(pause: float, now: float, later: float) -> None:
+    assert together(pause, now) == pytest.approx(later, abs=1e-6)
 
 
 def test_those_who_begin_together_do_not_go_on_asking_together() -> None:

@@ -40,19 +40,16 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     own.push("a.2", version=1)
     store.set_allowances(own.token, {"a": 2})
     tickets = store.take_tickets("a", 1, ttl_seconds=60)
+    store.heartbeat("worker", "w9", {"version": 0})
     own.client.config_set("maxmemory", 1000)
     before = own.control_keys(), own.payload_keys()
-    asking = {"beat": {"version": 1}, "ttl_seconds": 60, "size": None, "section": ""}
-    for refused in (
-        lambda: own.push("a.3"),
-        lambda: store.take_tickets("a", 1, ttl_seconds=60),
-        lambda: store.ask("a", 1, worker="w9", **asking),
-    ):
+    for refused in (lambda: own.push("a.3"), lambda: store.take_tickets("a", 1, ttl_seconds=60)):
         with pytest.raises(ServerRefused, match="memory limit"):
             refused()
-    assert store.heartbeats("worker")["w9"]["version"] == 1  # heard all the same
-    own.client.hdel(store.keys.heartbeats("worker"), "w9")
     assert (own.control_keys(), own.payload_keys()) == before
+    with pytest.raises(ServerRefused, match="memory limit"):
+        store.ask("a", 1, worker="w9", beat={"version": 1}, ttl_seconds=60, size=None, section="")
+    assert store.heartbeats("worker")["w9"]["version"] == 1  # heard all the same
 
     assert store.open_run().epoch == own.meta.epoch
     assert own.lead().renewed

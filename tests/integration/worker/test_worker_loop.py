@@ -174,6 +174,7 @@ def idle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(heartbeat, "LATE_SECONDS", 3600.0)
     monkeypatch.setattr(loop, "pauses_between_asks", lambda: repeat(loop.SOON_SECONDS))
+    monkeypatch.setattr(loop, "together", lambda pause, now: 0.01)
     stage.buffer.store = store = Counted(stage.store)
     stage.announce(0)
     return store
