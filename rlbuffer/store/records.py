@@ -297,12 +297,12 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a worker is told that asks for all it waits for at once."""
+    """The answers to a worker that asks for all it waits for at once."""
 
     numbers: tuple[int, ...]
-    """Of the tickets it has taken."""
+    """Numbers of the tickets that it has taken."""
     policy: PolicyVersion
-    """The newest version of all weights."""
+    """The newest version of all weights; -1 when none was announced."""
     is_draining: bool
     """An operator wants no more tickets given."""
     is_heard: bool

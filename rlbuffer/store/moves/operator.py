@@ -17,7 +17,7 @@ from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
 
-WISHES = ("asked", "draining")
+WISH_FIELDS = ("asked", "draining")
 """Fields of `meta`: how many wishes there were, and since when the run drains."""
 
 
@@ -49,7 +49,7 @@ class OperatorMoves(PoolMoves, Session):
                 return reply
 
     def wishes(self) -> tuple[int, bool]:
-        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, WISHES))
+        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, WISH_FIELDS))
         return int(asked or 0), draining is not None
 
     def is_led(self) -> bool:

@@ -10,7 +10,7 @@ import redis
 
 from rlbuffer.errors import EnvDone
 from rlbuffer.store.moves.attempts import policy_of
-from rlbuffer.store.moves.operator import WISHES
+from rlbuffer.store.moves.operator import WISH_FIELDS
 from rlbuffer.store.moves.telemetry import beat_args
 from rlbuffer.store.records import Asked, Sources
 from rlbuffer.store.session import Session, raise_first, text
@@ -33,14 +33,14 @@ class TicketMoves(Session):
     ) -> Asked:
         telemetry, ticket = self.script("telemetry"), self.script("ticket")
         keys, args = self._take(env, n, ttl_seconds, size, section)
-        told = beat_args(worker, beat)
+        note = beat_args(worker, beat)
 
         def send() -> list[Any]:
             with self.client.pipeline(transaction=False) as pipe:
-                pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *told)
+                pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *note)
                 pipe.evalsha(ticket.sha, len(keys), *keys, *args)
                 pipe.hget(self.keys.policy, "")
-                pipe.hmget(self.keys.meta, WISHES)
+                pipe.hmget(self.keys.meta, WISH_FIELDS)
                 heard, *replies = pipe.execute(raise_on_error=False)
             if isinstance(replies[0], redis.exceptions.NoScriptError):
                 replies[0] = ticket(keys, args)  # loads it

@@ -174,8 +174,8 @@ def idle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(heartbeat, "LATE_SECONDS", 3600.0)
     monkeypatch.setattr(loop, "pauses_between_asks", lambda: repeat(loop.SOON_SECONDS))
-    monkeypatch.setattr(loop, "together", lambda pause, now: 0.01)
     stage.buffer.store = store = Counted(stage.store)
+    monkeypatch.setattr(loop, "together", lambda pause, now: store.calls.update(["together"]) or 2 * pause)
     stage.announce(0)
     return store
 
@@ -193,7 +193,7 @@ def test_one_request_of_an_idle_worker_tells_of_it_and_sees_versions_and_a_drain
     asks_on(idle)
     stage.store.ask_drain()
     eventually(lambda: stage.heartbeat()["waiting"].endswith(f" s: {draining()}"))
-    assert idle.calls - before == {"ask": idle.calls["ask"] - before["ask"]}
+    assert set(idle.calls - before) == {"ask", "together"}
     stage.announce(1)
     eventually(lambda: stage.heartbeat()["version"] == 1)
     stage.finish()
