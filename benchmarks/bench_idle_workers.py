@@ -56,8 +56,9 @@ def run(report: Report) -> None:
         f"over {MEASURED_SECONDS:g} s, of all and of the workers alone. What real workers ask is counted: heartbeats, "
         "tickets, the newest version, an operator's wishes. They begin as if they had waited for two minutes: two "
         "cores cannot carry a thousand that have just begun",
-        not_measured="the network (unix socket here), the workers' own CPU beyond its sum, a leader, and workers that "
-        "begin or end, have waited for less, wait for the first version, evaluate, or meet a full server",
+        not_measured="the network (unix socket here), hosts whose clocks differ, the workers' own CPU beyond its sum, "
+        "a leader, and workers that begin or end, have waited for less, wait for the first version, evaluate, or meet "
+        "a full server",
     )
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     store, heard, connected = open_(home), SPAWN.Queue(), SPAWN.Event()

@@ -95,6 +95,15 @@ def test_payloads_lie_on_all_shards_and_control_keys_on_one(cluster: Cluster, ru
     assert run.store.verify().findings == ()
 
 
+def test_an_ask_for_everything_goes_to_the_shard_of_the_control_keys(run: Run) -> None:
+    run.store.heartbeat("worker", "w", {})
+    run.lead()
+    run.store.set_allowances(run.token, {"a": 1})
+    asked = run.store.ask("a", 2, worker="w", beat={"version": 4}, ttl_seconds=60, size=None, section="")
+    assert (asked.numbers, asked.is_heard) == ((0,), True)
+    assert run.store.heartbeats("worker")["w"]["version"] == 4
+
+
 def test_a_round_through_the_payloads_passes_every_shard(run: Run) -> None:
     for n in range(10):
         run.push(f"a.{n}")
