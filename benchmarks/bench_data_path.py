@@ -77,10 +77,10 @@ class Cost:
 
 
 def run(report: Report) -> None:
-    """Measures three sizes of rollouts."""
+    """Measures each size of rollouts."""
     report.begin(
         "data path",
-        measures=f"rollouts of 4 KB, 26 KB (workload a) and 512 KB in groups of {GROUP_SIZE}, from a sampler's arrays "
+        measures=f"rollouts of 4, 26 (workload a), 256 and 512 KB in groups of {GROUP_SIZE}, from a sampler's arrays "
         f"to micro-batches with header, part and answers; medians of {ROUNDS} rounds; shares of bare commands for the "
         "same bytes in the same round, in a process of their own: HSET of a group's fields, HMGET of a rank's fields "
         "in one pipeline; a later step of a rank finds the memory of the one before, and so do the later HMGETs",
@@ -109,6 +109,7 @@ def sizes() -> dict[str, NDArray[np.int64]]:
     drawn = {
         "4 KB": np.full(10_000, 450),
         "26 KB": WORKLOADS["a"].lengths,
+        "256 KB": np.full(1_000, 28_900),
         "512 KB": np.full(1_000, 57_800),
     }
     whole = {}
