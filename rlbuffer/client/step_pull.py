@@ -6,29 +6,30 @@ normalisers stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.arena import Arena
-from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.derived_columns import ItemFacts, own_advantages
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import dealt_to
-from rlbuffer.records.info import unfrozen
-from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+from rlbuffer.packing.slabs import IGNORE_INDEX, Layout, Slab, lay_out
+from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.store.payloads import Trainable, decoded, read_views
+from rlbuffer.store.part_payloads import Memory, Outcome, PartPayloads, Place, receive
+from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.store.payloads import Trainable, decoded
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 from rlbuffer.wire.views import in_range
-
-_UnfrozenSample = unfrozen(Sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Part:
 
     rows: Sequence[Any]
     """Per micro-step: tuple of rows, each a tuple of indices into `rollouts`; () is a dummy."""
-    rollouts: Sequence[PartRollout]
+    rollouts: PartRollouts
     row_tokens: int
 
 
@@ -71,7 +72,7 @@ class StepPull:
         if header.world_size != self._world_size:
             return self._dealt_again(header)
         (own,) = self._store.read_parts(header.step, [self._rank])
-        return Part(own.rows, own.rollouts, own.row_tokens)
+        return Part(own.rows, PartRollouts.of(own.rollouts), own.row_tokens)
 
     def _dealt_again(self, header: StepHeader) -> Part:
         """The rows that `redeal` gives to this rank. Of many ranks none reads what all of them hold.
@@ -98,16 +99,18 @@ class StepPull:
         needed = sorted({order[k][2] for its in dealt for k in its if k is not None} - parts.keys())
         if needed:
             parts |= {part.rank: part for part in self._store.read_parts(header.step, needed)}
-        rollouts: list[PartRollout] = []
+        pieces: list[tuple[PartRollouts, Sequence[int]]] = []
+        used = 0
 
         def row(step: int, layer: int, rank: int) -> tuple[int, ...]:
-            base, part = len(rollouts), parts[rank]
-            its = part.rows[step][layer]
-            rollouts.extend(part.rollouts[i] for i in its)
-            return tuple(range(base, base + len(its)))
+            nonlocal used
+            its = parts[rank].rows[step][layer]
+            pieces.append((PartRollouts.of(parts[rank].rollouts), its))
+            used += len(its)
+            return tuple(range(used - len(its), used))
 
         rows = [tuple(() if k is None else row(*order[k]) for k in micro_batch) for micro_batch in dealt]
-        return Part(rows, rollouts, first.row_tokens)
+        return Part(rows, PartRollouts.joined(pieces), first.row_tokens)
 
     def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the
@@ -116,42 +119,34 @@ class StepPull:
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()
         }
-        refs = part.rollouts
-        outcomes: list[RolloutArrays | Rollout | str] = []
-        answers: dict[str, Any] = {}
-        for ref, (outcome, group) in zip(refs, read_views(self._store, refs, schema, self._can), strict=True):
-            outcomes.append(outcome)
-            if ref.payload_key not in answers:
-                answers[ref.payload_key] = _answer(group)
-        items = [_item(*pair, header, answers) for pair in zip(refs, outcomes, strict=True)]
-        normalizers = Normalizers(**header.normalizers)
-
-        def assembled() -> tuple[MicroBatch, ...]:
-            return assemble(
-                part.rows,
-                items,
-                row_tokens=part.row_tokens,
-                normalizers=normalizers,
-                pad_token_id=self._pad_token_id,
-                pad_to_multiple_of=self._pad_to_multiple_of,
-                arena=self._arena,
-                schema=schema,
-            )
-
-        micro_batches = assembled()
-        if doubtful := self._out_of_range(part, outcomes, micro_batches):
-            del micro_batches  # the arena's memory
-            for i, data in doubtful.items():
-                outcomes[i] = decoded(refs[i], data, schema, self._can)
-                items[i] = _item(refs[i], outcomes[i], header, answers)
-            micro_batches = assembled()
-        damaged = [(ref, wrong) for ref, wrong in zip(refs, outcomes, strict=True) if isinstance(wrong, str)]
+        rollouts, normalizers = part.rollouts, Normalizers(**header.normalizers)
+        layout = Layout(
+            schema=schema,
+            row_tokens=part.row_tokens,
+            pad_token_id=self._pad_token_id,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+            ignore_index=IGNORE_INDEX,
+            normalizers=normalizers,
+        )
+        lengths = rollouts.numbers["length"].tolist()
+        slabs = lay_out(part.rows, lengths, rollouts.column("adapter"), layout, self._arena)
+        pulled = receive(self._store, rollouts, _places(slabs, len(rollouts)), schema, self._can, self._arena)
+        for slab in slabs:
+            self._fill(slab, rollouts, pulled, schema, masks=header.masks_truncated)
+        arrays = {i: its for i, its in pulled.loose.items() if not isinstance(its, str)}
+        facts = ItemFacts(
+            spans=pulled.spans,
+            advantages=rollouts.column("advantage"),
+            own_advantages=own_advantages(arrays),
+            samples=Samples(rollouts, pulled.groups, arrays),
+        )
+        damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.loose.items()) if isinstance(wrong, str)]
         step = Step(
             number=header.step,
             epoch=header.epoch,
             digest=header.digest,
             world_size=self._world_size,
-            micro_batches=micro_batches,
+            micro_batches=tuple(micro_batch for slab in slabs for micro_batch in slab.cut(facts, arrays)),
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),
@@ -161,57 +156,92 @@ class StepPull:
         )
         return step, damaged
 
-    def _out_of_range(
-        self, part: Part, outcomes: Sequence[RolloutArrays | Rollout | str], micro_batches: Sequence[MicroBatch]
-    ) -> dict[int, bytes]:
-        """Index -> payload of the rollouts that have a token or logprob that cannot be trained.
+    def _fill(
+        self, slab: Slab, rollouts: PartRollouts, pulled: PartPayloads, schema: Mapping[str, ColumnSpec], *, masks: bool
+    ) -> None:
+        """Writes what does not lie in its place yet. Checks the range of all, and masks what is not to be trained.
 
-        Each by its own values, whatever it shares a micro-batch with: rows that are dealt again give the same."""
-        size = self._can.vocabulary
-        payloads = {}
-        for rows, micro_batch in zip(part.rows, micro_batches, strict=True):
-            if in_range(micro_batch.input_ids, micro_batch.loss_mask, micro_batch.logprobs, size):
-                continue
-            for i in (i for row in rows for i in row):
-                views = outcomes[i]
-                if isinstance(views, RolloutArrays) and not in_range(*views[:3], size):
-                    payloads[i] = bytes(views.payload)
-        return payloads
+        A rollout is judged by its own values, whatever it shares a slab with: rows that are dealt again give the same.
+        """
+        if min(slab.items) < 0 or not pulled.loose.keys().isdisjoint(slab.items):
+            for item, place in slab.places():
+                if item < 0 or item in pulled.loose:
+                    slab.put(place, _arrays(pulled.loose.get(item)))
+        if not self._are_in_range(slab, slice(None)):
+            for item, place in slab.places():
+                its = pulled.loose.get(item)
+                if item >= 0 and not isinstance(its, str | Rollout) and not self._are_in_range(slab, place):
+                    data = b"".join(pulled.pieces[item]) if its is None else bytes(its.payload)
+                    pulled.loosen(item, decoded(rollouts[item], data, schema, self._can))
+                    slab.put(place, _arrays(pulled.loose[item]))
+        if masks:
+            is_truncated = rollouts.column("is_truncated")
+            for item, place in slab.places():
+                if item >= 0 and is_truncated[item]:
+                    slab.arrays["loss_mask"][place] = False
+
+    def _are_in_range(self, slab: Slab, place: slice) -> bool:
+        tokens, loss_mask, logprobs = (array[place] for array in slab.arrays.values())
+        return in_range(tokens, loss_mask, logprobs, self._can.vocabulary)
 
 
-def _answer(group: bytes | None) -> Any:
-    """Nothing trains on an answer: a damaged one is shown as missing, as the group's view does."""
-    try:
-        return None if group is None else payload.decode_group_payload(group)[0]
-    except PayloadError:
-        return None
+def _places(slabs: Iterable[Slab], rollouts: int) -> list[Place]:
+    """The memory of each rollout, and its first token there."""
+    places: dict[int, Place] = {}
+    for slab in slabs:
+        tokens, loss_mask, logprobs = (array.view(np.uint8).data for array in slab.arrays.values())
+        memory = Memory(tokens, loss_mask, logprobs, slab.arrays["loss_mask"])
+        places |= zip(slab.items, zip(repeat(memory), slab.starts, strict=False), strict=True)
+    return [places[item] for item in range(rollouts)]
 
 
-def _item(
-    ref: PartRollout, outcome: RolloutArrays | Rollout | str, header: StepHeader, answers: Mapping[str, Any]
-) -> PackItem:
-    """One that is missing, damaged or not to be trained here becomes masked padding."""
-    info = ref.info
-    rollout = None if isinstance(outcome, str) else outcome
-    if rollout is not None and header.masks(info):
-        untrained = np.zeros_like(rollout.loss_mask)
-        if isinstance(rollout, RolloutArrays):
-            rollout = rollout._replace(loss_mask=untrained)
-        else:
-            rollout = replace(rollout, loss_mask=untrained)
-    sample = _UnfrozenSample()
-    sample.rollout_id = info.rollout_id
-    sample.group_id = ref.group_id
-    sample.env = ref.env
-    sample.reward = info.reward
-    sample.rewards = info.rewards
-    sample.advantage = ref.advantage
-    sample.policy_versions = info.min_version, info.max_version
-    sample.answer = answers[ref.payload_key]
-    sample.prompt_tokens = info.prompt_tokens
-    sample.length = info.length
-    sample.adapter = ref.adapter
-    sample.is_truncated = info.is_truncated
-    sample.attachments = {} if rollout is None else rollout.attachments
-    sample.__class__ = Sample
-    return PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter)
+def _arrays(outcome: Outcome | None) -> Rollout | RolloutArrays | None:
+    """The arrays to be written."""
+    return None if isinstance(outcome, str) else outcome
+
+
+class Samples:
+    """Makes the records of rollouts that people and losses read. Nothing of their payloads is kept but attachments."""
+
+    def __init__(
+        self,
+        rollouts: PartRollouts,
+        groups: Mapping[str, bytes | None],
+        arrays: Mapping[int, Rollout | RolloutArrays],
+    ) -> None:
+        self._rollouts, self._groups = rollouts, groups
+        self._attachments = {i: its.attachments for i, its in arrays.items() if its.attachments}
+        self._answers: dict[str, Any] = {}
+
+    def __call__(self, items: Iterable[int]) -> tuple[Sample, ...]:
+        """The records of these rollouts."""
+        return tuple(map(self._sample, items))
+
+    def _sample(self, item: int) -> Sample:
+        ref = self._rollouts[item]
+        info = ref.info
+        return Sample(
+            rollout_id=info.rollout_id,
+            group_id=ref.group_id,
+            env=ref.env,
+            reward=info.reward,
+            rewards=info.rewards,
+            advantage=ref.advantage,
+            policy_versions=(info.min_version, info.max_version),
+            answer=self._answer(ref.payload_key),
+            prompt_tokens=info.prompt_tokens,
+            length=info.length,
+            adapter=ref.adapter,
+            is_truncated=info.is_truncated,
+            attachments=self._attachments.get(item, {}),
+        )
+
+    def _answer(self, key: str) -> Any:
+        """Nothing trains on an answer: a damaged one is shown as missing, as the group's view does."""
+        if key not in self._answers:
+            group = self._groups[key]
+            try:
+                self._answers[key] = None if group is None else payload.decode_group_payload(group)[0]
+            except PayloadError:
+                self._answers[key] = None
+        return self._answers[key]

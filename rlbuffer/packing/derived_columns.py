@@ -6,14 +6,16 @@ need of the rollouts is kept here, and the payloads are not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.packing.arena import Allocate, Arena, aligned
-from rlbuffer.records.micro_batch import MicroBatch
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 
 _DTYPES: dict[str, Any] = {
@@ -25,36 +27,44 @@ _DTYPES: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemFacts:
+    """The facts of a rank's rollouts that derived columns and samples follow from; each sequence has one of each."""
+
+    spans: Sequence[Sequence[Sequence[int]]]
+    """(policy version, start, end) of every stretch that was sampled; () of a rollout that is missing or damaged."""
+    advantages: Sequence[float]
+    own_advantages: Mapping[int, NDArray[Any]]
+    """Rollout -> its own column of them, which wins."""
+    samples: Callable[[Iterable[int]], tuple[Sample, ...]]
+    """Makes the records of these rollouts."""
+
+
+def own_advantages(rollouts: Mapping[int, Rollout | RolloutArrays]) -> dict[int, NDArray[Any]]:
+    """`ItemFacts.own_advantages` of these rollouts: copies, because payloads are not kept."""
+    return {i: np.array(its.columns["advantages"]) for i, its in rollouts.items() if "advantages" in its.columns}
+
+
 class DerivedColumns:
     """Writes the derived columns of one micro-batch, each into its own part of one block of memory."""
 
-    __slots__ = ("_advantages", "_arena", "_ignore_index", "_lengths", "_new", "_owners", "_spans")
+    __slots__ = ("_arena", "_facts", "_ignore_index", "_items", "_lengths", "_new")
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        rollouts: Sequence[Rollout | RolloutArrays | None],
-        owners: Sequence[int],
-        ignore_index: int,
-        arena: Arena | None,
+        self, lengths: Sequence[int], items: Sequence[int], facts: ItemFacts, ignore_index: int, arena: Arena | None
     ) -> None:
-        """One length, rollout and owner a segment: None and -1 for padding, None for a damaged rollout."""
+        """One length and one item a segment: the number of its rollout, -1 for padding."""
         self._lengths = lengths
-        self._owners = owners
+        self._items = items
+        self._facts = facts
         self._ignore_index = ignore_index
         self._arena = arena
         self._new: Allocate | None = None
-        self._spans = [() if rollout is None else rollout.version_spans for rollout in rollouts]
-        """Empty where there is no rollout: every rollout has one."""
-        self._advantages = {
-            i: np.array(rollout.columns["advantages"])
-            for i, rollout in enumerate(rollouts)
-            if rollout is not None and "advantages" in rollout.columns
-        }
-        """Segment -> its rollout's own column."""
 
-    def __call__(self, micro_batch: MicroBatch, name: str) -> NDArray[Any]:
-        """The column `name`, [T]."""
+    def __call__(self, micro_batch: MicroBatch, name: str) -> Any:
+        """The column `name`, [T], or the samples."""
+        if name == "samples":
+            return self._facts.samples(item for item in self._items if item >= 0)
         out = self._empty(micro_batch.length, name)
         writers = {
             "position_ids": self._write_positions,
@@ -77,23 +87,25 @@ class DerivedColumns:
         np.concatenate([ramp[:length] for length in self._lengths], out=out)
 
     def _write_owners(self, out: NDArray[Any], micro_batch: MicroBatch) -> None:
-        out[:] = np.repeat(np.array(self._owners, out.dtype), self._lengths)
+        number = count()
+        owners = [next(number) if item >= 0 else -1 for item in self._items]
+        out[:] = np.repeat(np.array(owners, out.dtype), self._lengths)
 
     def _write_advantages(self, out: NDArray[Any], micro_batch: MicroBatch) -> None:
         """The sample's advantage on trained tokens; a column ``advantages`` of the rollout wins."""
-        samples = micro_batch.samples
-        values = [samples[owner].advantage if owner >= 0 else 0.0 for owner in self._owners]
+        values = [self._facts.advantages[item] if item >= 0 else 0.0 for item in self._items]
         out[:] = np.repeat(np.array(values, out.dtype), self._lengths)
-        for i, own in self._advantages.items():
-            start = int(micro_batch.cu_seqlens[i])
-            out[start : start + len(own)] = own
+        if self._facts.own_advantages:
+            for start, item in zip(micro_batch.cu_seqlens.tolist(), self._items, strict=False):
+                own = self._facts.own_advantages.get(item, ())
+                out[start : start + len(own)] = own
         np.multiply(out, micro_batch.loss_mask, out=out)
         np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
 
     def _write_versions(self, out: NDArray[Any], micro_batch: MicroBatch) -> None:
         """The policy version that sampled each token; -1 where none did."""
         out.fill(-1)
-        for start, spans in zip(micro_batch.cu_seqlens.tolist(), self._spans, strict=False):
+        for start, spans in zip(micro_batch.cu_seqlens.tolist(), self._spans(), strict=False):
             for version, first, end in spans:
                 out[start + first : start + end] = version
 
@@ -102,6 +114,10 @@ class DerivedColumns:
         bounds = micro_batch.cu_seqlens
         out[:-1] = micro_batch.input_ids[1:]
         out[bounds[1:] - 1] = self._ignore_index
-        for i, spans in enumerate(self._spans):
+        for i, spans in enumerate(self._spans()):
             if not spans:
                 out[bounds[i] : bounds[i + 1]] = self._ignore_index
+
+    def _spans(self) -> list[Sequence[Sequence[int]]]:
+        """Those of each segment: every rollout that is there has one."""
+        return [self._facts.spans[item] if item >= 0 else () for item in self._items]

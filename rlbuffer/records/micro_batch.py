@@ -95,22 +95,24 @@ class Padded:
 
 DERIVED_ARRAYS = frozenset({"position_ids", "advantages", "targets", "sample_index", "policy_versions"})
 """Arrays of a micro-batch that follow from the others and from its rollouts."""
+_WHEN_READ = DERIVED_ARRAYS | {"samples"}
 
 
 class _Deriving:
-    """The derived arrays of a pulled :class:`MicroBatch`, each made when somebody first asks for it.
+    """The derived arrays and the samples of a pulled :class:`MicroBatch`, made when somebody first asks for them.
 
-    They are three quarters of a micro-batch's bytes, and few trainers read all of them on the host.
+    The arrays are three quarters of a micro-batch's bytes, and few trainers read all of them on the host; to make a
+    record of each rollout took longer than to receive it.
     """
 
     __slots__ = ("_derive",)
-    _derive: Callable[[MicroBatch, str], NDArray[Any]]
+    _derive: Callable[[MicroBatch, str], Any]
 
     if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
 
         def __getattr__(self, name: str) -> Any:
             """Called for a slot that is still empty."""
-            if name not in DERIVED_ARRAYS:
+            if name not in _WHEN_READ:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = self._derive(self, name)
             object.__setattr__(self, name, made)
@@ -124,8 +126,8 @@ class MicroBatch(_Deriving):
     The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
     ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
 
-    In a micro-batch of a step `position_ids`, `advantages`, `targets`, `sample_index` and `policy_versions` are made
-    when they are first read, from the other arrays as they are then.
+    In a micro-batch of a step `position_ids`, `advantages`, `targets`, `sample_index`, `policy_versions` and `samples`
+    are made when they are first read, the arrays from the other arrays as they are then.
 
     Example:
         >>> import rlbuffer
@@ -230,8 +232,9 @@ class MicroBatch(_Deriving):
 _UnfrozenMicroBatch = unfrozen(MicroBatch)
 
 
-def deriving(derive: Callable[[MicroBatch, str], NDArray[Any]], **values: Any) -> MicroBatch:
-    """A micro-batch of these values, whose :data:`DERIVED_ARRAYS` are made by `derive`, by name, when they are read."""
+def deriving(derive: Callable[[MicroBatch, str], Any], **values: Any) -> MicroBatch:
+    """A micro-batch of these values. Its :data:`DERIVED_ARRAYS` and samples are made by `derive`, by name, when they
+    are read."""
     made = _UnfrozenMicroBatch()
     for name, value in values.items():
         setattr(made, name, value)

@@ -56,28 +56,23 @@ def read_rollouts(
 
     `schema`: the further columns of its step.
     """
-    for chunk in _chunks(refs):
-        for ref, data in zip(chunk, store.read_payloads(chunk), strict=True):
+    for chunk in chunks([ref.info.size for ref in refs]):
+        its = refs[chunk.start : chunk.stop]
+        for ref, data in zip(its, store.read_payloads(its), strict=True):
             yield ref, decoded(ref, data, schema, can)
 
 
-def read_views(
-    store: Store, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
-) -> Iterator[tuple[RolloutArrays | Rollout | str, bytes | None]]:
-    """Each rollout for assembly: only its arrays where it is what its push announced, else as by :func:`read_rollouts`.
+def viewed(
+    ref: PartRollout, data: bytes | memoryview | None, schema: Mapping[str, ColumnSpec], can: Trainable
+) -> RolloutArrays | Rollout | str:
+    """Only the arrays of a payload that is what its push announced, else as :func:`decoded` has it.
 
-    With the encoded group part of its push, None where there is none.
-    The ranges of tokens, marks and logprobs are left to :func:`~rlbuffer.wire.views.in_range`, over each micro-batch;
-    :func:`decoded` then says what is wrong with a rollout that is out of them.
+    The ranges of tokens, marks and logprobs are left to :func:`~rlbuffer.wire.views.in_range`.
     """
-    needed = set(can.columns)
-    for chunk in _chunks(refs):
-        for ref, (data, group) in zip(chunk, store.read_pushed(chunk), strict=True):
-            views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
-            if views is not None and needed <= views.columns.keys() and fits(views, schema):
-                yield views, group
-            else:
-                yield decoded(ref, None if data is None else bytes(data), schema, can), group
+    views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
+    if views is not None and views.columns.keys() >= set(can.columns) and fits(views, schema):
+        return views
+    return decoded(ref, None if data is None else bytes(data), schema, can)
 
 
 def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:
@@ -113,13 +108,13 @@ def _misfit(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> str:
     return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
 
 
-def _chunks(refs: Sequence[PartRollout]) -> Iterator[Sequence[PartRollout]]:
-    """Consecutive runs of at most :data:`FETCH_BYTES`, so that one reply does not hold a whole step in memory twice."""
+def chunks(sizes: Sequence[int]) -> Iterator[range]:
+    """Consecutive runs of at most :data:`FETCH_BYTES`, so that no reply holds a whole step in the server's memory."""
     start, size = 0, 0
-    for i, ref in enumerate(refs):
-        if size and size + ref.info.size > FETCH_BYTES:
-            yield refs[start:i]
+    for i, its in enumerate(sizes):
+        if size and size + its > FETCH_BYTES:
+            yield range(start, i)
             start, size = i, 0
-        size += ref.info.size
-    if start < len(refs):
-        yield refs[start:]
+        size += its
+    if start < len(sizes):
+        yield range(start, len(sizes))

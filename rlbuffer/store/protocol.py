@@ -20,6 +20,7 @@ from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.guarding import Guarding
+from rlbuffer.store.received import Checksum, FieldReply, FieldRequest
 from rlbuffer.store.records import Asked, Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
 from rlbuffer.store.seeing import Seeing
 
@@ -360,6 +361,9 @@ class Store(Seeing, Guarding, Protocol):
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
         """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
+
+    def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
+        """Fields of pushes by payload key, received into memory; and the encoded group part of each push."""
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""

@@ -204,7 +204,7 @@ class StepPart:
 
     step: int
     rank: int
-    rollouts: tuple[PartRollout, ...]
+    rollouts: Sequence[PartRollout]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     """``rows[micro_step]`` are the rank's rows; indices into `rollouts`, () a dummy."""
     row_tokens: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -85,13 +86,8 @@ def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> li
     Raises:
         PayloadError: another list, or what :func:`loads` refuses in an item that is asked for.
     """
-    # To make an unpacker takes longer than its work here. One that fails stops inside a value, and is not used again.
-    mine = vars(_mine)
-    unpacker = mine.pop("unpacker", None)
-    if unpacker is None:
-        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     out: list[Any] = []
-    try:
+    with _unpacker() as unpacker:
         end = unpacker.tell() + len(data)
         unpacker.feed(data)
         if unpacker.read_array_header() != items:
@@ -103,11 +99,50 @@ def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> li
                 unpacker.skip()
         if unpacker.tell() != end:
             raise ValueError("bytes after the list")
+    _check(out, -1)
+    return out
+
+
+def picked_of_each(packed: Sequence[bytes | memoryview], place: int, *, items: int) -> list[Any]:
+    """The item at `place` of each of these packed lists of `items`.
+
+    Raises:
+        PayloadError: as :func:`picked`, of any of them.
+    """
+    out: list[Any] = []
+    before, behind = range(place), range(place + 1, items)
+    with _unpacker() as unpacker:
+        begin, skip, unpack, tell = unpacker.read_array_header, unpacker.skip, unpacker.unpack, unpacker.tell
+        end = tell()
+        unpacker.feed(b"".join(packed))
+        for size in map(len, packed):
+            end += size
+            if begin() != items:
+                raise ValueError("a list of another length")
+            for _ in before:
+                skip()
+            out.append(unpack())
+            for _ in behind:
+                skip()
+            if tell() != end:
+                raise ValueError("bytes after the list")
+    _check(out, -1)
+    return out
+
+
+@contextmanager
+def _unpacker() -> Iterator[Any]:
+    """An unpacker, which takes longer to make than to use here, so each thread keeps one. One that fails stops inside a
+    value, and is not used again."""
+    mine = vars(_mine)
+    unpacker = mine.pop("unpacker", None)
+    if unpacker is None:
+        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+    try:
+        yield unpacker
     except _FAULTS as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-    _check(out, -1)
     mine["unpacker"] = unpacker
-    return out
 
 
 def check(value: Any) -> None:
@@ -143,18 +178,22 @@ _mine = threading.local()
 _FAULTS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
-def _check(container: list[Any] | dict[Any, Any], level: int) -> None:
-    """Leaves are looked at in place, because a step has a million of them."""
-    if level >= MAX_LEVELS:
-        raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
+def _check(container: Sequence[Any] | dict[Any, Any], level: int) -> None:
+    """Leaves are looked at in place, and a table of lists column by column, because a step has a million of them."""
     if isinstance(container, dict):
         for key in container:
             if type(key) is not str:
                 raise PayloadError("malformed msgpack: a key that is not a string")
-    for item in container.values() if isinstance(container, dict) else container:
-        kind = type(item)
-        if kind is float:
-            if not math.isfinite(item):
-                raise PayloadError("malformed msgpack: a number that is not finite")
-        elif kind is list or kind is dict:
-            _check(item, level + 1)
+        container = tuple(container.values())
+    kinds = set(map(type, container))
+    if float in kinds and not all(map(math.isfinite, [item for item in container if type(item) is float])):
+        raise PayloadError("malformed msgpack: a number that is not finite")
+    if kinds == {list} and len(set(map(len, container))) == 1 and len(container) > len(container[0]):
+        container = tuple(zip(*container, strict=True))
+        kinds = {tuple}
+    if not kinds.isdisjoint((list, dict, tuple)):
+        if level + 1 >= MAX_LEVELS:
+            raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
+        for item in container:
+            if item and type(item) in (list, dict, tuple):
+                _check(item, level + 1)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
@@ -46,7 +47,19 @@ PAYLOAD_FORMAT = 1
 """Grows when the layout changes; a reader refuses any other."""
 
 _HEADER = struct.Struct("<4sHHIIII")
-_ROLLOUT, _GROUP = b"RLBR", b"RLBG"
+HEADER_DTYPE = np.dtype(
+    [
+        ("magic", "S4"),
+        ("format", "<u2"),
+        ("arrays", "<u2"),
+        ("details", "<u4"),
+        ("tokens", "<u4"),
+        ("total", "<u4"),
+        ("checksum", "<u4"),
+    ]
+)
+"""A payload's header as a record of an array."""
+ROLLOUT, _GROUP = b"RLBR", b"RLBG"
 _CHECKSUM_AT = _HEADER.size - 4
 
 
@@ -131,7 +144,7 @@ def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryv
             chunks.append(bytes(gap))
         chunks.append(part)
         at += gap + part.nbytes
-    return _framed(_ROLLOUT, len(arrays), len(details), tokens, at, chunks)
+    return _framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
 
 
 def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
@@ -201,7 +214,7 @@ def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, ch
     return b"".join([header, struct.pack("<I", checksum), *chunks])
 
 
-def unframed(data: bytes | memoryview, magic: bytes = _ROLLOUT) -> tuple[int, int, int, int]:
+def unframed(data: bytes | memoryview, magic: bytes = ROLLOUT) -> tuple[int, int, int, int]:
     """(arrays, tokens, offset behind the details, checksum) of a payload whose checksum holds.
 
     Raises:

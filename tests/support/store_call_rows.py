@@ -11,6 +11,7 @@ from store_runs import Run, plan_of
 
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.received import InPlace
 from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
@@ -134,6 +135,18 @@ def _pin(store: RedisStore, run: Run) -> Any:
 
 def _parts(run: Run) -> list[Any]:
     return [member for part in run.store.read_parts(1) for member in part.rollouts]
+
+
+def _received(store: RedisStore, run: Run) -> Any:
+    wanted = {ref.payload_key: [] for ref in _parts(run)}
+    for ref in _parts(run):
+        wanted[ref.payload_key].append((str(ref.index), ref.info.size, [memoryview(bytearray(ref.info.size))]))
+    values, groups = store.receive_pushed(wanted, lambda pieces: sum(pieces[0]))
+    arrived = {
+        key: [bytes(pieces[0]) for _, _, pieces in wanted[key]] if isinstance(its, InPlace) else [*its]
+        for key, its in values.items()
+    }
+    return arrived, groups
 
 
 def _tickets(run: Run) -> None:
@@ -286,6 +299,7 @@ ROWS: dict[str, Row] = {
         call=lambda store, run: [(data and bytes(data), group) for data, group in store.read_pushed(_parts(run))],
         prepare=_steps,
     ),
+    "receive_pushed": Row(call=_received, prepare=_steps),
     "read_group_payloads": Row(
         call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
     ),

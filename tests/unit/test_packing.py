@@ -344,7 +344,7 @@ def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch:
     items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
     rows: list[list[tuple[int, ...]]] = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
     together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4, arena=Arena())
-    monkeypatch.setattr("rlbuffer.packing.assembly.SLAB_TOKENS", 1)
+    monkeypatch.setattr("rlbuffer.packing.slabs.SLAB_TOKENS", 1)
     apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
     for left, right in zip(together, apart, strict=True):
         for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask", "advantages", "logprobs", "targets"):

@@ -204,6 +204,17 @@ ONE = msgpack.packb(["answer"])
             msgpack.packb({"sources": [], "rollouts": [], "rows": [[[0]]]}),
             "step part: unexpected content (ValueError: a row names a rollout that the part does not have)",
         ),
+        (
+            decode_part,
+            msgpack.packb(
+                {
+                    "sources": [["k", "g", "a", "", "", 0, "", 0]],
+                    "rollouts": [[0, i, 0.0, f"g/{i}", 1, 1, 0, None, {}, 0, 0, 0, False, 1, 1] for i in range(2)],
+                    "rows": [[[0]], [[0]]],
+                }
+            ),
+            "step part: unexpected content (ValueError: the rows do not name each rollout once)",
+        ),
         (decode_part, b"\xc1", "step part: malformed msgpack: FormatError"),
         (
             lambda data: part_of("1-1", {b"part": data}, Keys("r")),

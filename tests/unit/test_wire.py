@@ -450,6 +450,8 @@ def array32(n: int) -> bytes:
         (b"\xc7\x00\x05", "malformed msgpack: extension type 5"),
         (b"\xd6\xff\x00\x00\x00\x00", "malformed msgpack: 5 exceeds max_ext_len(0)"),
         (b"\x91" * 41 + b"\x00", "malformed msgpack: nested more than 40 levels deep"),
+        (b"\x91" * 39 + b"\x93" + b"\x91\x90" * 3, "malformed msgpack: nested more than 40 levels deep"),
+        (b"\x91" * 39 + b"\x93" + b"\x91\x80" * 3, "malformed msgpack: nested more than 40 levels deep"),
         (b"\x91" * 5000 + b"\x00", "malformed msgpack: StackError"),
         (array32(200_000), "malformed msgpack: 200000 exceeds max_array_len(5)"),
         (array32(60_000) * 13_000, "malformed msgpack: StackError"),

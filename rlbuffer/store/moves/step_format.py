@@ -18,19 +18,18 @@ import numpy as np
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
-from rlbuffer.records.info import RolloutInfo, unfrozen
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
 from rlbuffer.store.moves.planned import Planned
-from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepPart
+from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.store.records import Meta, PoolEntry, StepPart
 from rlbuffer.wire import payload
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
 
 _HEADER_FIELDS = frozenset(field.name for field in fields(StepHeader))
-_UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 Built = TypeVar("Built")
 
 
@@ -232,10 +231,13 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
 
     def build(record: dict[str, Any]) -> StepPart:
         sources = record["sources"]
-        rollouts = tuple(_part_rollout(item, sources, prefix) for item in record["rollouts"])
-        rows = tuple(tuple(tuple(row) for row in rows) for rows in record["rows"])
-        if any(not 0 <= index < len(rollouts) for micro_step in rows for row in micro_step for index in row):
+        rollouts = PartRollouts(record["rollouts"], sources, prefix)
+        rows = tuple(tuple(map(tuple, rows)) for rows in record["rows"])
+        named = [index for micro_step in rows for row in micro_step for index in row]
+        if any(not 0 <= index < len(rollouts) for index in named):
             raise ValueError("a row names a rollout that the part does not have")
+        if sorted(named) != list(range(len(rollouts))):
+            raise ValueError("the rows do not name each rollout once")
         return StepPart(
             step=record["step"],
             rank=record["rank"],
@@ -255,20 +257,6 @@ def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -
         raise PayloadError(f"{what}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
-
-
-def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]], prefix: str) -> PartRollout:
-    info, made = _UnfrozenInfo(), _UnfrozenRollout()
-    (source, made.index, made.advantage, info.rollout_id, info.length, info.prompt_tokens, info.loss_tokens,
-     info.reward, info.rewards, info.min_version, info.max_version, info.turns, info.is_truncated, info.size,
-     info.checksum) = item  # fmt: skip
-    (key, made.group_id, made.env, made.adapter, made.prompt_id, made.planned_size, made.worker,
-     made.pushed_ms) = sources[source]  # fmt: skip
-    info.__class__ = RolloutInfo
-    made.payload_key = prefix + key
-    made.info = info
-    made.__class__ = PartRollout
-    return cast(PartRollout, made)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import redis
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
@@ -14,6 +15,7 @@ from rlbuffer.packing.arena import Arena
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
+from rlbuffer.store.received import Checksum, FieldMemory, FieldReply, FieldRequest, InPlace
 from rlbuffer.store.records import PartRollout, StepPart
 from rlbuffer.store.server.receiving import receive_fields
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, sound, text
@@ -77,15 +79,31 @@ class StepReads(Session):
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
         sizes = _sizes(refs)
+        total = sum(size for fields in sizes.values() for size in fields.values())
+        block, at = self._arena.block(total)((total,), np.uint8).data, 0
+        request: dict[str, list[FieldMemory]] = {key: [] for key in sizes}
+        for key, fields in sizes.items():
+            for field, size in fields.items():
+                request[key].append((field, size, [block[at : at + size]]))
+                at += size
+        received, groups = self.receive_pushed(request, len)
+        values: dict[tuple[str, str], bytes | memoryview | None] = {}
+        for key, its in request.items():
+            arrived = received[key]
+            for n, (field, _, (memory,)) in enumerate(its):
+                values[key, field] = memory.toreadonly() if isinstance(arrived, InPlace) else arrived[n]
+        return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
+
+    def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
 
         def read(client: Any) -> list[Any]:
             if self.connection.is_memory or not isinstance(client, redis.Redis):  # a model has no socket
-                return _asked(client, sizes, "group")
-            return sound(receive_fields(client, sizes, "group", self._arena))
+                return _asked(client, {key: [field for field, _, _ in its] for key, its in request.items()}, "group")
+            return sound(receive_fields(client, request, "group", checksum))
 
-        replies = self.look(read) if refs else []
-        values, groups = _values(sizes, replies), dict(zip(sizes, replies[len(sizes) :], strict=True))
-        return [(values[ref.payload_key][str(ref.index)], groups[ref.payload_key]) for ref in refs]
+        replies = self.look(read) if request else []
+        values = {key: reply or [None] * len(its) for (key, its), reply in zip(request.items(), replies, strict=False)}
+        return values, dict(zip(request, replies[len(request) :], strict=True))
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
 
@@ -159,13 +177,13 @@ def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:
     return sizes
 
 
-def _asked(client: Any, sizes: Mapping[str, Mapping[str, int]], *further: str) -> list[Any]:
+def _asked(client: Any, asked: Mapping[str, Iterable[str]], *further: str) -> list[Any]:
     """The replies to an HMGET for each key, and then to an HGET of each further field."""
     with client.pipeline(transaction=False) as pipe:
-        for key, fields in sizes.items():
+        for key, fields in asked.items():
             pipe.hmget(key, list(fields))
         for field in further:
-            for key in sizes:
+            for key in asked:
                 pipe.hget(key, field)
         return answers(pipe)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +13,17 @@ import numpy as np
 import pytest
 from store_runs import Run
 
-import rlbuffer.client.step_pull
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.step_pull import Samples, StepPull
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
-from rlbuffer.store.payloads import Trainable, read_rollouts
-from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout
+from rlbuffer.store import part_payloads, payloads
+from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -109,13 +110,9 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
 
 def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
     """As every rollout was pulled that is decoded whole."""
-
-    def careful(store: Store, refs: Sequence[PartRollout], *rest: Any) -> Iterator[tuple[Rollout | str, bytes | None]]:
-        for ref, outcome in read_rollouts(store, refs, *rest):
-            yield outcome, store.read_group_payloads([ref.payload_key])[0]
-
     with patch.context() as patched:
-        patched.setattr(rlbuffer.client.step_pull, "read_views", careful)
+        patched.setattr(part_payloads, "head_sizes", lambda sizes, lengths: np.zeros_like(sizes))
+        patched.setattr(payloads, "view_rollout", lambda data, expected: None)
         return pull(run, can=can)
 
 
@@ -147,6 +144,10 @@ def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
     assert_same(step, careful)
     assert {s.group_id: s.answer for mb in step for s in mb.samples} == {f"a.{n}": {"is": n} for n in range(len(SOUND))}
     assert run.store.ledger().damaged == 0
+    trained = [
+        (s.is_truncated, m.any()) for mb in step for s, m in zip(mb.samples, mb.unpack(mb.loss_mask), strict=True)
+    ]
+    assert any(is_trained for is_truncated, is_trained in trained if is_truncated) is not masks
 
 
 def resealed(data: bytearray) -> bytes:
@@ -259,3 +260,93 @@ def test_a_column_that_the_trainer_needs_is_asked_for_of_views_too(run: Run, mon
     step = pull(run, can=can)
     assert step.damaged == tuple(f"a.0/{i}" for i in range(4))
     assert_same(step, pull_carefully(run, monkeypatch, can=can))
+
+
+def test_a_needed_column_that_no_rollout_of_a_step_has_is_missed(run: Run) -> None:
+    pushed(run, lambda rollout: {}, 0)
+    committed(run)
+    assert pull(run, can=Trainable(columns=("ref_logprobs",))).damaged == tuple(f"a.0/{i}" for i in range(4))
+
+
+def test_rows_are_padded_in_memory_that_was_used_before(run: Run) -> None:
+    for number in range(3):
+        pushed(run, lambda rollout: {}, number)
+    committed(run)
+    source = StepPull(run.again(), 0, 1, Trainable(), pad_token_id=77, pad_to_multiple_of=32)
+    header = run.store.wait_step(1, block_seconds=0.0)
+    assert header is not None
+    for _ in range(3):
+        step, damaged = source.step(header, source.part(header))
+        assert damaged == []
+        for mb in step:
+            is_padding = mb.sample_index < 0
+            assert is_padding.any()
+            assert set(mb.input_ids[is_padding].tolist()) == {77}
+            assert not mb.loss_mask[is_padding].any()
+            assert not mb.logprobs[is_padding].any()
+            mb.input_ids[:], mb.loss_mask[:], mb.logprobs[:] = 5, True, -5.0
+            del is_padding
+        del step, mb
+
+
+def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        pushed(run, lambda rollout: {}, number)
+    committed(run)
+    made = []
+    sample, decode = Samples._sample, payload.decode_group_payload
+    with monkeypatch.context() as patched:
+        patched.setattr(Samples, "_sample", lambda self, item: made.append(item) or sample(self, item))
+        patched.setattr(payload, "decode_group_payload", lambda data: made.append(-1) or decode(data))
+        if not run.store.connection.is_memory:  # there everything is looked at one by one
+            patched.setattr(PartRollouts, "_record", lambda *_: pytest.fail("a record of a part was made"))
+        step = pull(run)
+        assert made == []
+        assert [array.shape for mb in step for array in (mb.targets, mb.advantages)] == [
+            (mb.length,) for mb in step for _ in range(2)
+        ]
+        assert made == []
+    with monkeypatch.context() as patched:
+        patched.setattr(Samples, "_sample", lambda self, item: made.append(item) or sample(self, item))
+        first = step.micro_batches[1].samples
+        assert made == [4, 5, 6, 7]
+        assert step.micro_batches[1].samples is first
+    assert [s.answer for s in first] == [{"is": 1}] * 4
+    assert isinstance(first, tuple)
+
+
+def test_micro_batches_of_a_step_are_pickled_with_their_samples(run: Run) -> None:
+    pushed(run, lambda rollout: {}, 0)
+    committed(run)
+    (micro_batch,) = pull(run)
+    again = pickle.loads(pickle.dumps(micro_batch))
+    assert again.samples == micro_batch.samples
+    assert again.advantages.tolist() == micro_batch.advantages.tolist()
+
+
+def test_bytes_between_the_arrays_that_are_not_zero_are_taken_as_ever(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody trains them, and the checksum says that they are the writer's."""
+    encode = payload.encode_push
+
+    def marked(group: Group) -> payload.EncodedPush:
+        push = encode(group)
+        data = bytearray(push.payloads[1])
+        rollout = group.rollouts[1]
+        end = array_at(push.payloads[1], rollout, "loss_mask") + rollout.length
+        assert end % 8
+        data[end] = 7
+        false = resealed(data)
+        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
+        infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
+        payloads = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "encode_push", marked)
+        pushed(run, lambda rollout: {}, 0)
+    committed(run)
+    assert pull(run).damaged == ()

@@ -1,4 +1,4 @@
-"""Fields of known sizes are received into one block, and any other answer leaves the connection in order."""
+"""Fields of known sizes are received into memory of the caller; any other answer leaves the connection in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ import redis
 from faults import CuttingProxy
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.packing.arena import Arena
+from rlbuffer.store.received import FieldMemory, InPlace
 from rlbuffer.store.server import embedded, receiving
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.receiving import receive_fields
@@ -122,9 +124,33 @@ def filled(client: redis.Redis) -> redis.Redis:
     return client
 
 
-def received(client: redis.Redis) -> list[Any]:
-    replies = receive_fields(client, SIZES, "group", Arena())
-    return [[v and bytes(v) for v in reply] if isinstance(reply, list) else reply for reply in replies]
+def cut(memory: bytearray, size: int, ends: Sequence[int]) -> list[memoryview]:
+    """Pieces of `size` bytes of memory, cut at these places; also empty ones."""
+    bounds = [0, *sorted(min(end, size) for end in ends), size]
+    return [memoryview(memory)[start:end] for start, end in pairwise(bounds)]
+
+
+def memory_for(sizes: Mapping[str, Mapping[str, int]], *ends: int) -> dict[str, list[FieldMemory]]:
+    """Memory of its own for every field, in pieces."""
+    return {
+        key: [(field, size, cut(bytearray(size), size, ends)) for field, size in fields.items()]
+        for key, fields in sizes.items()
+    }
+
+
+def checksum(pieces: Sequence[memoryview]) -> int:
+    return zlib.crc32(b"".join(pieces))
+
+
+def received(client: redis.Redis, *ends: int) -> list[Any]:
+    """What came for the fields, wherever it lies."""
+    wanted = memory_for(SIZES, *ends)
+    replies = receive_fields(client, wanted, "group", checksum)
+    for i, fields in enumerate(wanted.values()):
+        if isinstance(reply := replies[i], InPlace):
+            replies[i] = [b"".join(pieces) for _, _, pieces in fields]
+            assert reply.checksums == [*map(zlib.crc32, replies[i])], "a checksum was computed of other bytes"
+    return replies
 
 
 def asked_for(client: redis.Redis) -> list[Any]:
@@ -142,18 +168,20 @@ def test_fields_are_received_as_hmget_reads_them(client: redis.Redis) -> None:
         assert received(client) == asked_for(client) == WHOLE
 
 
-def test_values_are_read_only_views_of_the_arena(client: redis.Redis) -> None:
-    arena = Arena()
-    values = receive_fields(client, SIZES, "group", arena)
-    assert isinstance(values[0][0], memoryview)
-    assert values[0][0].readonly
-    size = arena.held_bytes
-    again = receive_fields(client, SIZES, "group", arena)
-    assert arena.held_bytes > size, "memory that is in use was used again"
-    del values, again
-    size = arena.held_bytes
-    receive_fields(client, SIZES, "group", arena)
-    assert arena.held_bytes == size
+def test_fields_are_received_in_pieces_of_any_sizes(client: redis.Redis) -> None:
+    for ends in ((0, 1, 7, 7), (3, 29_999), tuple(range(0, 3000, 30)), (1000, 300_000)):
+        assert received(client, *ends) == WHOLE
+
+
+def test_nothing_is_copied_of_fields_of_the_sizes_that_were_known(client: redis.Redis) -> None:
+    replies = receive_fields(client, memory_for(SIZES), "group", checksum)
+    assert [type(reply) for reply in replies[: len(SIZES)]] == [InPlace] * len(SIZES)
+
+
+def test_a_field_may_be_asked_for_twice(client: redis.Redis) -> None:
+    wanted = memory_for({"h:1": SIZES["h:1"]}) | {"h:2": memory_for(SIZES)["h:2"] + memory_for(SIZES)["h:2"]}
+    receive_fields(client, wanted, "group", checksum)
+    assert [b"".join(pieces) for _, _, pieces in wanted["h:2"]] == [HASHES["h:2"]["12"]] * 2
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -223,13 +251,15 @@ def test_an_answer_in_any_pieces_is_taken_and_any_other_byte_between_fields_is_s
         for i in range(rng.randrange(1, 5))
     }
     sizes = {key: {field: len(value) for field, value in fields.items()} for key, fields in hashes.items()}
-    marks, places, total = receiving._layout(sizes)
+    wanted = memory_for(sizes, *(rng.randrange(700) for _ in range(rng.randrange(4))))
+    marks = receiving._marks(wanted)
     data = bytearray(answer(hashes))
-    assert len(data) == total
+    assert len(data) == sum(map(len, marks)) + sum(size for fields in sizes.values() for size in fields.values())
     at = None
     if seed % 2:
-        start, mark = rng.choice(marks)
-        at = start + rng.randrange(len(mark))
+        before = [0, *accumulate(size for fields in sizes.values() for size in fields.values())]
+        which = rng.randrange(len(marks))
+        at = before[which] + sum(map(len, marks[:which])) + rng.randrange(len(marks[which]))
         data[at] ^= 1 << rng.randrange(8)
         del data[at + 1 :]
     near, far = socket.socketpair()
@@ -245,11 +275,12 @@ def test_an_answer_in_any_pieces_is_taken_and_any_other_byte_between_fields_is_s
 
         sender = threading.Thread(target=send)
         sender.start()
-        block = memoryview(bytearray(total))
-        begun = receiving._receive(near, block, marks)
+        begun, checksums = receiving._receive(near, wanted, checksum)
         sender.join()
     if at is not None:
         assert begun == data
     else:
         assert begun is None
-        assert [bytes(block[start:end]) for start, end in places] == [v for f in hashes.values() for v in f.values()]
+        values = [value for fields in hashes.values() for value in fields.values()]
+        assert [b"".join(pieces) for fields in wanted.values() for _, _, pieces in fields] == values
+        assert checksums == [*map(zlib.crc32, values)]

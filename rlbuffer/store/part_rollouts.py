@@ -1,0 +1,133 @@
+"""The rollouts of a step's part in columns: a pull works on all of them at once, and people read a record of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.records.info import ROW_DTYPE, RolloutInfo, unfrozen
+from rlbuffer.store.records import PartRollout
+
+_COLUMNS = (
+    "source", "index", "advantage", "rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards",
+    "min_version", "max_version", "turns", "is_truncated", "size", "checksum",
+)  # fmt: skip
+"""The values of a rollout as they stand in a part."""
+_SOURCE = ("payload_key", "group_id", "env", "adapter", "prompt_id", "planned_size", "worker", "pushed_ms")
+"""The values of a push."""
+_INTEGERS = ("length", "prompt_tokens", "loss_tokens", "min_version", "max_version", "size", "checksum")
+PART_NUMBERS = np.dtype([(name, ROW_DTYPE[name]) for name in _INTEGERS])
+"""The whole numbers of a rollout: those of :data:`~rlbuffer.records.info.ROW_DTYPE` but for its flags."""
+_UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
+
+
+class PartRollouts(Sequence[PartRollout]):
+    """The rollouts of a part; a record of each is made when somebody reads one.
+
+    Args:
+        items: per rollout the number of its push and its own values, as they stand in a part.
+        sources: the values of each push.
+        prefix: stands before every payload key.
+
+    Raises:
+        ValueError, IndexError, TypeError: these are no values of a part.
+    """
+
+    def __init__(self, items: Sequence[Sequence[Any]], sources: Sequence[Sequence[Any]], prefix: str = "") -> None:
+        columns = zip(*items, strict=True) if items else ((),) * len(_COLUMNS)
+        self._columns: dict[str, tuple[Any, ...]] = dict(zip(_COLUMNS, columns, strict=True))
+        pushes = {number: dict(zip(_SOURCE, sources[number], strict=True)) for number in set(self._columns["source"])}
+        self._items, self._sources, self._prefix = items, sources, prefix
+        self._pushes = {number: push | {"payload_key": prefix + push["payload_key"]} for number, push in pushes.items()}
+
+    @classmethod
+    def of(cls, refs: Sequence[PartRollout]) -> PartRollouts:
+        """The same rollouts in columns, whatever they come as."""
+        if isinstance(refs, PartRollouts):
+            return refs
+        infos = [ref.info for ref in refs]
+        items = [
+            [i, ref.index, ref.advantage, *(getattr(info, name) for name in _COLUMNS[3:])]
+            for i, (ref, info) in enumerate(zip(refs, infos, strict=True))
+        ]
+        return cls(items, [[getattr(ref, name) for name in _SOURCE] for ref in refs])
+
+    @classmethod
+    def joined(cls, pieces: Iterable[tuple[PartRollouts, Sequence[int]]]) -> PartRollouts:
+        """Some rollouts of several parts of one step, by their places there."""
+        items: list[list[Any]] = []
+        sources: list[Sequence[Any]] = []
+        first: dict[int, int] = {}
+        prefix = ""
+        for part, places in pieces:
+            if id(part) not in first:
+                first[id(part)], prefix = len(sources), part._prefix
+                sources += part._sources
+            for source, *values in [part._items[place] for place in places]:
+                items.append([first[id(part)] + source, *values])
+        return cls(items, sources, prefix)
+
+    def column(self, name: str) -> Sequence[Any]:
+        """A value of each rollout, by the name of a field of its records."""
+        if name in _SOURCE:
+            return [self._pushes[number][name] for number in self._columns["source"]]
+        return self._columns[name]
+
+    @cached_property
+    def numbers(self) -> NDArray[np.void]:
+        """[rollouts] of :data:`PART_NUMBERS`.
+
+        Raises:
+            PayloadError: some are no numbers of a rollout.
+        """
+        out = np.empty(len(self), PART_NUMBERS)
+        try:
+            for name in _INTEGERS:
+                if not {int}.issuperset(map(type, self._columns[name])):
+                    raise TypeError(f"{name} is not a whole number")
+                out[name] = self._columns[name]
+        except (TypeError, OverflowError) as error:
+            raise PayloadError(f"step part: unexpected content ({type(error).__name__}: {error})") from None
+        return out
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> PartRollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PartRollout, ...]: ...
+    def __getitem__(self, index: int | slice) -> PartRollout | tuple[PartRollout, ...]:
+        return self._records[index]
+
+    def __iter__(self) -> Iterator[PartRollout]:
+        return iter(self._records)
+
+    def __eq__(self, other: object) -> bool:
+        return self._records == (other._records if isinstance(other, PartRollouts) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._records)
+
+    @cached_property
+    def _records(self) -> tuple[PartRollout, ...]:
+        return tuple(map(self._record, self._items))
+
+    def _record(self, item: Sequence[Any]) -> PartRollout:
+        info, made = _UnfrozenInfo(), _UnfrozenRollout()
+        (source, made.index, made.advantage, info.rollout_id, info.length, info.prompt_tokens, info.loss_tokens,
+         info.reward, info.rewards, info.min_version, info.max_version, info.turns, info.is_truncated, info.size,
+         info.checksum) = item  # fmt: skip
+        (made.payload_key, made.group_id, made.env, made.adapter, made.prompt_id, made.planned_size, made.worker,
+         made.pushed_ms) = self._pushes[source].values()  # fmt: skip
+        info.__class__ = RolloutInfo
+        made.info = info
+        made.__class__ = PartRollout
+        return cast(PartRollout, made)
