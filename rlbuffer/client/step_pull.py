@@ -6,8 +6,9 @@ normalisers stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -209,39 +210,46 @@ class Samples:
         groups: Mapping[str, bytes | None],
         arrays: Mapping[int, Rollout | RolloutArrays],
     ) -> None:
-        self._rollouts, self._groups = rollouts, groups
+        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.column("payload_key")
         self._attachments = {i: its.attachments for i, its in arrays.items() if its.attachments}
-        self._answers: dict[str, Any] = {}
 
-    def __call__(self, items: Iterable[int]) -> tuple[Sample, ...]:
-        """The records of these rollouts."""
-        return tuple(map(self._sample, items))
+    def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
+        """What makes the records of these rollouts."""
+        groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
+        attachments = {item: self._attachments[item] for item in items if item in self._attachments}
+        return partial(_samples, self._rollouts, items, groups, attachments)
 
-    def _sample(self, item: int) -> Sample:
-        ref = self._rollouts[item]
-        info = ref.info
-        return Sample(
-            rollout_id=info.rollout_id,
+
+def _samples(
+    rollouts: PartRollouts,
+    items: Sequence[int],
+    groups: Mapping[str, bytes | None],
+    attachments: Mapping[int, Mapping[str, Any]],
+) -> tuple[Sample, ...]:
+    answers = {key: _answer(group) for key, group in groups.items()}
+    return tuple(
+        Sample(
+            rollout_id=ref.info.rollout_id,
             group_id=ref.group_id,
             env=ref.env,
-            reward=info.reward,
-            rewards=info.rewards,
+            reward=ref.info.reward,
+            rewards=ref.info.rewards,
             advantage=ref.advantage,
-            policy_versions=(info.min_version, info.max_version),
-            answer=self._answer(ref.payload_key),
-            prompt_tokens=info.prompt_tokens,
-            length=info.length,
+            policy_versions=(ref.info.min_version, ref.info.max_version),
+            answer=answers[ref.payload_key],
+            prompt_tokens=ref.info.prompt_tokens,
+            length=ref.info.length,
             adapter=ref.adapter,
-            is_truncated=info.is_truncated,
-            attachments=self._attachments.get(item, {}),
+            is_truncated=ref.info.is_truncated,
+            attachments=attachments.get(item, {}),
         )
+        for item, ref in ((item, rollouts[item]) for item in items)
+    )
 
-    def _answer(self, key: str) -> Any:
-        """Nothing trains on an answer: a damaged one is shown as missing, as the group's view does."""
-        if key not in self._answers:
-            group = self._groups[key]
-            try:
-                self._answers[key] = None if group is None else payload.decode_group_payload(group)[0]
-            except PayloadError:
-                self._answers[key] = None
-        return self._answers[key]
+
+def _answer(group: bytes | None) -> Any:
+    """Nothing trains on an answer: a damaged one is shown as missing, as the group's view does."""
+    try:
+        return None if group is None else payload.decode_group_payload(group)[0]
+    except PayloadError:
+        return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def assemble(
         spans=[() if item.rollout is None else item.rollout.version_spans for item in items],
         advantages=[sample.advantage for sample in samples],
         own_advantages=own_advantages(rollouts),
-        samples=lambda its: tuple(samples[item] for item in its),
+        samples=lambda its: partial(tuple, [samples[item] for item in its]),
     )
     for slab in slabs:
         slab.write(rollouts)

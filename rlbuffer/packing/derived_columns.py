@@ -6,7 +6,7 @@ need of the rollouts is kept here, and the payloads are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -36,8 +36,8 @@ class ItemFacts:
     advantages: Sequence[float]
     own_advantages: Mapping[int, NDArray[Any]]
     """Rollout -> its own column of them, which wins."""
-    samples: Callable[[Iterable[int]], tuple[Sample, ...]]
-    """Makes the records of these rollouts."""
+    samples: Callable[[Sequence[int]], Callable[[], tuple[Sample, ...]]]
+    """Of these rollouts -> what makes their records; it keeps nothing of others' payloads."""
 
 
 def own_advantages(rollouts: Mapping[int, Rollout | RolloutArrays]) -> dict[int, NDArray[Any]]:
@@ -48,15 +48,30 @@ def own_advantages(rollouts: Mapping[int, Rollout | RolloutArrays]) -> dict[int,
 class DerivedColumns:
     """Writes the derived columns of one micro-batch, each into its own part of one block of memory."""
 
-    __slots__ = ("_arena", "_facts", "_ignore_index", "_items", "_lengths", "_new")
+    __slots__ = (
+        "_advantages",
+        "_arena",
+        "_ignore_index",
+        "_items",
+        "_lengths",
+        "_new",
+        "_own_advantages",
+        "_samples",
+        "_spans",
+    )
 
     def __init__(
         self, lengths: Sequence[int], items: Sequence[int], facts: ItemFacts, ignore_index: int, arena: Arena | None
     ) -> None:
-        """One length and one item a segment: the number of its rollout, -1 for padding."""
+        """One length and one item a segment: the number of its rollout, -1 for padding. Of `facts` those of its own
+        rollouts are kept: who keeps one micro-batch does not keep the step."""
         self._lengths = lengths
         self._items = items
-        self._facts = facts
+        own = facts.own_advantages
+        self._spans = [facts.spans[item] if item >= 0 else () for item in items]
+        self._advantages = [facts.advantages[item] if item >= 0 else 0.0 for item in items]
+        self._own_advantages = {i: own[item] for i, item in enumerate(items) if item in own} if own else {}
+        self._samples = facts.samples([item for item in items if item >= 0])
         self._ignore_index = ignore_index
         self._arena = arena
         self._new: Allocate | None = None
@@ -64,7 +79,7 @@ class DerivedColumns:
     def __call__(self, micro_batch: MicroBatch, name: str) -> Any:
         """The column `name`, [T], or the samples."""
         if name == "samples":
-            return self._facts.samples(item for item in self._items if item >= 0)
+            return self._samples()
         out = self._empty(micro_batch.length, name)
         writers = {
             "position_ids": self._write_positions,
@@ -93,19 +108,17 @@ class DerivedColumns:
 
     def _write_advantages(self, out: NDArray[Any], micro_batch: MicroBatch) -> None:
         """The sample's advantage on trained tokens; a column ``advantages`` of the rollout wins."""
-        values = [self._facts.advantages[item] if item >= 0 else 0.0 for item in self._items]
-        out[:] = np.repeat(np.array(values, out.dtype), self._lengths)
-        if self._facts.own_advantages:
-            for start, item in zip(micro_batch.cu_seqlens.tolist(), self._items, strict=False):
-                own = self._facts.own_advantages.get(item, ())
-                out[start : start + len(own)] = own
+        out[:] = np.repeat(np.array(self._advantages, out.dtype), self._lengths)
+        for i, own in self._own_advantages.items():
+            start = micro_batch.cu_seqlens[i]
+            out[start : start + len(own)] = own
         np.multiply(out, micro_batch.loss_mask, out=out)
         np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
 
     def _write_versions(self, out: NDArray[Any], micro_batch: MicroBatch) -> None:
         """The policy version that sampled each token; -1 where none did."""
         out.fill(-1)
-        for start, spans in zip(micro_batch.cu_seqlens.tolist(), self._spans(), strict=False):
+        for start, spans in zip(micro_batch.cu_seqlens.tolist(), self._spans, strict=False):
             for version, first, end in spans:
                 out[start + first : start + end] = version
 
@@ -114,10 +127,6 @@ class DerivedColumns:
         bounds = micro_batch.cu_seqlens
         out[:-1] = micro_batch.input_ids[1:]
         out[bounds[1:] - 1] = self._ignore_index
-        for i, spans in enumerate(self._spans()):
+        for i, spans in enumerate(self._spans):
             if not spans:
                 out[bounds[i] : bounds[i + 1]] = self._ignore_index
-
-    def _spans(self) -> list[Sequence[Sequence[int]]]:
-        """Those of each segment: every rollout that is there has one."""
-        return [self._facts.spans[item] if item >= 0 else () for item in self._items]

@@ -102,7 +102,8 @@ class Slab:
             self.arrays[name][place] = fills[name] if rollout is None else getattr(rollout, of_rollout)
         for name, column in self.columns.items():
             own = None if rollout is None else rollout.columns.get(name)
-            np.copyto(column[place], fills[name] if own is None else own, casting="same_kind")
+            values = np.full((), fills[name], column.dtype) if own is None else own
+            np.copyto(column[place], values, casting="same_kind")
 
     def write(self, rollouts: Mapping[int, Rollout | RolloutArrays]) -> None:
         """Writes every segment, in one go; one whose rollout is not given is masked."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.derived_columns import ItemFacts
+from rlbuffer.packing.further_columns import ColumnSpec
 from rlbuffer.packing.slabs import Layout, lay_out
 from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.step_plan import Normalizers
@@ -43,9 +44,12 @@ def test_a_row_with_a_rollout_of_no_tokens_is_not_laid_out() -> None:
 def test_samples_are_made_when_they_are_first_read() -> None:
     made: list[int] = []
 
-    def samples(items: Iterable[int]) -> tuple[Sample, ...]:
-        made.extend(items)
-        return tuple(map(sample, made))
+    def samples(items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
+        def make() -> tuple[Sample, ...]:
+            made.extend(items)
+            return tuple(map(sample, items))
+
+        return make
 
     layout = Layout(
         schema={}, row_tokens=8, pad_token_id=0, pad_to_multiple_of=4, ignore_index=-100, normalizers=COUNTS
@@ -65,3 +69,19 @@ def test_samples_are_made_when_they_are_first_read() -> None:
     assert [sample.rollout_id for sample in first.samples] == ["1"]
     assert first.samples is first.samples
     assert (second.targets.tolist(), made) == ([*rollouts[0].tokens[1:].tolist(), -100, -100], [1])
+
+
+@pytest.mark.parametrize(("dtype", "fill"), [("?", 0), ("?", 1.0), ("i2", -1.0), ("u1", 255.0), ("f4", -1)])
+def test_a_fill_stands_in_a_column_of_another_kind(dtype: str, fill: float) -> None:
+    layout = Layout(
+        schema={"extra": ColumnSpec(fill=fill, dtype=np.dtype(dtype), shape=())},
+        row_tokens=8,
+        pad_token_id=0,
+        pad_to_multiple_of=4,
+        ignore_index=-100,
+        normalizers=COUNTS,
+    )
+    (slab,) = lay_out([[(0,)]], [3], [""], layout)
+    for item, place in slab.places():
+        slab.put(place, make_group(lengths=[3]).rollouts[0] if item == 0 else None)
+    assert slab.columns["extra"].tolist() == np.full(4, fill, dtype).tolist()

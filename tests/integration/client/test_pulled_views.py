@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import struct
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 from store_runs import Run
 
+from rlbuffer.client import step_pull
 from rlbuffer.client.reader import Reader
-from rlbuffer.client.step_pull import Samples, StepPull
+from rlbuffer.client.step_pull import StepPull
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
@@ -296,9 +299,9 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
         pushed(run, lambda rollout: {}, number)
     committed(run)
     made = []
-    sample, decode = Samples._sample, payload.decode_group_payload
+    sample, decode = step_pull.Sample, payload.decode_group_payload
     with monkeypatch.context() as patched:
-        patched.setattr(Samples, "_sample", lambda self, item: made.append(item) or sample(self, item))
+        patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
         patched.setattr(payload, "decode_group_payload", lambda data: made.append(-1) or decode(data))
         if not run.store.connection.is_memory:  # there everything is looked at one by one
             patched.setattr(PartRollouts, "_record", lambda *_: pytest.fail("a record of a part was made"))
@@ -309,9 +312,10 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
         ]
         assert made == []
     with monkeypatch.context() as patched:
-        patched.setattr(Samples, "_sample", lambda self, item: made.append(item) or sample(self, item))
+        patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
         first = step.micro_batches[1].samples
-        assert made == [4, 5, 6, 7]
+        assert made == [its.rollout_id for its in first]
+        assert len(made) == 4
         assert step.micro_batches[1].samples is first
     assert [s.answer for s in first] == [{"is": 1}] * 4
     assert isinstance(first, tuple)
@@ -350,3 +354,17 @@ def test_bytes_between_the_arrays_that_are_not_zero_are_taken_as_ever(
         pushed(run, lambda rollout: {}, 0)
     committed(run)
     assert pull(run).damaged == ()
+
+
+def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
+    for number in range(3):
+        pushed(run, lambda rollout: {"attachments": {"image": np.zeros(1000, np.uint8)}}, number)
+    committed(run)
+    step = pull(run)
+    first, *others = step.micro_batches
+    images = [weakref.ref(its.attachments["image"]) for mb in others for its in mb.samples]
+    assert len(images) == 8
+    del step, others
+    gc.collect()
+    assert [image() is None for image in images] == [True] * 8
+    assert first.samples[0].attachments["image"].tolist() == [0] * 1000
