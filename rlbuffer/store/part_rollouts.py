@@ -9,7 +9,6 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import ROW_DTYPE, RolloutInfo, unfrozen
 from rlbuffer.store.records import PartRollout
 
@@ -83,16 +82,15 @@ class PartRollouts(Sequence[PartRollout]):
         """[rollouts] of :data:`PART_NUMBERS`.
 
         Raises:
-            PayloadError: some are no numbers of a rollout.
+            TypeError, OverflowError, ValueError: some are no numbers of a rollout.
         """
         out = np.empty(len(self), PART_NUMBERS)
-        try:
-            for name in _INTEGERS:
-                if not {int}.issuperset(map(type, self._columns[name])):
-                    raise TypeError(f"{name} is not a whole number")
-                out[name] = self._columns[name]
-        except (TypeError, OverflowError) as error:
-            raise PayloadError(f"step part: unexpected content ({type(error).__name__}: {error})") from None
+        for name in _INTEGERS:
+            if not {int}.issuperset(map(type, self._columns[name])):
+                raise TypeError(f"{name} is not a whole number")
+            out[name] = self._columns[name]
+        if not out["length"].all():
+            raise ValueError("a rollout has no tokens")
         return out
 
     def __len__(self) -> int:

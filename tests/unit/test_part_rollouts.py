@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.store.part_rollouts import PART_NUMBERS, PartRollouts
 from rlbuffer.store.records import PartRollout
+from rlbuffer.wire import payload
 
 SOURCES = [["g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17], ["g:a.0:w.2", "a.0", "a", "lora", "p0", 4, "w", 18]]
 
@@ -74,13 +76,16 @@ def test_parts_join_by_the_places_of_their_rollouts() -> None:
         ({"loss_tokens": True}, "TypeError: loss_tokens is not a whole number"),
         ({"checksum": None}, "TypeError: checksum is not a whole number"),
         ({"size": -1}, "OverflowError"),
-        ({"max_version": 2**64}, "OverflowError"),
+        ({"max_version": 2**64 - 1, "min_version": -2}, "OverflowError"),
+        ({"length": 0}, "ValueError: a rollout has no tokens"),
     ],
 )
 def test_numbers_that_are_none_are_a_part_that_cannot_be_read(changes: dict[str, Any], wrong: str) -> None:
-    part = PartRollouts([*ITEMS, item(0, 2, **changes)], SOURCES)
+    items = [*ITEMS, item(0, 2, **changes)]
+    part = {"step": 1, "rank": 0, "row_tokens": 64, "rows_per_micro_batch": 1, "sources": SOURCES, "rollouts": items}
+    data = payload.dumps(part | {"rows": [[list(range(len(items)))]]})
     with pytest.raises(PayloadError, match=rf"^step part: unexpected content \({wrong}"):
-        part.numbers  # noqa: B018
+        decode_part(data)
 
 
 def test_a_record_of_another_part_is_another_one() -> None:

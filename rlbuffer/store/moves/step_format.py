@@ -232,6 +232,7 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
     def build(record: dict[str, Any]) -> StepPart:
         sources = record["sources"]
         rollouts = PartRollouts(record["rollouts"], sources, prefix)
+        rollouts.numbers  # noqa: B018  whoever pulls needs them, and what is wrong with them is wrong with the part
         rows = tuple(tuple(map(tuple, rows)) for rows in record["rows"])
         named = [index for micro_step in rows for row in micro_step for index in row]
         if any(not 0 <= index < len(rollouts) for index in named):
@@ -255,7 +256,7 @@ def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -
         return build(payload.loads(data, limit=MAX_STEP_BYTES))
     except PayloadError as error:
         raise PayloadError(f"{what}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
 
 
