@@ -168,22 +168,23 @@ class StepPull:
             for item, place in slab.places():
                 if item < 0 or item in pulled.loose:
                     slab.put(place, _arrays(pulled.loose.get(item)))
+        truncated = rollouts.column("is_truncated") if masks else ()
+        masked = {item: place for item, place in slab.places() if item >= 0 and truncated[item]} if masks else {}
         if not self._are_in_range(slab, slice(None)):
             for item, place in slab.places():
                 its = pulled.loose.get(item)
-                if item >= 0 and not isinstance(its, str | Rollout) and not self._are_in_range(slab, place):
-                    data = b"".join(pulled.pieces[item]) if its is None else bytes(its.payload)
-                    pulled.loosen(item, decoded(rollouts[item], data, schema, self._can))
-                    slab.put(place, _arrays(pulled.loose[item]))
-        if masks:
-            is_truncated = rollouts.column("is_truncated")
-            for item, place in slab.places():
-                if item >= 0 and is_truncated[item]:
-                    slab.arrays["loss_mask"][place] = False
+                if item < 0 or isinstance(its, str | Rollout) or self._are_in_range(slab, place, item in masked):
+                    continue
+                data = b"".join(pulled.pieces[item]) if its is None else bytes(its.payload)
+                pulled.loosen(item, decoded(rollouts[item], data, schema, self._can))
+                slab.put(place, _arrays(pulled.loose[item]))
+        for place in masked.values():
+            slab.arrays["loss_mask"][place] = False
 
-    def _are_in_range(self, slab: Slab, place: slice) -> bool:
+    def _are_in_range(self, slab: Slab, place: slice, is_masked: bool = False) -> bool:
+        """`is_masked`: whatever its marks are, nothing of it is trained."""
         tokens, loss_mask, logprobs = (array[place] for array in slab.arrays.values())
-        return in_range(tokens, loss_mask, logprobs, self._can.vocabulary)
+        return in_range(tokens, np.zeros_like(loss_mask) if is_masked else loss_mask, logprobs, self._can.vocabulary)
 
 
 def _places(slabs: Iterable[Slab], rollouts: int) -> list[Place]:
