@@ -30,12 +30,21 @@ class Apart:
 
     def __call__(self, method: str, *args: Any) -> tuple[float, float]:
         """Seconds by the clock, and of the process's CPU, of one call. Raises RuntimeError when the process ended."""
-        try:
-            self._pipe.send((method, args))
-            wall, cpu = self._pipe.recv()
-        except (EOFError, OSError):
-            raise RuntimeError(f"the process that should do {method} has ended; what it met stands above") from None
+        wall, cpu = self._ask((method, args))
         return wall, cpu
+
+    def cpu(self) -> float:
+        """CPU seconds of all threads of the process so far. Raises RuntimeError when it ended."""
+        seconds: float = self._ask(None)
+        return seconds
+
+    def _ask(self, request: tuple[str, tuple[Any, ...]] | None) -> Any:
+        try:
+            self._pipe.send(request)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            what = "say its CPU time" if request is None else f"do {request[0]}"
+            raise RuntimeError(f"the process that should {what} has ended; what it met stands above") from None
 
     def close(self) -> None:
         """Ends the process."""
@@ -47,9 +56,13 @@ def _serve(pipe: Connection, make: Callable[..., object], args: tuple[Any, ...])
     here = make(*args)
     while True:
         try:
-            method, its = pipe.recv()
+            request = pipe.recv()
         except EOFError:
             return
+        if request is None:
+            pipe.send(time.process_time())
+            continue
+        method, its = request
         wall, cpu = time.perf_counter(), time.process_time()
         result = getattr(here, method)(*its)
         pipe.send((time.perf_counter() - wall, time.process_time() - cpu))

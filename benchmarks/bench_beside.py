@@ -18,6 +18,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -35,7 +36,6 @@ from benchmarks.bench_data_path import (
     Arrays,
     Clock,
     arrays,
-    commit,
     lengths_of,
     pull_step,
     pulls_of,
@@ -43,15 +43,18 @@ from benchmarks.bench_data_path import (
     sizes,
 )
 from benchmarks.report import Report
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import ServerSettings
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import open_store
 from rlbuffer.store.server.connection import SOCKET_READ_BYTES
 
 ROUNDS = 5
 """Timed rounds, after one that grows heaps and connections."""
-RANKS = 8
+RUN, RANKS = "beside", 8
 PEER_SECONDS = 300.0
 """Time that a peer has to start, and for each round."""
 PEERS = ("reverb", "transfer_queue")
@@ -159,33 +162,76 @@ def _open(
 
 
 class Ours:
-    """rlbuffer: a round is a step of one run, whose ranks go on from round to round."""
+    """rlbuffer: a round is a step of one run. Producer, leader and ranks are a process each, for all rounds."""
 
     def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays]) -> None:
-        self._sampled = sampled
-        self._store = store = open_store(None, run="beside", home=home, server=server)
+        self._store = store = open_store(None, run=RUN, home=home, server=server)
         self._clock, epoch = Clock(store), store.open_run().epoch
         self._attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
-        self._writer = Writer(store, "bench", epoch=epoch)
-        self._pulls = pulls_of(store, RANKS)
-        self._step, self._digest = 0, ""
+        self._producer = Apart(Producing, home, server, sampled, epoch)
+        self._leader = Apart(Leading, home, server, len(sampled) // GROUP_SIZE, lengths_of(sampled))
+        self._ranks = Apart(Pulling, home, server)
+        self._epoch, self._step, self._digest = epoch, 0, ""
 
     def __call__(self) -> Legs:
-        store, sampled, clock = self._store, self._sampled, self._clock
+        store, clock, leader = self._store, self._clock, self._leader
         store.announce(self._attempt, PolicyVersion(version=self._step))
+        store.report(self._attempt, epoch=self._epoch, trained=self._step, digest=self._digest, oldest_kept=self._step)
         self._step = step = self._step + 1
-        groups, longest = len(sampled) // GROUP_SIZE, lengths_of(sampled)
-        push = clock(lambda: push_arrays_together(self._writer, sampled, step=step))
-        batch = clock(
-            lambda: commit(store, groups, self._attempt, longest, env="arrays", step=step, digest=self._digest)
-        )
-        pull = clock(lambda: [pull_step(one, store, step) for one in self._pulls])
+        before = leader.cpu()
+        push = clock.apart(self._producer, "push", step)
+        batch = clock(lambda: leader("wait_for", step))
+        spent = leader.cpu() - before  # it takes groups in while others are pushed
+        pull = clock.apart(self._ranks, "pull", step)
         header = store.wait_step(step, block_seconds=0.0)
         self._digest = "" if header is None else header.digest
-        return {"push": push.both, "batch": batch.both, "pull": pull.both}
+        return {"push": push.both, "batch": spent + batch.server, "pull": pull.both}
 
     def close(self) -> None:
+        for process in (self._ranks, self._leader, self._producer):
+            process.close()
         self._store.close()
+
+
+class Producing:
+    """The worker's side of rlbuffer."""
+
+    def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays], epoch: int) -> None:
+        self._sampled = sampled
+        self._writer = Writer(open_store(None, run=RUN, home=home, server=server), "bench", epoch=epoch)
+
+    def push(self, step: int) -> None:
+        """The groups of a step, from arrays."""
+        push_arrays_together(self._writer, self._sampled, step=step)
+
+
+class Leading:
+    """The real daemon, in a thread."""
+
+    def __init__(self, home: Path, server: ServerSettings, groups: int, longest: int) -> None:
+        self._store = open_store(None, run=RUN, home=home, server=server)
+        config = BatcherConfig(
+            row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={"arrays": 1.0}
+        )
+        daemon = Daemon(Buffer(self._store, settings=RunSettings()), config)
+        threading.Thread(target=daemon.run, args=(threading.Event(),), daemon=True).start()
+
+    def wait_for(self, step: int) -> None:
+        """Until the step is committed."""
+        if self._store.wait_step(step, block_seconds=PEER_SECONDS) is None:
+            raise RuntimeError(f"no step {step} in {PEER_SECONDS:g} s")
+
+
+class Pulling:
+    """All ranks, one after the other."""
+
+    def __init__(self, home: Path, server: ServerSettings) -> None:
+        self._store = open_store(None, run=RUN, home=home, server=server)
+        self._pulls = pulls_of(self._store, RANKS)
+
+    def pull(self, step: int) -> list[object]:
+        """The step of every rank."""
+        return [pull_step(pull, self._store, step) for pull in self._pulls]
 
 
 def _lists(rollouts: Sequence[Arrays]) -> list[dict[str, Any]]:
@@ -221,32 +267,52 @@ class Stream:
 
 
 class OverHttp:
-    """A server that takes groups as JSON and gives all that it has, in a process of its own."""
+    """A server that takes groups as JSON and gives all that it has, and its client, in processes of their own."""
 
     def __init__(self, lists: list[Any]) -> None:
-        self._lists = lists
         ours, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(target=serve_json, args=(theirs,), daemon=True)
         self._process.start()
         self._url = f"http://127.0.0.1:{ours.recv()}"
+        self._client = Apart(JsonClient, self._url, lists)
 
     def __call__(self) -> Legs:
-        client, server = time.process_time(), self._ask("/cpu")
-        for group in self._lists:
-            self._ask("/groups", json.dumps(group).encode())
-        pushed, served = time.process_time(), self._ask("/cpu")
-        if len(self._ask("/groups")) != len(self._lists):
-            raise RuntimeError("the HTTP server lost a group")
-        pulled, ended = time.process_time(), self._ask("/cpu")
-        return {"push": pushed - client + served - server, "pull": pulled - pushed + ended - served}
-
-    def _ask(self, path: str, body: bytes | None = None) -> Any:
-        with urllib.request.urlopen(self._url + path, data=body) as answer:
-            return json.loads(answer.read())
+        legs = {}
+        for leg in ("push", "pull"):
+            before = asked(self._url, "/cpu")
+            _, client = self._client(leg)
+            legs[leg] = client + asked(self._url, "/cpu") - before
+        return legs
 
     def close(self) -> None:
+        self._client.close()
         self._process.terminate()
         self._process.join()
+
+
+class JsonClient:
+    """Lists as JSON."""
+
+    def __init__(self, url: str, lists: list[Any]) -> None:
+        self._url, self._lists = url, lists
+
+    def push(self) -> None:
+        """A request for each group."""
+        for group in self._lists:
+            asked(self._url, "/groups", json.dumps(group).encode())
+
+    def pull(self) -> list[Any]:
+        """Every group that the server has, which it forgets."""
+        groups: list[Any] = asked(self._url, "/groups")
+        if len(groups) != len(self._lists):
+            raise RuntimeError("the HTTP server lost a group")
+        return groups
+
+
+def asked(url: str, path: str, body: bytes | None = None) -> Any:
+    """What the server of :class:`OverHttp` answers."""
+    with urllib.request.urlopen(url + path, data=body) as answer:
+        return json.loads(answer.read())
 
 
 def serve_json(pipe: Connection) -> None:
