@@ -85,12 +85,12 @@ def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
 
 def at_work(buffer: Buffer) -> list[str]:
     """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
-    from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
+    from rlbuffer.narration.workers import FRESH_SECONDS
     from rlbuffer_cli.render.pool import last_seen
 
     seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}
     leader = ["batcher"] if buffer.store.is_led() else []
-    return leader + sorted(who for who, ago in seen.items() if ago <= SHOWN_FRESH_SECONDS)
+    return leader + sorted(who for who, ago in seen.items() if ago <= FRESH_SECONDS)
 
 
 def resume_hint(settings: RunSettings, run: str, step: int) -> str:

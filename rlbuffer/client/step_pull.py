@@ -215,7 +215,7 @@ class Samples:
         self._attachments = {i: its.attachments for i, its in arrays.items() if its.attachments}
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
-        """What makes the records of these rollouts."""
+        """A function that makes the records of these rollouts."""
         groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
         attachments = {item: self._attachments[item] for item in items if item in self._attachments}
         return partial(_samples, self._rollouts, items, groups, attachments)

@@ -16,11 +16,11 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon.figures import Figures
 from rlbuffer.daemon.teller import Emit
-from rlbuffer.daemon.workers import WORKER_FRESH_SECONDS
 from rlbuffer.errors import RlbufferError
 from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.labels import Labels
 from rlbuffer.metrics.registry import Values
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import EnvLedger
 
@@ -141,7 +141,7 @@ def server_values(store: Store, labels: Labels) -> Values:
     facts, ledger, trainer, meta = store.server(), store.ledger(), store.trainer(), store.meta()
     alive: Counter[str] = Counter()
     for beat in store.heartbeats("worker").values():
-        alive[labels.of(str(beat.get("env", "")))] += beat["seconds_ago"] <= WORKER_FRESH_SECONDS
+        alive[labels.of(str(beat.get("env", "")))] += beat["seconds_ago"] <= FRESH_SECONDS
     policy = store.policies().get("")
     out = Counter({labels.of(env): 0 for env in ledger.envs})
     for env, tickets in store.tickets_out().items():

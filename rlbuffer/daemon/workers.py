@@ -10,14 +10,11 @@ from typing import Any
 
 from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import Failed, failures_of
-from rlbuffer.narration.workers import silent_envs, troubles
+from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 from rlbuffer.store.protocol import Store
 
 WORKERS_LOOK_SECONDS = 1.0
 """Seconds between the leader's looks at the workers' heartbeats while a step waits."""
-WORKER_FRESH_SECONDS = 8.0
-"""A worker beats every two seconds, without tickets at least every seven; one that is silent for longer may be
-gone."""
 
 Told = dict[str, tuple[object, str, float]]
 """Subject -> what its sentence is made of except numbers, the sentence, and when it was made."""
@@ -92,7 +89,7 @@ class WorkerWatch:
             return
         self._looked = now
         beats = self._store.heartbeats("worker")
-        alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= WORKER_FRESH_SECONDS}
+        alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= FRESH_SECONDS}
         served = {str(beats[name].get("env")) for name in alive}
         # The last words of a worker that has ended count until another one samples its env.
         dead = {
@@ -126,7 +123,7 @@ class WorkerWatch:
         silent = {
             name: str(beat["doing"])
             for name, beat in beats.items()
-            if beat.get("doing") and beat["seconds_ago"] > WORKER_FRESH_SECONDS
+            if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS
         }
         kinds: Counter[str] = Counter()
         for failures in failing.values():

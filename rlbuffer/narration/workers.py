@@ -8,7 +8,7 @@ from typing import Any
 from rlbuffer.narration.numbers import duration, failures_of, plural, printable
 from rlbuffer.narration.waiting import counted
 
-SHOWN_FRESH_SECONDS = 8.0
+FRESH_SECONDS = 8.0
 """A heartbeat comes every two seconds, that of a worker without tickets at least every seven; whoever is silent for
 longer may be gone."""
 SHOWN_SILENT_SECONDS = 12.0
@@ -37,7 +37,7 @@ def troubles(name: str, beat: Mapping[str, Any]) -> Iterator[str]:
         yield f"{who}: {groups} given up ({printable(counted(kinds))}), the last: {printable(last)}"
     if beat.get("ended"):
         yield f"{who} has ended: {printable(str(beat['ended']))}"
-    if beat.get("doing") and beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
+    if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS:
         doing = printable(str(beat["doing"]))
         yield f"{who} ended without a word: it was last heard of while {doing} ran"
     elif beat.get("busy"):

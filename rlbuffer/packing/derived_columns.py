@@ -37,7 +37,7 @@ class ItemFacts:
     own_advantages: Mapping[int, NDArray[Any]]
     """Rollout -> its own column of them, which wins."""
     samples: Callable[[Sequence[int]], Callable[[], tuple[Sample, ...]]]
-    """Of these rollouts -> what makes their records; it keeps nothing of others' payloads."""
+    """Takes numbers of rollouts, and makes a function that makes their records; it keeps no payload of others."""
 
 
 def own_advantages(rollouts: Mapping[int, Rollout | RolloutArrays]) -> dict[int, NDArray[Any]]:

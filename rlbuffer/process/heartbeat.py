@@ -17,9 +17,9 @@ from rlbuffer.errors import RlbufferError
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 """Seconds between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim. Where
-nothing is held, a request that comes more seldom may tell instead (:meth:`Heartbeats.told`)."""
+nothing is held, a request that comes more seldom may carry the heartbeat (:meth:`Heartbeats.carried`)."""
 LATE_SECONDS = 1.0
-"""Seconds that a loop which tells of itself may be late before the thread does."""
+"""Seconds that the next request which carries a heartbeat may be late before the thread beats."""
 BEAT_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a beat that is under way."""
 RATE_BEATS = 10
@@ -46,10 +46,10 @@ class Heartbeats(ABC):
         self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=RATE_BEATS)
         self._started = time.time()
         self._is_heard = True
-        self._told_until = float("-inf")
-        """Monotonic: until then the loop tells of itself, but not of a new trouble."""
-        self._told_error = ""
-        """The trouble that it has told of."""
+        self._carried_until = float("-inf")
+        """Monotonic: until then requests of the loop carry heartbeats, but none of a new trouble."""
+        self._carried_error = ""
+        """The trouble in the last of these."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
@@ -57,18 +57,18 @@ class Heartbeats(ABC):
         """The first beat comes at once."""
         self._thread.start()
 
-    def letter(self) -> dict[str, Any] | None:
-        """The record for a request of the loop that takes it along; None where it cannot be made."""
-        self._told_error = self.error
+    def to_carry(self) -> dict[str, Any] | None:
+        """The record for a request of the loop that carries it; None where it cannot be made."""
+        self._carried_error = self.error
         try:
             return self.record()
         except Exception:  # the thread's next beat meets it, too, and tells
             return None
 
-    def told(self, seconds: float) -> None:
-        """A request took the record along, and the next one does so in `seconds`. Unless it is late, or there is a
+    def carried(self, seconds: float) -> None:
+        """A request carried the record, and the next one does so in `seconds`. Unless it is late, or there is a
         new trouble, the thread is silent."""
-        self._is_heard, self._told_until = True, time.monotonic() + seconds + LATE_SECONDS
+        self._is_heard, self._carried_until = True, time.monotonic() + seconds + LATE_SECONDS
         self._note()
 
     def record(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class Heartbeats(ABC):
 
     def _run(self) -> None:
         while True:
-            silent = self._told_until - time.monotonic()
-            if silent <= 0 or self.error != self._told_error:
+            silent = self._carried_until - time.monotonic()
+            if silent <= 0 or self.error != self._carried_error:
                 self._beat()
             if self._closed.wait(min(silent, BEAT_SECONDS) if silent > 0 else BEAT_SECONDS):
                 return

@@ -13,7 +13,7 @@ from statistics import median
 
 from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.narration.numbers import duration, plural
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
 from rlbuffer.store.protocol import Store
@@ -38,9 +38,9 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
         return
     workers = store.heartbeats("worker")
     leader = store.heartbeats("batcher").get("leader", {}).get("seconds_ago", math.inf)
-    if leader > SHOWN_FRESH_SECONDS:
+    if leader > FRESH_SECONDS:
         others = [*workers.values(), *store.heartbeats("rank").values()]
-        if any(beat["seconds_ago"] <= SHOWN_FRESH_SECONDS for beat in others):
+        if any(beat["seconds_ago"] <= FRESH_SECONDS for beat in others):
             since = f" for {duration(leader)}" if math.isfinite(leader) else ""
             text = f"nothing was heard of the batcher{since}, and workers or ranks are waiting for it"
             yield doubtful("run", text, "start `rlbuffer serve`")

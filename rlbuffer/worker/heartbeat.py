@@ -88,7 +88,7 @@ class Pulse(Heartbeats):
         """Renews these tickets, too, from now on."""
         with self._listing:
             self._held |= {ticket.number: ticket for ticket in tickets}
-            self._told_until = float("-inf")
+            self._carried_until = float("-inf")
 
     def remove(self, tickets: Iterable[Ticket]) -> None:
         """Ends the renewal of these tickets, from the next one on."""

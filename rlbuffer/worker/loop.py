@@ -224,17 +224,17 @@ class _Worker:
         of itself, in one round trip: that is what a server with a thousand of them notices."""
         env, size = self._env.name, self._flights.tickets
         is_idle = pause >= BEAT_SECONDS and not len(self._flights)
-        letter = self._pulse.letter() if is_idle else None
-        if letter is None:
+        beat = self._pulse.to_carry() if is_idle else None
+        if beat is None:
             self._asks_for_all = False
             return await asyncio.to_thread(writer.take, env, room, timeout_seconds=0.0, size=size)
-        answer = await asyncio.to_thread(writer.ask, env, room, beat=letter, size=size)
+        answer = await asyncio.to_thread(writer.ask, env, room, beat=beat, size=size)
         self._asks_for_all = answer is not None
         if answer is None:
             return []
         tickets, asked = answer
         if asked.is_heard:
-            self._pulse.told(pause)
+            self._pulse.carried(pause)
         self._is_draining, self._looked_at = asked.is_draining, time.monotonic()
         if not tickets and not self._versions.serves(asked.policy):
             await self._versions.refresh()
@@ -250,12 +250,12 @@ class _Worker:
         try:
             while True:
                 is_busy = len(self._flights) or self._job.evaluations
-                is_told = self._asks_for_all and self._versions.is_serving and not is_busy
-                if not is_told:
+                asks_suffice = self._asks_for_all and self._versions.is_serving and not is_busy
+                if not asks_suffice:
                     await self._versions.refresh()
-                if is_told or is_busy:
+                if asks_suffice or is_busy:
                     pauses = pauses_between_asks()
-                await asyncio.sleep(BEAT_SECONDS if is_told else max(WORKER_POLL_SECONDS, next(pauses)))
+                await asyncio.sleep(BEAT_SECONDS if asks_suffice else max(WORKER_POLL_SECONDS, next(pauses)))
                 if evaluating.done():
                     evaluating.result()
         finally:

@@ -10,8 +10,7 @@ import pytest
 
 from rlbuffer.client.asking import TOGETHER_SECONDS, pauses_between_asks, together
 from rlbuffer.client.writer import Writer
-from rlbuffer.daemon.workers import WORKER_FRESH_SECONDS
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process.heartbeat import LATE_SECONDS
 from rlbuffer.store.protocol import Store
 
@@ -64,7 +63,7 @@ def test_a_ticket_is_never_late_by_more_than_a_share_of_the_wait_for_it(asked: l
 
 def test_an_idle_worker_whose_asks_tell_of_it_is_never_taken_for_gone(asked: list[float]) -> None:
     longest = max(after - before for before, after in pairwise(asked)) + TOGETHER_SECONDS
-    assert longest + LATE_SECONDS < min(SHOWN_FRESH_SECONDS, WORKER_FRESH_SECONDS)
+    assert longest + LATE_SECONDS < FRESH_SECONDS
 
 
 @pytest.mark.parametrize(

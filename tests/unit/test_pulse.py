@@ -150,11 +150,14 @@ class Hours:
     ("events", "beats"),
     [
         ({}, [0, 2, 4, 6, 8, 10, 12]),
-        ({2: lambda pulse: pulse.told(5.0)}, [0, 8, 10, 12]),  # 2 + 5 + 1: the next request is late
-        ({2: lambda pulse: pulse.told(5.0), 6: lambda pulse: pulse.told(5.0)}, [0, 12]),
-        ({2: lambda pulse: (pulse.letter(), pulse.told(5.0)), 4: lambda pulse: trouble(pulse)}, [0, 4, 6, 8, 10, 12]),
-        ({2: lambda pulse: (trouble(pulse), pulse.letter(), pulse.told(5.0))}, [0, 8, 10, 12]),
-        ({2: lambda pulse: pulse.told(5.0), 4: lambda pulse: pulse.add([TICKET])}, [0, 4, 6, 8, 10, 12]),
+        ({2: lambda pulse: pulse.carried(5.0)}, [0, 8, 10, 12]),  # 2 + 5 + 1: the next request is late
+        ({2: lambda pulse: pulse.carried(5.0), 6: lambda pulse: pulse.carried(5.0)}, [0, 12]),
+        (
+            {2: lambda pulse: (pulse.to_carry(), pulse.carried(5.0)), 4: lambda pulse: trouble(pulse)},
+            [0, 4, 6, 8, 10, 12],
+        ),
+        ({2: lambda pulse: (trouble(pulse), pulse.to_carry(), pulse.carried(5.0))}, [0, 8, 10, 12]),
+        ({2: lambda pulse: pulse.carried(5.0), 4: lambda pulse: pulse.add([TICKET])}, [0, 4, 6, 8, 10, 12]),
     ],
     ids=["never told", "late", "told again", "a new trouble", "a trouble that was told", "a ticket"],
 )
@@ -181,9 +184,9 @@ def test_a_record_that_cannot_be_made_goes_with_no_request(server: Server, monke
         raise FileNotFoundError("the working directory is gone")
 
     pulse = Pulse(server, "w0", "a")
-    assert pulse.letter() == pulse.record()
+    assert pulse.to_carry() == pulse.record()
     monkeypatch.setattr(pulse._work, "now", lost)
-    assert pulse.letter() is None
+    assert pulse.to_carry() is None
 
 
 def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from textual.widget import Widget
 
 from rlbuffer.narration.numbers import plural
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
@@ -47,7 +47,7 @@ class Workers(Look):
         version = self.processes.policy_version
         newest = f", newest policy v{version}" if version >= 0 else ""
         beats = self.processes.beats
-        heard = sum(beat["seconds_ago"] <= SHOWN_FRESH_SECONDS for beat in beats.values())
+        heard = sum(beat["seconds_ago"] <= FRESH_SECONDS for beat in beats.values())
         return f"{plural(len(self.processes.rows()), 'process', 'processes')}, {heard} heard just now{newest}"
 
     async def fetch(self) -> None:

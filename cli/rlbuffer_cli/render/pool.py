@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
@@ -325,9 +325,9 @@ def waiting_lines(summary: RunSummary) -> list[str]:
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
             ago = summary.seen.get(who, 0.0)
-            said = f" ({duration(ago)} ago)" if ago > SHOWN_FRESH_SECONDS else ""
+            said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
             lines.append(f"  {who}{said}: {printable(sentence)}")
-    is_led = summary.seen.get("batcher", math.inf) <= SHOWN_FRESH_SECONDS
+    is_led = summary.seen.get("batcher", math.inf) <= FRESH_SECONDS
     return (silent_lines(summary.workers) if is_led else []) + lines
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
 from rlbuffer.narration.trainer import RECENT_STEPS, Waited, waited
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     ENV_NUMBERS,
@@ -76,7 +76,7 @@ class Sight:
     @property
     def fresh_workers(self) -> list[Mapping[str, Any]]:
         """Heartbeats of the workers that live."""
-        return [beat for beat in self.summary.workers.values() if beat["seconds_ago"] <= SHOWN_FRESH_SECONDS]
+        return [beat for beat in self.summary.workers.values() if beat["seconds_ago"] <= FRESH_SECONDS]
 
     @property
     def sampled_versions(self) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlbuffer.narration.numbers import amount, duration, failures_of, printable
 from rlbuffer.narration.waiting import counted
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""
@@ -18,7 +18,7 @@ BEAT_NUMBERS = frozenset({"heard", "version", "rate"})
 def beat_line(name: str, beat: Mapping[str, Any]) -> str:
     """A worker or scorer in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
     name = printable(name)
-    if beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
+    if beat["seconds_ago"] > FRESH_SECONDS:
         return f"{name} last seen {duration(beat['seconds_ago'])} ago"
     rate, version, gives = beat.get("rollouts_per_second"), beat.get("version"), beat.get("gives")
     parts = [
@@ -42,7 +42,7 @@ def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:
 
 def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:
     """Cells under :data:`BEAT_HEADER` for ``worker NAME``, ``rank N`` ...; a mark for whoever was silent for long."""
-    is_silent = beat["seconds_ago"] > SHOWN_FRESH_SECONDS
+    is_silent = beat["seconds_ago"] > FRESH_SECONDS
     rate, version = beat.get("rollouts_per_second"), beat.get("version")
     return [
         who,

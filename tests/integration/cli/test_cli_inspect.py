@@ -78,7 +78,7 @@ def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monke
         ("rlbuffer.worker/1", "odd"),
         ("rlbuffer.worker/1", "vcopy"),
     ]
-    monkeypatch.setattr(workers, "SHOWN_FRESH_SECONDS", -1.0)
+    monkeypatch.setattr(workers, "FRESH_SECONDS", -1.0)
     _, out, _ = call("inspect")
     assert "vcopy last seen 0." in out
 
