@@ -213,7 +213,7 @@ def counted(store: Store, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[
 
 def _versions(store: Store) -> dict[str, int]:
     """Adapter -> its newest policy version; of all weights at least the last step."""
-    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
+    versions = {adapter: policy.version for adapter, policy in store.trainer().policies.items()}
     versions[""] = max(versions.get("", 0), store.meta().step)
     return versions
 

@@ -191,7 +191,7 @@ class Leadership:
             word = waiting.for_word(meta.step, ATTEMPT_SECONDS)
             self._say(self._trainer_sentence(trainer) if is_silent else word)
             return
-        policies = self._store.policies()
+        policies = trainer.policies
         if not policies:
             self._say(waiting.NO_VERSION)
             return
@@ -206,9 +206,7 @@ class Leadership:
             self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
             return
         started = time.perf_counter()
-        decision = batcher.next(
-            step, world_size=trainer.world_size, now=self._store.now(), rng=np.random.default_rng(step)
-        )
+        decision = batcher.next(step, world_size=trainer.world_size, now=trainer.now, rng=np.random.default_rng(step))
         if self._ends(decision, trainer):
             return
         self._pending.drop(decision.drops)
@@ -253,7 +251,7 @@ class Leadership:
         word: versions may be out there that are not known here, and only the next attempt, or the one that lives, can
         begin another line of them.
         """
-        has_spoken = trainer.seen_ms >= 1000 * self._since or self._store.now() > self._since + ATTEMPT_SECONDS
+        has_spoken = trainer.seen_ms >= 1000 * self._since or trainer.now > self._since + ATTEMPT_SECONDS
         self._has_heard = has_spoken and trainer.server in ("", self._store.server_id())
         return self._has_heard
 

@@ -142,7 +142,7 @@ def server_values(store: Store, labels: Labels) -> Values:
     alive: Counter[str] = Counter()
     for beat in store.heartbeats("worker").values():
         alive[labels.of(str(beat.get("env", "")))] += beat["seconds_ago"] <= FRESH_SECONDS
-    policy = store.policies().get("")
+    policy = trainer.policies.get("")
     out = Counter({labels.of(env): 0 for env in ledger.envs})
     for env, tickets in store.tickets_out().items():
         out[labels.of(env)] += tickets

@@ -13,7 +13,7 @@ from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
-"""Seconds after which the waiting sentence and the heartbeat are written again although nothing changed."""
+"""Seconds between heartbeats, and after which a waiting sentence is written again although it is the same."""
 
 Emit = Callable[[BatcherEvent], None]
 
@@ -32,6 +32,8 @@ class Teller:
         self.figures = Figures()
         """What metrics are made of."""
         self._told = ("", float("-inf"))
+        self._beat = float("-inf")
+        """When the last heartbeat was written: numbers in the sentence change with every push, and none needs one."""
         self._trouble = ""
         self._record: Mapping[str, Any] = {}
         """The figures as the heartbeat has them."""
@@ -47,12 +49,12 @@ class Teller:
 
     def forget(self) -> None:
         """A new leadership: says the sentence again, and counts drops from 0."""
-        self._told = ("", float("-inf"))
+        self._told, self._beat = ("", float("-inf")), float("-inf")
         self._drops, self._record = {}, {}
 
     def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
-        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat` and the
-        figures.
+        """The waiting sentence, "" when nothing is waited for; and when it is due the leader's heartbeat, which is
+        `beat` and the figures.
 
         `trouble` is what somebody must cure, in the sentence or beside it.
         """
@@ -66,6 +68,8 @@ class Teller:
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
+        if now - self._beat > TELEMETRY_SECONDS:
+            self._beat = now
             self._store.heartbeat("batcher", "leader", {**beat, "figures": self._figures_at(now)})
 
     def _figures_at(self, now: float) -> Mapping[str, Any]:

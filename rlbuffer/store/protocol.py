@@ -316,7 +316,7 @@ class Store(Seeing, Guarding, Protocol):
         """
 
     def trainer(self) -> Attempt:
-        """The registered attempt; number 0 when there was none."""
+        """The registered attempt, and what was announced; number 0 when there was none."""
 
     def report(
         self,
@@ -346,9 +346,6 @@ class Store(Seeing, Guarding, Protocol):
 
     def policy(self, adapter: str = "") -> PolicyVersion:
         """The current version; version -1 when none was announced."""
-
-    def policies(self) -> Mapping[str, PolicyVersion]:
-        """Adapter ("" is all weights) -> its current version, of all that were announced."""
 
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
         """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""

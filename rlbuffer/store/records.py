@@ -143,6 +143,11 @@ class Attempt:
     oldest_kept: int = 0
     """Oldest checkpoint that the trainer still has: steps up to it may be retired."""
     seen_seconds_ago: float | None = None
+    """Since its last word; None before the first attempt."""
+    now: float = 0.0
+    """Server time of this look, Unix seconds."""
+    policies: Mapping[str, PolicyVersion] = field(default_factory=dict)
+    """Adapter ("" is all weights) -> its current version, of all that were announced."""
     seen_ms: int = 0
     """Server time of its last accepted word, in milliseconds."""
     newest: int = 0

@@ -276,7 +276,6 @@ ROWS: dict[str, Row] = {
     "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),
     "refuse_config": Row(call=lambda store, run: store.refuse_config(run.token, "d", "why"), prepare=_pool),
     "tickets_out": Row(call=lambda store, run: store.tickets_out(), prepare=_tickets),
-    "policies": Row(call=lambda store, run: store.policies(), prepare=_attempted),
     # -- trainer
     "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
     "trainer": Row(call=lambda store, run: store.trainer(), prepare=_attempted),

@@ -33,7 +33,7 @@ class AdapterSummary:
 def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
     state = store.load_state() or {}
-    published = {adapter: policy.version for adapter, policy in store.policies().items()}
+    published = {adapter: policy.version for adapter, policy in store.trainer().policies.items()}
     named = state.get("adapters") if isinstance(state, Mapping) else None
     if published.keys() <= {""} and not (isinstance(named, Mapping) and named.keys() - {""}):
         return ()

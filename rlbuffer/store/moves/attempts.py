@@ -61,16 +61,18 @@ class TrainerMoves(Session):
 
     def trainer(self) -> Attempt:
 
-        def read(client: Any) -> tuple[Any, Any]:
+        def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
                 pipe.hgetall(self.keys.trainer)
+                pipe.hgetall(self.keys.policy)
                 pipe.time()
-                fields, time = pipe.execute()
-                return fields, time
+                return list(pipe.execute())
 
-        fields, (seconds, micros) = self.look(read)
+        fields, versions, (seconds, micros) = self.look(read)
+        now = int(seconds) + int(micros) / 1e6
+        policies = {text(adapter): policy_of(text(adapter), value) for adapter, value in versions.items()}
         if not fields:
-            return Attempt(number=0)
+            return Attempt(number=0, now=now, policies=policies)
 
         def number(name: bytes) -> int:
             return int(fields.get(name, 0))
@@ -88,7 +90,9 @@ class TrainerMoves(Session):
             seen_ms=number(b"seen"),
             claim=fields.get(b"claim", b""),
             server=text(fields.get(b"server", b"")),
-            seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
+            seen_seconds_ago=max(0.0, now - number(b"seen") / 1000),
+            now=now,
+            policies=policies,
         )
 
     def report(
@@ -154,10 +158,6 @@ class TrainerMoves(Session):
 
     def policy(self, adapter: str = "") -> PolicyVersion:
         return policy_of(adapter, self.look(lambda client: client.hget(self.keys.policy, adapter)))
-
-    def policies(self) -> dict[str, PolicyVersion]:
-        fields = self.look(lambda client: client.hgetall(self.keys.policy))
-        return {text(adapter): policy_of(text(adapter), value) for adapter, value in fields.items()}
 
     def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
         # Numbers only grow, so a smaller one is of a server that came back without its newest writes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
+from rlbuffer.daemon import teller as teller_module
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded
 from rlbuffer.packing import further_columns
@@ -38,6 +40,18 @@ def test_what_somebody_must_cure_is_told_when_it_changes(run: Run) -> None:
     for trouble in ("", "a fails", "a fails", "", "a fails", "b fails", "a fails"):
         teller.say("waits", {}, trouble)
     assert [e.sentence for e in events if isinstance(e, CureNeeded)] == ["a fails", "b fails", "a fails"]
+
+
+def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, beats = [100.0], list[int]()
+    monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    teller = Teller(run.store, lambda event: None)
+    for ready in range(25):
+        teller.say(f"{ready} of 45 groups ready", {"pending": ready})
+        assert run.store.waiting()["batcher"] == f"{ready} of 45 groups ready"
+        beats.append(run.store.heartbeats("batcher")["leader"]["pending"])
+        now[0] += 0.1
+    assert sorted(set(beats)) == [0, 11, 22]  # every 1.1 s
 
 
 GARBAGE: list[Mapping[str, Any]] = [

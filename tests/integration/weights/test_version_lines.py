@@ -72,7 +72,7 @@ def test_a_line_of_another_server_keeps_no_version_that_may_be_given_up(trained:
     restart(trained)
     trained.store.attempt(uuid="second", world_size=2, resume_step=1)
     # Its last steps are here, and made again with the same bytes; of an adapter's own steps nobody here knows that.
-    assert {name: policy.version for name, policy in trained.store.policies().items()} == {"": 2}
+    assert {name: policy.version for name, policy in trained.store.trainer().policies.items()} == {"": 2}
 
 
 def test_attempt_begins_a_line_when_a_version_of_a_step_that_is_not_here_was_announced(trained: Run) -> None:
@@ -81,7 +81,7 @@ def test_attempt_begins_a_line_when_a_version_of_a_step_that_is_not_here_was_ann
     attempt = trained.store.attempt(uuid="second", world_size=2, resume_step=1)
     assert attempt.epoch == trained.store.meta().epoch == trained.meta.epoch + 1
     assert is_given_up(trained, trained.meta.epoch)
-    assert trained.store.policies() == {}
+    assert trained.store.trainer().policies == {}
 
 
 def test_while_a_step_is_trained_the_trainer_names_the_server_that_had_it(
