@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from importlib import resources
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from rlbuffer.store.moves.step_format import (
     age_limit,
     decode_header,
     decode_part,
+    encode,
     header_record,
     part_records,
     step_digest,
@@ -204,6 +206,10 @@ def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
     return plan, entries
 
 
+def parts_of(plan: StepPlan, entries: dict[str, PoolEntry]) -> list[bytes]:
+    return [encode(part) for part in part_records(plan, entries)]
+
+
 def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
     plan, entries = planned()
     data = payload.dumps(header_record(plan, entries, meta(), None))
@@ -242,7 +248,7 @@ def test_age_limit_of_an_env_is_its_own_or_the_runs(config, env, limit):
 
 def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
     plan, entries = planned()
-    first, second = (decode_part(payload.dumps(part)) for part in part_records(plan, entries))
+    first, second = map(decode_part, parts_of(plan, entries))
     assert [r.info.rollout_id for r in first.rollouts] == ["b.1/0", "a.0/0", "a.0/2"]
     assert first.rows == (((0, 1),), ((2,),))
     assert [round(r.advantage, 6) for r in first.rollouts] == [0.0, 0.5, 0.1]
@@ -253,12 +259,12 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
 
 def test_parts_name_each_push_once_in_the_order_of_its_first_rollout():
     plan, entries = planned()
-    first, second = part_records(plan, entries)
+    first, second = map(msgpack.unpackb, parts_of(plan, entries))
     assert [key for key, *_ in first["sources"]] == ["k1", "k0"]
     assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 1]
     a0, a1, a2, b0 = plan.rollouts
     mixed = replace(plan, rollouts=(a0, b0, a1, a2), plan=replace(plan.plan, rows=((((0, 1, 2),), ((3,),)),)))
-    first, second = part_records(mixed, entries)
+    first, second = map(msgpack.unpackb, parts_of(mixed, entries))
     assert [key for key, *_ in first["sources"]] == ["k0", "k1"]
     assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 0]
     assert [key for key, *_ in second["sources"]] == ["k0"]
@@ -272,7 +278,7 @@ def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     push = payload.encode_push(replace(group, rollouts=tuple(its)))
     info = payload.decode_infos([push.metadata])[0] if is_read else push.info
     entries["1-0"] = replace(entries["1-0"], info=info, tokens=info.tokens)
-    first, second = (decode_part(payload.dumps(part)) for part in part_records(plan, entries))
+    first, second = map(decode_part, parts_of(plan, entries))
     assert [(r.info.reward, dict(r.info.rewards)) for r in first.rollouts] == [
         (0.0, {}),
         (0.25, {"format": 0.0}),
@@ -281,11 +287,17 @@ def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     assert [(r.info.reward, dict(r.info.rewards)) for r in second.rollouts] == [(None, {"format": 1.0})]
 
 
+def test_parts_are_what_msgpack_writes_of_their_values():
+    parts = parts_of(*planned())
+    assert [msgpack.packb(msgpack.unpackb(part)) for part in parts] == parts
+    assert list(msgpack.unpackb(parts[0])) == [
+        *("step", "rank", "row_tokens", "rows_per_micro_batch", "sources", "rollouts", "rows")
+    ]
+
+
 def test_same_step_is_always_the_same_bytes():
     (plan, entries), (again, same) = planned(), planned()
-    assert [payload.dumps(p) for p in part_records(plan, entries)] == [
-        payload.dumps(p) for p in part_records(again, same)
-    ]
+    assert parts_of(plan, entries) == parts_of(again, same)
 
 
 def test_plan_that_does_not_fit_its_entries_is_refused():
@@ -312,8 +324,8 @@ def test_rollouts_of_a_push_that_are_not_all_of_it_are_those_that_the_plan_names
     of_push = PlannedPush(entry_id="1-0", group_id="a.0", env="a", adapter="", places=[2, 0])
     some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, info)], masks=False)), entries)
     its = [info.rollouts[2], info.rollouts[0]]
-    assert (some.places, some.ids) == ([2, 0], [rollout.rollout_id for rollout in its])
-    assert some.named == [rollout.rewards for rollout in its]
+    assert some.places == [2, 0]
+    assert some.names == ([rollout.rollout_id for rollout in its], [rollout.rewards for rollout in its])
     assert some.numbers["length"].tolist() == [rollout.length for rollout in its]
     assert some.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
 
@@ -331,7 +343,7 @@ def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
     dice = random.Random(0)
     whole = [
         payload.dumps(header_record(plan, entries, meta(), None)),
-        *map(payload.dumps, part_records(plan, entries)),
+        *parts_of(plan, entries),
     ]
     refused = 0
     for _ in range(3000):

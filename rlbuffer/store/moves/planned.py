@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW, ROW_DTYPE
+from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW, ROW_DTYPE, GroupInfo
 from rlbuffer.records.step_plan import PlannedPush, PlannedRollouts, RolloutRef, StepPlan, pushes_of, version_trained
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata_pages import names_of
+from rlbuffer.wire.tables import Column, booleans, floats, integers, maps, strings
 
 
 class Planned:
@@ -28,29 +29,33 @@ class Planned:
             _check(plan.rollouts, entries)
         self.plan = plan
         self.pushes: list[PlannedPush] = pushes_of(plan.rollouts)
-        self.places: list[int] = []
-        """Payload fields."""
-        self.ids: list[str] = []
-        self.named: list[Mapping[str, float]] = []
-        """Named rewards."""
+        self._infos: list[GroupInfo] = []
         rows = []
         for push in self.pushes:
-            info = entries[push.entry_id].info
-            is_whole = info is not None and push.places == range(info.totals.rollouts)
-            if info is None or not (is_whole or max(push.places) < info.totals.rollouts):
+            info, places = entries[push.entry_id].info, push.places
+            is_whole = info is not None and places == range(info.totals.rollouts)
+            if info is None or not (is_whole or max(places) < info.totals.rollouts):
                 raise PayloadError(f"entry {push.entry_id} does not hold the rollouts of its step")
-            ids, named = names_of(info)
-            self.places += push.places
-            if is_whole:
-                self.ids += ids
-                self.named += named
-                rows.append(info.rows)
-            else:
-                self.ids += [ids[place] for place in push.places]
-                self.named += [named[place] for place in push.places]
-                rows += [info.rows[ROW.size * place : ROW.size * (place + 1)] for place in push.places]
+            self._infos.append(info)
+            rows.append(info.rows if is_whole else b"".join([_row(info, place) for place in places]))
         self.numbers: NDArray[np.void] = np.frombuffer(b"".join(rows), ROW_DTYPE)
         """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Payload fields."""
+        return [*chain.from_iterable([push.places for push in self.pushes])]
+
+    @cached_property
+    def names(self) -> tuple[list[str], list[Mapping[str, float]]]:
+        """Ids and named rewards."""
+        all_ids, all_named = list[str](), list[Mapping[str, float]]()
+        for push, info in zip(self.pushes, self._infos, strict=True):
+            ids, named = names_of(info)
+            is_whole = push.places == range(len(ids))
+            all_ids += ids if is_whole else [ids[place] for place in push.places]
+            all_named += named if is_whole else [named[place] for place in push.places]
+        return all_ids, all_named
 
     @cached_property
     def are_scored(self) -> NDArray[np.bool_]:
@@ -72,35 +77,42 @@ class Planned:
         return {env: np.flatnonzero(its == i) for env, i in number.items()}
 
     @cached_property
-    def origins(self) -> list[int]:
+    def origins(self) -> NDArray[np.int64]:
         """The first of `pushes` that lies in the same entry."""
         first: dict[str, int] = {}
-        its: list[int] = self.spread([first.setdefault(p.entry_id, i) for i, p in enumerate(self.pushes)]).tolist()
-        return its
+        return self.spread([first.setdefault(push.entry_id, i) for i, push in enumerate(self.pushes)])
 
-    def part_values(self, order: Sequence[int]) -> list[Iterator[Any]]:
-        """The columns of the parts' rollouts but for the first, their source, with the rollouts in this order."""
-        its = np.array(order, dtype=np.int64)
-        numbers = self.numbers.take(its)  # a tenth of the time of an index
-        rewards = numbers["reward"].astype(object)
-        rewards[~self.are_scored[its]] = None
-        ids, named, places = self.ids, self.named, self.places
-        columns = (
-            [places[i] for i in order],
-            np.asarray(self.plan.advantages, dtype=np.float32)[its].tolist(),
-            [ids[i] for i in order],
-            *(numbers[name].tolist() for name in ("length", "prompt_tokens", "loss_tokens")),
-            rewards.tolist(),
-            [named[i] for i in order],
-            *(numbers[name].tolist() for name in ("min_version", "max_version", "turns")),
-            ((numbers["flags"] & IS_TRUNCATED) != 0).tolist(),
-            *(numbers[name].tolist() for name in ("size", "checksum")),
-        )
-        return [iter(column) for column in columns]
+    def columns(self) -> list[Column]:
+        """The columns of a part's rollouts but for the first, the number of their push."""
+        numbers, (ids, named) = self.numbers, self.names
+        return [
+            integers(np.array(self.places)),
+            floats(np.asarray(self.plan.advantages, dtype=np.float32)),
+            strings(ids),
+            *(integers(numbers[name]) for name in ("length", "prompt_tokens", "loss_tokens")),
+            floats(numbers["reward"], self.are_scored),
+            maps(named),
+            *(integers(numbers[name]) for name in ("min_version", "max_version", "turns")),
+            booleans((numbers["flags"] & IS_TRUNCATED) != 0),
+            *(integers(numbers[name]) for name in ("size", "checksum")),
+        ]
 
     def spread(self, of_pushes: Sequence[int]) -> NDArray[np.int64]:
         """[rollouts] of a value for each of `pushes`."""
         return np.repeat(np.array(of_pushes, dtype=np.int64), [len(push.places) for push in self.pushes])
+
+
+def numbered(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The different values, none below 0, in the order in which they come; and for each of `values` its place there."""
+    places = np.arange(len(values))
+    first = np.zeros(values.max(initial=-1) + 1, dtype=np.int64)
+    first[values[::-1]] = places[::-1]  # of equal ones the last that is written stays: the first
+    is_first = first[values] == places
+    return values[is_first], (np.cumsum(is_first) - 1)[first[values]]
+
+
+def _row(info: GroupInfo, place: int) -> bytes:
+    return info.rows[ROW.size * place : ROW.size * (place + 1)]
 
 
 def _check(refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> None:

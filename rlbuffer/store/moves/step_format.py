@@ -9,22 +9,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import islice
+from itertools import chain, count, islice
 from operator import itemgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
-from rlbuffer.store.moves.planned import Planned
+from rlbuffer.records.step_plan import AdapterProgress, Row, StepPlan, pushes_of
+from rlbuffer.store.moves.planned import Planned, numbered
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.records import Meta, PoolEntry, StepPart
 from rlbuffer.wire import payload
+from rlbuffer.wire.tables import PackedList, integers, pack_map, packed_rows
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
@@ -45,7 +47,7 @@ def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
 def encode(record: Mapping[str, Any]) -> bytes:
     """The bytes of a header or part. Its values were checked when they came in, or by `check_numbers`, so they are not
     looked at again here: that would be two thirds of the cost of a commit."""
-    return cast(bytes, msgpack.packb(record))
+    return pack_map(record)
 
 
 def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
@@ -74,7 +76,7 @@ def header_record(
     its pushes agree on, `planned` its rollouts, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
     planned = Planned(plan, entries) if planned is None else planned
-    envs, rewards, ages = _envs_of(planned)
+    envs, rewards = _envs_of(planned)
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
     return {
@@ -87,7 +89,7 @@ def header_record(
             "rollouts": plan.normalizers.rollouts,
             "groups": plan.normalizers.groups,
         },
-        "rollouts": len(planned.ids),
+        "rollouts": len(planned.numbers),
         "tokens": plan.tokens,
         "bytes": int(planned.numbers["size"].sum(dtype=np.int64)),
         "group_ids": list(plan.group_ids),
@@ -95,8 +97,7 @@ def header_record(
         "fill": plan.tokens / capacity if capacity else 0.0,
         "envs": envs,
         "reward": _mean(rewards),
-        "age": _mean(ages) or 0.0,
-        "max_age": max(ages, default=0),
+        **_ages(planned.ages),
         "waiting_for_version": waiting_for,
         "checkpoint_now": meta.checkpoint_now,
         "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
@@ -110,27 +111,29 @@ def header_record(
     }
 
 
-def _envs_of(planned: Planned) -> tuple[dict[str, dict[str, Any]], list[float], list[int]]:
-    """The header's lines of the envs, by name; all rewards and all ages, in the order of each env's first rollout."""
+def _envs_of(planned: Planned) -> tuple[dict[str, dict[str, Any]], list[float]]:
+    """The header's lines of the envs, by name; and all rewards, in the order of each env's first rollout."""
     groups: dict[str, set[str]] = {}
     for push in planned.pushes:
         groups.setdefault(push.env, set()).add(push.group_id)
-    lengths, of_all, rewards, ages = planned.numbers["length"], planned.numbers["reward"], list[float](), list[int]()
+    lengths, of_all, rewards = planned.numbers["length"], planned.numbers["reward"], list[float]()
     envs = {}
     for env, its in planned.by_env.items():
         its_rewards = of_all[its[planned.are_scored[its]]].tolist()
-        its_ages = planned.ages[its].tolist()
         envs[env] = {
             "rollouts": len(its),
             "tokens": int(lengths[its].sum(dtype=np.int64)),
             "groups": len(groups[env]),
             "reward": _mean(its_rewards),
-            "age": _mean(its_ages) or 0.0,
-            "max_age": max(its_ages),
+            **_ages(planned.ages[its]),
         }
         rewards += its_rewards
-        ages += its_ages
-    return dict(sorted(envs.items(), key=itemgetter(0))), rewards, ages
+    return dict(sorted(envs.items(), key=itemgetter(0))), rewards
+
+
+def _ages(ages: NDArray[np.int64]) -> dict[str, float]:
+    """The header's fields of the ages of some rollouts."""
+    return {"age": int(ages.sum()) / len(ages), "max_age": int(ages.max())} if len(ages) else {"age": 0.0, "max_age": 0}
 
 
 def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
 def part_records(
     plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", planned: Planned | None = None
 ) -> list[dict[str, Any]]:
-    """The parts of a planned step, in the order of ranks; indices are the part's own.
+    """The parts of a planned step, in the order of ranks, for `encode`; indices are the part's own.
 
     Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
     in a run that was restored under another name.
@@ -164,27 +167,33 @@ def part_records(
     layout = plan.plan
     planned = Planned(plan, entries) if planned is None else planned
     its_rows = [[micro_step[rank] for micro_step in layout.rows] for rank in range(layout.world_size)]
-    orders = [[index for rows in its for row in rows for index in row] for its in its_rows]
-    values = planned.part_values([index for order in orders for index in order])
-    known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
-    records = []
-    for rank, (rows_of_rank, order) in enumerate(zip(its_rows, orders, strict=True)):
-        sources = [planned.origins[index] for index in order]
-        number = {source: i for i, source in enumerate(dict.fromkeys(sources))}
-        columns = [islice(of, len(order)) for of in values]
-        places = iter(range(len(order)))
-        records.append(
-            {
-                "step": plan.step,
-                "rank": rank,
-                "row_tokens": layout.row_tokens,
-                "rows_per_micro_batch": layout.rows_per_micro_batch,
-                "sources": [known[source] for source in number],
-                "rollouts": list(zip(map(number.__getitem__, sources), *columns, strict=True)),
-                "rows": [[list(islice(places, len(row))) for row in rows] for rows in rows_of_rank],
-            }
-        )
-    return records
+    orders = [np.array([*chain.from_iterable(chain.from_iterable(rows))], dtype=np.int64) for rows in its_rows]
+    pack = msgpack.Packer().pack
+    known = [pack(_source(entries[push.entry_id], push.adapter, prefix)) for push in planned.pushes]
+    number = np.zeros(len(planned.numbers), dtype=np.int64)
+    sources = []
+    for order in orders:
+        its, number[order] = numbered(planned.origins[order])
+        sources.append(PackedList(len(its), b"".join([known[source] for source in its.tolist()])))
+    rollouts = packed_rows([integers(number), *planned.columns()], orders)
+    return [
+        {
+            "step": plan.step,
+            "rank": rank,
+            "row_tokens": layout.row_tokens,
+            "rows_per_micro_batch": layout.rows_per_micro_batch,
+            "sources": its_sources,
+            "rollouts": its_rollouts,
+            "rows": _renumbered(rows),
+        }
+        for rank, (its_sources, its_rollouts, rows) in enumerate(zip(sources, rollouts, its_rows, strict=True))
+    ]
+
+
+def _renumbered(rows: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
+    """The same rows, their rollouts numbered from 0."""
+    places = count()
+    return [[list(islice(places, len(row))) for row in its] for its in rows]
 
 
 def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:

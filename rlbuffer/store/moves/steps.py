@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ class StepMoves(StepReads):
             if self.connection.is_cluster:
                 sizes = self._pin_on_shards(asked, since)
             else:
-                words = [word for key, places in asked for word in (key, _words(places))]
+                words = [word for key, places in asked for word in (key, _words(tuple(places)))]
                 sizes = self.move("pin", (), words, since=since)
             expected = _expected_sizes(page, entries)
             if len(sizes) != len(expected):
@@ -289,7 +289,8 @@ def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:
         yield page
 
 
-def _words(places: Sequence[int]) -> str:
+@lru_cache
+def _words(places: tuple[int, ...]) -> str:
     return " ".join(map(str, places))
 
 
