@@ -42,11 +42,12 @@ def integers(values: NDArray[Any]) -> Column:
     for limit, more in _WIDER:
         if largest > limit:
             sizes += (values > limit) * np.uint8(more)
-    if largest <= _WIDER[0][0]:
+    width = int(sizes.max(initial=1))
+    if width == 1:
         return Column(values.astype(np.uint8)[:, np.newaxis], sizes)
-    data = np.empty((len(values), 9), np.uint8)
+    data = np.empty((len(values), width), np.uint8)
     data[:, 0] = np.where(sizes == 1, values, _UINTS[sizes])
-    data[:, 1:] = _bytes(values << (72 - 8 * sizes.astype(np.uint64)), ">u8")
+    data[:, 1:] = _bytes(values << (72 - 8 * sizes.astype(np.uint64)), ">u8")[:, : width - 1]
     return Column(data, sizes)
 
 

@@ -7,7 +7,7 @@ commit stand beside the header, not in it: one is computed from it, the other is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import chain, count, islice
 from operator import itemgetter
@@ -158,7 +158,7 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
 
 def part_records(
     plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", planned: Planned | None = None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The parts of a planned step, in the order of ranks, for `encode`; indices are the part's own.
 
     Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
@@ -176,8 +176,8 @@ def part_records(
         its, number[order] = numbered(planned.origins[order])
         sources.append(PackedList(len(its), b"".join([known[source] for source in its.tolist()])))
     rollouts = packed_rows([integers(number), *planned.columns()], orders)
-    return [
-        {
+    for rank, (its_sources, its_rollouts, rows) in enumerate(zip(sources, rollouts, its_rows, strict=True)):
+        yield {
             "step": plan.step,
             "rank": rank,
             "row_tokens": layout.row_tokens,
@@ -186,8 +186,6 @@ def part_records(
             "rollouts": its_rollouts,
             "rows": _renumbered(rows),
         }
-        for rank, (its_sources, its_rollouts, rows) in enumerate(zip(sources, rollouts, its_rows, strict=True))
-    ]
 
 
 def _renumbered(rows: Sequence[Sequence[Row]]) -> list[list[list[int]]]:

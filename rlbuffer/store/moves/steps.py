@@ -219,14 +219,14 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
 
 def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
-    lines = []
+    lines = list[str]()
     for use in sorted(plan.entries, key=attrgetter("entry_id")):  # COMMIT reads neighbours together
-        dropped = "".join(
+        dropped = [
             f" {reason} {bucket_of(-(-tokens // rollouts))} {rollouts} {tokens}"  # the mean is of the same bucket
             for reason, rollouts, tokens in use.dropped
-        )
+        ]
         owner = use.group_id if use.uses else ""
-        lines.append(f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}{dropped}\n")
+        lines += f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}", *dropped, "\n"
     return "".join(lines)
 
 
@@ -290,8 +290,8 @@ def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:
 
 
 @lru_cache
-def _words(places: tuple[int, ...]) -> str:
-    return " ".join(map(str, places))
+def _words(places: tuple[int, ...]) -> bytes:
+    return b" ".join([b"%d" % place for place in places])
 
 
 def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, PoolEntry]) -> list[int]:
