@@ -196,10 +196,9 @@ class Queue:
 
     def _first(self) -> GroupState | None:
         # The first by name of equals: `min` keeps the first, and lanes are in order of names.
-        if not self._heads:
-            return None
-        order = self._lanes if len(self._heads) > 1 else self._heads
-        there = [adapter for adapter in order if adapter in self._heads]
+        if len(self._heads) < 2:
+            return next(iter(self._heads.values()), None)
+        there = [adapter for adapter in self._lanes if adapter in self._heads]
         return self._heads[min(there, key=lambda a: (self._heads[a].used > 0, self._tags.get(a, 0)))]
 
 

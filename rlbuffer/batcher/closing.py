@@ -30,13 +30,10 @@ class Closed:
 
     groups: Sequence[GroupState]
     """Groups in the order of selection."""
+    laid_out: Sequence[GroupState]
+    """The groups as the step holds them."""
     plan: Plan
     closed_by: ClosedBy
-
-    @property
-    def laid_out(self) -> Sequence[GroupState]:
-        """The groups as the step holds them."""
-        return _laid_out(self.groups, self.closed_by)
 
 
 def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Closed | None:
@@ -44,16 +41,18 @@ def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Cl
     groups, config = trial.groups, known.config
     if trial.ended is Ended.COUNT:
         closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
-        return Closed(groups, plan_groups(_laid_out(groups, closed_by), config, world_size), closed_by)
+        laid_out = sorted(groups, key=_name)
+        return Closed(groups, laid_out, plan_groups(laid_out, config, world_size), closed_by)
     if groups and trial.ended is Ended.SHORT and known.patience.may_close(known.pool.now, trial.short):
         return close_as_it_is(groups, known, limits, world_size, ClosedBy.PARTIAL)
     if not limits.by_rows:
         return None
     is_full = trial.ended is Ended.FULL
     if not is_full and trial.balanced:
-        plan = plan_groups(groups[: trial.balanced], config, world_size)
+        some = groups[: trial.balanced]
+        plan = plan_groups(some, config, world_size)
         if plan.micro_steps <= config.micro_batches_per_rank:
-            return Closed(groups[: trial.balanced], plan, ClosedBy.FILL)
+            return Closed(some, some, plan, ClosedBy.FILL)
         is_full = True
     # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
     kinds = len({group.adapter for group in groups})
@@ -72,17 +71,16 @@ def close_as_it_is(
         return plan_groups(some, config, world_size)
 
     if not limits.by_rows:
-        return Closed(groups, planner(groups), closed_by)
+        return Closed(groups, groups, planner(groups), closed_by)
     count, plan = longest_fit(groups, planner, config.micro_batches_per_rank)
-    return Closed(groups[:count], plan, closed_by)
+    kept = groups[:count]
+    return Closed(kept, kept, plan, closed_by)
 
 
-def _laid_out(groups: Sequence[GroupState], closed_by: ClosedBy) -> Sequence[GroupState]:
-    """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
-    in whatever order they came; else in the order of selection, of which a step is the beginning."""
-    if not closed_by.is_counted:
-        return groups
-    return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))
+def _name(group: GroupState) -> tuple[str, int, str]:
+    """The place of a group in a step that closes at a number of them: by name, so that the same groups are the same
+    step, in whatever order they came. Other steps are in the order of selection, of which each is the beginning."""
+    return group.env, len(group.group_id), group.group_id
 
 
 def longest_fit(groups: Sequence[GroupState], planner: Planner, micro_steps: int) -> tuple[int, Plan]:

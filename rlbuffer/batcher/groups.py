@@ -124,12 +124,11 @@ class GroupState:
     @property
     def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
         """The places of the valid rollouts, in order of arrival; of a group of one whole push nothing is unpacked."""
-        its: list[tuple[str, Sequence[int]]]
-        if self._members is None and self._whole is not None:
-            its = [(self._whole[0], range(self.rollouts))]
-        else:
-            its = [(key, [m.place for m in of]) for key, of in groupby(self.members, attrgetter("entry_id"))]
         about = self.group_id, self.env, self.adapter
+        if self._members is None and self._whole is not None:
+            entry_id, info = self._whole
+            return [(PlannedPush(entry_id, *about, range(self.rollouts)), info)]
+        its = [(key, [m.place for m in of]) for key, of in groupby(self.members, attrgetter("entry_id"))]
         return [(PlannedPush(entry_id, *about, places), self.parts[entry_id]) for entry_id, places in its]
 
     @property

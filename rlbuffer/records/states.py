@@ -70,11 +70,6 @@ class ClosedBy(StrEnum):
     END = "end"
     """No env sends anything more."""
 
-    @property
-    def is_counted(self) -> bool:
-        """A number of groups or rollouts closed it, whatever their tokens."""
-        return self in (ClosedBy.GROUPS, ClosedBy.ROLLOUTS)
-
 
 class PushStatus(StrEnum):
     """The outcome of a push."""
