@@ -171,7 +171,7 @@ def plan_of(
             rollout_id=info.rollout_id,
             group_id=entry.group_id,
             env=entry.env,
-            adapter="",
+            adapter=entry.info.adapter if entry.info else "",
             length=info.length,
             loss_tokens=info.loss_tokens,
             min_version=info.min_version,

@@ -271,6 +271,17 @@ def test_a_needed_column_that_no_rollout_of_a_step_has_is_missed(run: Run) -> No
     assert pull(run, can=Trainable(columns=("ref_logprobs",))).damaged == tuple(f"a.0/{i}" for i in range(4))
 
 
+def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> None:
+    run.sequence += 1
+    group = make_group(env="a", size=4, adapter="tenant")
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    committed(run)
+    assert pull(run).damaged == ()
+    step = pull(run, can=Trainable(adapters=False))
+    assert step.damaged == tuple(f"{group.group_id}/{i}" for i in range(4))
+    assert not any(mb.loss_mask.any() for mb in step)
+
+
 def test_rows_are_padded_in_memory_that_was_used_before(run: Run) -> None:
     for number in range(3):
         pushed(run, lambda rollout: {}, number)
