@@ -12,6 +12,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+TABLE_BYTES = 32 * 2**20
+"""Memory of the rows that are put together at once, as far as one row fits: a single long value makes all rows of its
+table wide."""
 _NIL, _FALSE, _TRUE, _FLOAT64 = 0xC0, 0xC2, 0xC3, 0xCB
 _WIDER = ((0x7F, 1), (0xFF, 1), (0xFFFF, 2), (0xFFFF_FFFF, 4))
 """A whole number above the first takes so many bytes more."""
@@ -23,7 +26,7 @@ class Column(NamedTuple):
     """The values of a column as msgpack."""
 
     data: NDArray[np.uint8]
-    """[rows, width] bytes of each value, from the left; those behind them are not written."""
+    """[rows, width] bytes of each value, from the left, and anything behind them; or all values one after the other."""
     sizes: NDArray[Any]
     """[rows] bytes of each value."""
 
@@ -67,11 +70,12 @@ def booleans(values: NDArray[np.bool_]) -> Column:
 
 
 def strings(values: Sequence[str]) -> Column:
-    """Text. The longest decides how much memory each takes on the way."""
+    """Text."""
     is_ascii = "".join(values).isascii()
     lengths = np.array([len(value if is_ascii else value.encode()) for value in values], np.int64)
     sizes = 1 + lengths + (lengths > 31) + (lengths > 0xFF) + 2 * (lengths > 0xFFFF)
-    return _cut(msgpack.packb(values), sizes)
+    data = np.frombuffer(msgpack.packb(values), np.uint8)
+    return Column(data[len(data) - int(sizes.sum()) :], sizes)
 
 
 def maps(values: Sequence[Mapping[str, Any]]) -> Column:
@@ -81,25 +85,50 @@ def maps(values: Sequence[Mapping[str, Any]]) -> Column:
     if not any(values):
         return _same(empty, len(values))
     packed = [packer.pack(value) if value else empty for value in values]
-    return _cut(b"".join(packed), np.array([len(data) for data in packed]))
+    return Column(np.frombuffer(b"".join(packed), np.uint8), np.array([len(data) for data in packed]))
 
 
 def packed_rows(columns: Sequence[Column], orders: Sequence[NDArray[np.int64]]) -> Iterator[PackedList]:
     """Lists of rows, each row the list of its values: of those that each of `orders` names, in its order."""
     rows = len(columns[0].sizes)
     columns = [_same(msgpack.Packer().pack_array_header(len(columns)), rows), *columns]
-    widths = [int(sizes.max(initial=0)) for _, sizes in columns]
-    data = np.empty((rows, sum(widths)), np.uint8)
-    is_written = np.ones(data.shape, np.bool_)
-    start = 0
-    for (values, sizes), width in zip(columns, widths, strict=True):
-        data[:, start : start + width] = values[:, :width]
-        for place in range(int(sizes.min(initial=width)), width):
-            is_written[:, start + place] = sizes > place
-        start += width
+    longest = sum([int(sizes.max(initial=0)) for _, sizes in columns])
+    if rows * longest <= TABLE_BYTES:
+        data, is_written = _table(columns, slice(None))
+        for order in orders:
+            items = data.take(order, axis=0)[is_written.take(order, axis=0)]
+            yield PackedList(len(order), items.tobytes())
+        return
+    page = max(1, TABLE_BYTES // longest)
     for order in orders:
-        items = data.take(order, axis=0)[is_written.take(order, axis=0)]
-        yield PackedList(len(order), items.tobytes())
+        tables = [_table(columns, order[start : start + page]) for start in range(0, len(order), page)]
+        yield PackedList(len(order), b"".join([data[is_written].tobytes() for data, is_written in tables]))
+
+
+def _table(columns: Sequence[Column], rows: Any) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """[rows, bytes] of some rows, each as wide as the longest value of each column asks; and which bytes are used."""
+    its_sizes = [sizes[rows] for _, sizes in columns]
+    widths = [int(sizes.max(initial=0)) for sizes in its_sizes]
+    data = np.empty((len(its_sizes[0]), sum(widths)), np.uint8)
+    is_used = np.ones(data.shape, np.bool_)
+    start = 0
+    for (values, all_sizes), sizes, width in zip(columns, its_sizes, widths, strict=True):
+        its = slice(start, start + width)
+        start += width
+        if width > 64:
+            np.less(np.arange(width), sizes[:, np.newaxis], out=is_used[:, its])
+        else:  # a byte after the other takes half as long
+            for place in range(int(sizes.min(initial=width)), width):
+                is_used[:, its.start + place] = sizes > place
+        if values.ndim == 2:
+            data[:, its] = values[rows, :width]
+        elif isinstance(rows, slice):
+            data[:, its][is_used[:, its]] = values
+        else:
+            begins = (np.cumsum(all_sizes) - all_sizes)[rows]
+            for row, begin, size in zip(data[:, its], begins.tolist(), sizes.tolist(), strict=True):
+                row[:size] = values[begin : begin + size]
+    return data, is_used
 
 
 def pack_map(record: Mapping[str, Any]) -> bytes:
@@ -116,14 +145,6 @@ def pack_map(record: Mapping[str, Any]) -> bytes:
 def _same(data: bytes, rows: int) -> Column:
     """So many rows of the same."""
     return Column(np.full((rows, len(data)), np.frombuffer(data, np.uint8)), np.full(rows, len(data)))
-
-
-def _cut(data: bytes, sizes: NDArray[Any]) -> Column:
-    """The values of these sizes that `data` ends with."""
-    is_used = np.arange(sizes.max(initial=0)) < sizes[:, np.newaxis]
-    out = np.empty(is_used.shape, np.uint8)
-    out[is_used] = np.frombuffer(data, np.uint8)[len(data) - int(sizes.sum()) :]
-    return Column(out, sizes)
 
 
 def _bytes(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:

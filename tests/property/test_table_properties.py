@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -9,7 +10,18 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlbuffer.wire.tables import Column, PackedList, booleans, floats, integers, maps, pack_map, packed_rows, strings
+from rlbuffer.wire.tables import (
+    TABLE_BYTES,
+    Column,
+    PackedList,
+    booleans,
+    floats,
+    integers,
+    maps,
+    pack_map,
+    packed_rows,
+    strings,
+)
 
 WIDTHS = [n for power in (7, 8, 16, 32, 63, 64) for n in (2**power - 1, 2**power)][:-1]
 """Around each whole number that takes another byte, up to the largest."""
@@ -70,3 +82,18 @@ def test_a_list_of_many_rows_or_columns_has_a_longer_head():
         assert pack_map({"rows": made}) == msgpack.packb({"rows": [[0]] * count})
     (made,) = packed_rows([integers(np.zeros(2))] * 16, [np.arange(2)])
     assert made.items == msgpack.packb([0] * 16) * 2
+
+
+def test_a_long_value_does_not_make_a_large_table_of_its_width():
+    count = 20_000
+    ids = ["x"] * count
+    ids[7], named = "y" * 60_000, [{"correct": 1.0}, *[{}] * (count - 1)]
+    order = np.random.default_rng(0).permutation(count)
+    tracemalloc.start()
+    try:
+        (made,) = packed_rows([strings(ids), integers(np.arange(count)), maps(named)], [order])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert made.items == b"".join(msgpack.packb([ids[n], n, named[n]]) for n in order.tolist())
+    assert peak < 4 * TABLE_BYTES  # 1.2 GB as one table
