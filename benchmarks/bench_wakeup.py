@@ -1,27 +1,25 @@
 """How soon trainers have what workers push: from a step's last push to every rank's tensors, and from a commit to the
 last of many waiting ranks.
 
-Every role is a process of its own on one real server: the pusher, the daemon, the ranks. The limit is measured by the
-same rank processes a moment later: the bare HMGET of the fields that each has just pulled, all at once.
+Every role is a process of its own on one real server: the pusher, the daemon, each rank. All write their moments into
+memory that they share, and the main process looks there rarely: 64 messages to it on the same cores would be a good
+part of what is measured. The limits are measured by bare clients in the same processes, in turn with what they limit.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import queue
 import shutil
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.bench_data_path import Arrays, arrays, hmget, make_groups, plain_client
 from benchmarks.report import Report
@@ -38,31 +36,52 @@ from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.store.redis_store import RedisStore, open_store
 
 RANKS = 8
-STEPS = 8
+STEPS = 12
 """Steps of workload a; the first is left out."""
 WAITING_RANKS = 64
-"""In processes of eight ranks each."""
 SMALL_STEPS = 30
+"""The first is left out."""
 STREAM, HEADER_BYTES = "bare", 1_000
 """The entry that bare clients wait for: about what the header of a small step takes."""
 SETTLE_SECONDS = 0.5
-"""Between a step's other pushes and its last one: the leader has taken them in."""
+"""Before a step's last push: the leader has taken in the others, and what the step before left to do is done."""
+LOOK_SECONDS = 0.05
+"""Between two looks of the main process, and of a rank that waits for the others before its bare commands."""
 START_SECONDS = 60.0
 MOST_RATIO = {0.5: 1.6, 0.99: 3.0}
 """Quantile -> times the bare commands' that the tensors may take."""
 WAKE_MS = 5.0
-SPAWN = multiprocessing.get_context("spawn")
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""Its server has imported everything and connected to nothing: 64 processes start in seconds."""
+_CONTEXT.set_forkserver_preload([__name__])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """What a process says."""
+class Moments:
+    """Monotonic seconds, one clock for all processes, of steps and processes; 0 while they have not come.
 
-    what: str
-    """``ready``, ``commit``, ``tensors`` or ``bare``."""
-    step: int
-    at: float
-    """Monotonic seconds, one clock for all processes."""
+    `kinds`: what a process does in a step.
+    """
+
+    def __init__(self, kinds: Sequence[str], steps: int, processes: int) -> None:
+        self._kinds, self._shape = list(kinds), (len(kinds), 1 + steps, processes)
+        self._memory = _CONTEXT.RawArray("d", len(kinds) * (1 + steps) * processes)
+
+    def of(self, kind: str) -> NDArray[np.float64]:
+        """[1 + steps, processes]; step 0 is the start. Written and read by all."""
+        its: NDArray[np.float64] = np.frombuffer(self._memory).reshape(self._shape)[self._kinds.index(kind)]
+        return its
+
+    def wait(self, kind: str, step: int) -> NDArray[np.float64]:
+        """The moments of all processes in a step, when they have come."""
+        its: NDArray[np.float64] = self.of(kind)[step]
+        deadline = time.monotonic() + START_SECONDS
+        while not its.all():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{kind} of step {step} within {START_SECONDS:g} s: {np.count_nonzero(its)} of {len(its)}"
+                )
+            time.sleep(LOOK_SECONDS)
+        return its
 
 
 def run(report: Report) -> None:
@@ -71,9 +90,9 @@ def run(report: Report) -> None:
         "wake-up",
         measures=f"workload a ({len(WORKLOADS['a'].lengths):,} rollouts) for {RANKS} ranks, {STEPS - 1} steps: ms from "
         "the moment that the step's last push has returned until a rank has its tensors, beside bare HMGETs of the "
-        f"same fields by the same {RANKS} processes; then {WAITING_RANKS} ranks in 8 processes that wait for small "
-        f"steps, {SMALL_STEPS} of them: ms from the commit until a rank has its header, beside as many of redis-py's "
-        "own clients that wait for an entry of a stream with a blocking XREAD",
+        f"same fields by the same {RANKS} processes, all at once; then {WAITING_RANKS} ranks, each a process, that "
+        f"wait for small steps, {SMALL_STEPS - 1} of them: ms from the beginning of the commit until a rank has its "
+        "header, beside redis-py's own client in the same processes: from an XADD to the entry of a blocking XREAD",
         not_measured="the network (unix socket here), a trainer's own work beside the pull, prefetched steps, "
         "more processes than cores being a rare thing elsewhere",
     )
@@ -87,94 +106,67 @@ def run(report: Report) -> None:
     for q, most in MOST_RATIO.items():
         name = f"a rank has its tensors within {most} x of the bare HMGETs, p{100 * q:g}"
         report.line(f"{name}: {ratios[q]:.1f} x, met: {report.target(name, ratios[q] <= most)}")
-    worst = 0.0
-    for who, measured in (("bare XREADs", xadd_to_xread), ("ranks", commit_to_header)):
-        woken = [1e3 * seconds for seconds in measured()]
-        worst = float(np.quantile(woken, 0.99))
-        report.line(f"{WAITING_RANKS} waiting {who}: p50 {statistics.median(woken):.2f} ms, p99 {worst:.2f} ms")
+    report.line()
+    bare_wakes, woken = wakes(report)
+    report.table(
+        [f"{WAITING_RANKS} waiting", "p50, ms", "p99, ms", "CPU of a wait, asking included, us"],
+        [wake_row("bare XREADs", *bare_wakes), wake_row("ranks", *woken)],
+    )
+    worst = 1e3 * float(np.quantile(woken[0], 0.99))
     name = f"{WAITING_RANKS} waiting ranks wake within {WAKE_MS:g} ms of a commit, p99"
     report.line(f"{name}, met: {report.target(name, worst <= WAKE_MS)}")
 
 
-def last_push_to_tensors() -> tuple[list[float], list[float]]:
+def wake_row(who: str, seconds: NDArray[np.float64], cpu: NDArray[np.float64]) -> list[str]:
+    """Quantiles of the time, and the median CPU of a wait."""
+    p50, p99 = 1e3 * np.quantile(seconds, (0.5, 0.99))
+    return [who, f"{p50:.2f}", f"{p99:.2f}", f"{1e6 * np.median(cpu):.0f}"]
+
+
+def last_push_to_tensors() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds of every rank and step: to its tensors, and for the bare commands."""
     rng = np.random.default_rng(0)
     sampled = [arrays(rng, int(n)) for n in WORKLOADS["a"].lengths]
-    config = {"row_tokens": 16_384, "step_groups": len(sampled) // 16, "max_age": 10**6, "lookahead": 2}
-    tensors: list[float] = []
-    bare: list[float] = []
-    with a_run(config, ranks=RANKS, per_process=1, whole=True) as (store, heard, go):
+    moments = Moments(("ready", "tensors", "bare"), STEPS, RANKS)
+    main = Moments(("pushed", "commit", "sent", "answered", "go"), STEPS, 1)
+    with a_run(sampled, train, moments, main) as store:
         writer = Writer(store, "bench", epoch=store.meta().epoch)
         for step in range(1, STEPS + 1):
-            begun = push_step(writer, sampled, step)
-            for name, seconds in (("tensors", tensors), ("bare", bare)):
-                if name == "bare":
-                    begun = time.monotonic()
-                    go.set()
-                came = wait_for(heard, name, step, RANKS)
-                if step > 1:
-                    seconds += [at - begun for at in came]
-            go.clear()
-    return tensors, bare
+            main.of("pushed")[step] = push_step(writer, sampled, step)
+            moments.wait("tensors", step)
+            main.of("go")[step] = time.monotonic() + 2 * SETTLE_SECONDS
+            moments.wait("bare", step)
+    tensors, bare = (moments.of(kind) - main.of(begun) for kind, begun in (("tensors", "pushed"), ("bare", "go")))
+    return tensors[2:].ravel(), bare[2:].ravel()
 
 
-def commit_to_header() -> list[float]:
-    """Seconds of every rank and small step."""
+Wakes = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Seconds of every process and step until it has woken, and of its CPU from the asking on."""
+
+
+def wakes(report: Report) -> tuple[Wakes, Wakes]:
+    """Of bare clients, and of ranks: the same processes wait as the one, then as the other."""
     rng = np.random.default_rng(0)
     sampled = [arrays(rng, 128) for _ in range(64)]
-    config = {"row_tokens": 1024, "step_groups": 4, "max_age": 10**6, "lookahead": 2}
-    woken: list[float] = []
-    with a_run(config, ranks=WAITING_RANKS, per_process=8, whole=False) as (store, heard, go):
-        go.set()
+    moments = Moments(("ready", "header", "header cpu", "bare", "bare cpu"), SMALL_STEPS, WAITING_RANKS)
+    main = Moments(("xadd", "commit", "sent", "answered"), SMALL_STEPS, 1)
+    with a_run(sampled, wait_for_headers, moments, main) as store:
         writer = Writer(store, "bench", epoch=store.meta().epoch)
         for step in range(1, SMALL_STEPS + 1):
             push_step(writer, sampled, step)
-            arrived = gather(heard, {"commit": 1, "tensors": WAITING_RANKS}, step)
-            if step > 1:
-                woken += [at - arrived["commit"][0] for at in arrived["tensors"]]
-    return woken
-
-
-def xadd_to_xread() -> list[float]:
-    """Seconds of every bare client and entry, from just before the XADD."""
-    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store, heard, seconds = open_(home), SPAWN.Queue(), []
-    waiting = [SPAWN.Process(target=wait_bare, args=(home, 8, heard), daemon=True) for _ in range(WAITING_RANKS // 8)]
-    try:
-        for process in waiting:
-            process.start()
-        wait_for(heard, "ready", 0, WAITING_RANKS)
-        for step in range(1, SMALL_STEPS + 1):
+            moments.wait("header", step)
             time.sleep(SETTLE_SECONDS)
-            begun = time.monotonic()
+            main.of("xadd")[step] = time.monotonic()
             store.connection.client.xadd(STREAM, {"header": bytes(HEADER_BYTES)}, id=f"{step}-0")
-            came = wait_for(heard, "bare", step, WAITING_RANKS)
-            seconds += [at - begun for at in came if step > 1]
-    finally:
-        for process in (p for p in waiting if p.pid is not None):
-            process.kill()
-            process.join()
-        store.close()
-        shutil.rmtree(home, ignore_errors=True)
-    return seconds
-
-
-def wait_bare(home: Path, count: int, heard: Any) -> None:
-    """A process of bare clients, a thread each."""
-    threads = [threading.Thread(target=wait_for_entries, args=(home, heard)) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def wait_for_entries(home: Path, heard: Any) -> None:
-    store = open_(home)
-    client = plain_client(store.connection.client)
-    heard.put(Arrived(what="ready", step=0, at=time.monotonic()))
-    for step in range(1, SMALL_STEPS + 1):
-        client.xread({STREAM: f"{step - 1}-0"}, count=1, block=0)
-        heard.put(Arrived(what="bare", step=step, at=time.monotonic()))
+            moments.wait("bare", step)
+    begun, sent, answered = (main.of(kind)[2:] for kind in ("commit", "sent", "answered"))
+    making, answer = (1e3 * float(np.median(its)) for its in (sent - begun, answered - sent))
+    report.line(f"a commit, p50: {making:.2f} ms until it is sent, {answer:.2f} more until the leader has the answer")
+    bare, header = (
+        ((moments.of(kind) - main.of(begun))[2:].ravel(), moments.of(f"{kind} cpu")[2:].ravel())
+        for kind, begun in (("bare", "xadd"), ("header", "commit"))
+    )
+    return bare, header
 
 
 def push_step(writer: Writer, sampled: Sequence[Arrays], step: int) -> float:
@@ -190,22 +182,23 @@ def push_step(writer: Writer, sampled: Sequence[Arrays], step: int) -> float:
 # -- processes ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def a_run(
-    config: dict[str, Any], *, ranks: int, per_process: int, whole: bool
-) -> Iterator[tuple[RedisStore, Any, Event]]:
-    """A server, a daemon and `ranks` in processes; yields a store, what they say, and the leave to go on."""
+    sampled: Sequence[Arrays], work: Callable[[Path, int, Moments, Moments], None], moments: Moments, main: Moments
+) -> Iterator[RedisStore]:
+    """A server, a daemon, and a process of `work` for each rank; yields a store of the main process.
+
+    `main`: moments that are not of ranks.
+    """
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     store = open_(home)
-    heard, go = SPAWN.Queue(), SPAWN.Event()
-    starts = [SPAWN.Process(target=serve, args=(home, config, ranks, heard), daemon=True)]
-    for first in range(0, ranks, per_process):
-        mine = range(first, first + per_process)
-        starts.append(SPAWN.Process(target=train, args=(home, mine, ranks, whole, heard, go), daemon=True))
+    ranks = moments.of("ready").shape[1]
+    starts = [_CONTEXT.Process(target=serve, args=(home, len(sampled) // 16, ranks, main), daemon=True)]
+    starts += [_CONTEXT.Process(target=work, args=(home, rank, moments, main), daemon=True) for rank in range(ranks)]
     try:
         store.open_run()
         for process in starts:
             process.start()
-        wait_for(heard, "ready", 0, ranks)
-        yield store, heard, go
+        moments.wait("ready", 0)
+        yield store
     finally:
         for process in (p for p in starts if p.pid is not None):
             process.kill()
@@ -219,81 +212,79 @@ def open_(home: Path) -> RedisStore:
 
 
 class Committing(RedisStore):
-    """A leader's store that says when it begins a COMMIT."""
+    """A leader's store that notes when it begins a COMMIT, sends it, and has its answer."""
 
-    heard: Any
+    main: Moments
 
     def commit(self, token: int, plan: StepPlan, *args: Any, **named: Any) -> tuple[CommitStatus, Any]:
-        self.heard.put(Arrived(what="commit", step=plan.step, at=time.monotonic()))
+        self.note("commit", plan.step)
+        self.step = plan.step
         return super().commit(token, plan, *args, **named)
 
+    def move(self, script: str, *args: Any, **named: Any) -> list[Any]:
+        if script != "commit":
+            return super().move(script, *args, **named)
+        self.note("sent", self.step)
+        reply = super().move(script, *args, **named)
+        self.note("answered", self.step)
+        return reply
 
-def serve(home: Path, config: dict[str, Any], world_size: int, heard: Any) -> None:
+    def note(self, kind: str, step: int) -> None:
+        """Notes this moment."""
+        self.main.of(kind)[step] = time.monotonic()
+
+
+def serve(home: Path, step_groups: int, world_size: int, main: Moments) -> None:
     """The batcher's process."""
     store = Committing(open_(home).connection, "bench")
-    store.heard = heard
+    store.main = main
+    config = BatcherConfig(row_tokens=16_384, step_groups=step_groups, max_age=10**6, lookahead=2)
     settings = RunSettings(trainer={"world_size": world_size})
-    Daemon(Buffer(store, settings=settings), BatcherConfig(**config)).run(threading.Event())
+    Daemon(Buffer(store, settings=settings), config).run(threading.Event())
 
 
-def train(home: Path, ranks: range, world_size: int, whole: bool, heard: Any, go: Event) -> None:
-    """A process of one or several ranks, a thread each."""
-    threads = [threading.Thread(target=train_rank, args=(home, r, world_size, whole, heard, go)) for r in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def train_rank(home: Path, rank: int, world_size: int, whole: bool, heard: Any, go: Event) -> None:
-    """One rank: pulls steps as a trainer does (`whole`), or waits for their headers only."""
+def train(home: Path, rank: int, moments: Moments, main: Moments) -> None:
+    """One rank pulls steps as a trainer does, and the fields of each again with bare commands."""
     store = open_(home)
-    if not whole:
-        attempt = 0
-        if rank == 0:
-            attempt = store.attempt(uuid="bench", world_size=world_size, resume_step=0).number
-            store.announce(attempt, PolicyVersion(version=0))
-            store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
-        heard.put(Arrived(what="ready", step=0, at=time.monotonic()))
-        wait_for_headers(store, attempt, heard)
-        return
-    reader = Reader(store, rank=rank, world_size=world_size, timeout_seconds=START_SECONDS)
+    tensors, bare, go = moments.of("tensors"), moments.of("bare"), main.of("go")
+    reader = Reader(store, rank=rank, world_size=RANKS, timeout_seconds=START_SECONDS)
     reader.start()
-    heard.put(Arrived(what="ready", step=0, at=time.monotonic()))
+    moments.of("ready")[0, rank] = time.monotonic()
     for step in reader.steps():
-        heard.put(Arrived(what="tensors", step=step.number, at=time.monotonic()))
+        tensors[step.number, rank] = time.monotonic()
+        while not go[step.number, 0]:
+            time.sleep(LOOK_SECONDS)
         fields: dict[str, list[str]] = {}
         for ref in store.read_parts(step.number, [rank])[0].rollouts:
             fields.setdefault(ref.payload_key, []).append(str(ref.index))
-        go.wait()
+        time.sleep(max(0.0, go[step.number, 0] - time.monotonic()))
         hmget(store.connection.client, fields)
-        heard.put(Arrived(what="bare", step=step.number, at=time.monotonic()))
+        bare[step.number, rank] = time.monotonic()
 
 
-def wait_for_headers(store: RedisStore, attempt: int, heard: Any) -> None:
-    """`attempt`: of the rank that reports, else 0."""
+def wait_for_headers(home: Path, rank: int, moments: Moments, main: Moments) -> None:
+    """One rank waits for headers only, and after each for an entry with a bare client; rank 0 reports as well."""
+    store = open_(home)
+    client = plain_client(store.connection.client)
+    attempt = 0
+    if rank == 0:
+        attempt = store.attempt(uuid="bench", world_size=WAITING_RANKS, resume_step=0).number
+        store.announce(attempt, PolicyVersion(version=0))
+        store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+    kinds = ("header", "header cpu", "bare", "bare cpu")
+    header_at, header_cpu, bare_at, bare_cpu = (moments.of(kind) for kind in kinds)
+    moments.of("ready")[0, rank] = time.monotonic()
     for step in range(1, SMALL_STEPS + 1):
-        header = None
+        header, cpu = None, time.thread_time()
         while header is None:
             header = store.wait_step(step, block_seconds=5.0)
-        heard.put(Arrived(what="tensors", step=step, at=time.monotonic()))
+        header_at[step, rank] = time.monotonic()
+        header_cpu[step, rank] = time.thread_time() - cpu
         if attempt:
             store.report(attempt, epoch=header.epoch, trained=step, digest=header.digest, oldest_kept=step)
-
-
-def wait_for(heard: Any, what: str, step: int, count: int) -> list[float]:
-    """The moments of `count` messages."""
-    return gather(heard, {what: count}, step)[what]
-
-
-def gather(heard: Any, counts: dict[str, int], step: int) -> dict[str, list[float]]:
-    """The moments of so many messages of each kind about a step; others are passed over."""
-    came: dict[str, list[float]] = {what: [] for what in counts}
-    while any(len(came[what]) < count for what, count in counts.items()):
-        try:
-            arrived = heard.get(timeout=START_SECONDS)
-        except queue.Empty:
-            raise RuntimeError(f"step {step}: {came} came within {START_SECONDS:g} s, not {counts}") from None
-        if arrived.step == step and arrived.what in came:
-            came[arrived.what].append(arrived.at)
-    return came
+        time.sleep(LOOK_SECONDS)
+        cpu = time.thread_time()
+        client.xread({STREAM: f"{step - 1}-0"}, count=1, block=0)
+        bare_at[step, rank] = time.monotonic()
+        bare_cpu[step, rank] = time.thread_time() - cpu
+        time.sleep(LOOK_SECONDS)  # none asks for the next while others are still to wake
