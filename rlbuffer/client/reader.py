@@ -295,12 +295,18 @@ class Reader:
                     long.look(f"step {number}")
                 self._say_waiting(for_step(number))
             self._raise_fault()
-            return future.result()
+            step = future.result()
         except CancelledError:
             raise RlbufferError(f"{CLOSED} while it waited for step {number}") from None
-        finally:
+        except Exception:
             if waiting and not self._stop.is_set():
                 self._say_waiting("")
+            raise
+        if waiting and self._pool is not None:
+            # Who has its step need not wait for a server that has gone meanwhile.
+            with suppress(RuntimeError):  # closed
+                self._pool.submit(self._say_waiting, "")
+        return step
 
     def _check_run(self, number: int) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
