@@ -58,9 +58,11 @@ RUN, RANKS = "beside", 8
 PEER_SECONDS = 300.0
 """Time that a peer has to start, and for each round."""
 PEERS = ("reverb", "transfer_queue")
-OURS, STREAM, HTTP = "rlbuffer", "lists pickled into a Redis stream", "JSON over HTTP"
+OURS, UNLOGGED = "rlbuffer", "rlbuffer, its server writes no log file"
+STREAM, HTTP = "lists pickled into a Redis stream", "JSON over HTTP"
 LACKS = {
     OURS: "",
+    UNLOGGED: "outlive its server's process",
     STREAM: "pack, balance, acknowledge, verify",
     HTTP: "pack, balance, acknowledge, verify, outlive its process",
     "reverb": "pack, balance over ranks, acknowledge, verify, outlive its process",
@@ -129,12 +131,14 @@ def _open(
     closing: list[Callable[[], object]],
 ) -> dict[str, str]:
     """Adds everybody that can run here, and how to end them. -> their names."""
-    names = {OURS: OURS, STREAM: STREAM, HTTP: HTTP}
+    names = {name: name for name in (OURS, UNLOGGED, STREAM, HTTP)}
     server = ServerSettings(appendfsync="everysec")
     keeper = open_store(None, run="keeper", home=home, server=server)
     closing.append(keeper.close)
     ours = contenders[OURS] = Ours(home, server, sampled)
     closing.append(ours.close)
+    unlogged = contenders[UNLOGGED] = Ours(home / "unlogged", server, sampled, is_logged=False)
+    closing.append(unlogged.close)
     lists = [_lists(sampled[i : i + GROUP_SIZE]) for i in range(0, len(sampled), GROUP_SIZE)]
     path = str(keeper.connection.client.connection_pool.connection_kwargs["path"])
     clock, apart = Clock(keeper), Apart(Stream, path, lists)
@@ -164,8 +168,12 @@ def _open(
 class Ours:
     """rlbuffer: a round is a step of one run. Producer, leader and ranks are a process each, for all rounds."""
 
-    def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays]) -> None:
+    def __init__(
+        self, home: Path, server: ServerSettings, sampled: Sequence[Arrays], *, is_logged: bool = True
+    ) -> None:
         self._store = store = open_store(None, run=RUN, home=home, server=server)
+        if not is_logged:
+            store.connection.client.config_set("appendonly", "no")
         self._clock, epoch = Clock(store), store.open_run().epoch
         self._attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
         self._producer = Apart(Producing, home, server, sampled, epoch)
