@@ -225,13 +225,13 @@ class Leading:
         threading.Thread(target=daemon.run, args=(threading.Event(),), daemon=True).start()
 
     def wait_for(self, step: int) -> None:
-        """Until the step is committed."""
+        """Waits until the step is committed."""
         if self._store.wait_step(step, block_seconds=PEER_SECONDS) is None:
             raise RuntimeError(f"no step {step} in {PEER_SECONDS:g} s")
 
 
 class Pulling:
-    """All ranks, one after the other."""
+    """Pulls for all ranks, one after the other."""
 
     def __init__(self, home: Path, server: ServerSettings) -> None:
         self._store = open_store(None, run=RUN, home=home, server=server)
@@ -299,7 +299,7 @@ class OverHttp:
 
 
 class JsonClient:
-    """Lists as JSON."""
+    """Sends and takes lists as JSON."""
 
     def __init__(self, url: str, lists: list[Any]) -> None:
         self._url, self._lists = url, lists
@@ -318,7 +318,7 @@ class JsonClient:
 
 
 def asked(url: str, path: str, body: bytes | None = None) -> Any:
-    """What the server of :class:`OverHttp` answers."""
+    """Asks the server of :class:`OverHttp`. -> its answer."""
     with urllib.request.urlopen(url + path, data=body) as answer:
         return json.loads(answer.read())
 

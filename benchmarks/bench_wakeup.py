@@ -145,7 +145,7 @@ Wakes = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def wakes(report: Report) -> tuple[Wakes, Wakes]:
-    """Of bare clients, and of ranks: the same processes wait as the one, then as the other."""
+    """Measures bare clients, and ranks: in each step the same processes wait as ranks, then as bare clients."""
     rng = np.random.default_rng(0)
     sampled = [arrays(rng, 128) for _ in range(64)]
     moments = Moments(("ready", "header", "header cpu", "bare", "bare cpu"), SMALL_STEPS, WAITING_RANKS)

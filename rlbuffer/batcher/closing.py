@@ -78,8 +78,8 @@ def close_as_it_is(
 
 
 def _name(group: GroupState) -> tuple[str, int, str]:
-    """The place of a group in a step that closes at a number of them: by name, so that the same groups are the same
-    step, in whatever order they came. Other steps are in the order of selection, of which each is the beginning."""
+    """Sort key of the groups of a step that closes at a count: by name, so that the same groups make the same step in
+    whatever order they came. A step that closes otherwise keeps the order of selection."""
     return group.env, len(group.group_id), group.group_id
 
 

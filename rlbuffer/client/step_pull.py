@@ -164,7 +164,10 @@ class StepPull:
 
         A rollout is judged by its own values, whatever it shares a slab with: rows that are dealt again give the same.
         """
-        if min(slab.items) < 0 or not pulled.loose.keys().isdisjoint(slab.items):
+        loose = [item for item in slab.items if item in pulled.loose]
+        if len(loose) == len(slab.items) - slab.items.count(-1):
+            slab.write({item: arrays for item in loose if (arrays := _arrays(pulled.loose[item])) is not None})
+        elif loose or -1 in slab.items:
             for item, place in slab.places():
                 if item < 0 or item in pulled.loose:
                     slab.put(place, _arrays(pulled.loose.get(item)))
@@ -203,7 +206,8 @@ def _arrays(outcome: Outcome | None) -> Rollout | RolloutArrays | None:
 
 
 class Samples:
-    """Makes the records of rollouts that people and losses read. Nothing of their payloads is kept but attachments."""
+    """Makes the records of rollouts that people and losses read. Keeps of payloads the encoded group parts, and whole
+    those that have attachments, which are views of them."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ class Teller:
         self.figures = Figures()
         """What metrics are made of."""
         self._told = ("", float("-inf"))
-        self._beat = float("-inf")
-        """When the last heartbeat was written: numbers in the sentence change with every push, and none needs one."""
+        self._beat_at = float("-inf")
+        """Monotonic. Heartbeats have a pace of their own: numbers in the sentence change with every push."""
         self._trouble = ""
         self._record: Mapping[str, Any] = {}
         """The figures as the heartbeat has them."""
@@ -49,7 +49,7 @@ class Teller:
 
     def forget(self) -> None:
         """A new leadership: says the sentence again, and counts drops from 0."""
-        self._told, self._beat = ("", float("-inf")), float("-inf")
+        self._told, self._beat_at = ("", float("-inf")), float("-inf")
         self._drops, self._record = {}, {}
 
     def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
@@ -68,8 +68,8 @@ class Teller:
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
-        if now - self._beat > TELEMETRY_SECONDS:
-            self._beat = now
+        if now - self._beat_at > TELEMETRY_SECONDS:
+            self._beat_at = now
             self._store.heartbeat("batcher", "leader", {**beat, "figures": self._figures_at(now)})
 
     def _figures_at(self, now: float) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """Rollouts into rows, and rows into the arrays of a micro-batch.
 
 Pure and numpy only: which rollouts a step has is decided already. `planner` deals them over ranks and rows,
-`assembly` fills the arrays, `further_columns` agrees on columns beyond the fixed ones.
+`slabs` lays the rows out in memory, `assembly` copies rollouts there, `further_columns` agrees on columns beyond the
+fixed ones.
 Open first: `planner`.
 """
 

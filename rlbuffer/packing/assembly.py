@@ -1,18 +1,15 @@
-"""Assembly: the rollouts of a rank's rows become micro-batches, column by column.
+"""Assembly: rollouts that are in memory already become micro-batches, column by column. A pull has no use for it: it
+receives rollouts where they are trained.
 
-Nothing here looks at a token. Every column of a micro-batch is one `numpy.concatenate` of the rollouts' own arrays
-into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; what follows from them is made when somebody asks for
-it (:mod:`rlbuffer.packing.derived_columns`).
+Nothing here looks at a token. Every column of a slab of micro-batches is one `numpy.concatenate` of the rollouts' own
+arrays; what follows from them is made when somebody asks for it (:mod:`rlbuffer.packing.derived_columns`).
 That runs at several hundred million tokens a second on one core, near what copying the same bytes costs (``python -m
 benchmarks.bench_assembly``), against a few million for lists of Python integers.
-
-A rollout that is missing or damaged is masked, never left out: it becomes padding of its planned length,
-so all ranks keep the same shapes and a replay gives the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +59,6 @@ def assemble(
     ignore_index: int = IGNORE_INDEX,
     arena: Arena | None = None,
     columns: Sequence[str] = (),
-    schema: Mapping[str, ColumnSpec] | None = None,
 ) -> tuple[MicroBatch, ...]:
     """Assembles one rank's micro-batches: ``rows[micro_step]`` are the rows of each, as indices into `items`.
 
@@ -71,8 +67,7 @@ def assemble(
     (:data:`~rlbuffer.packing.slabs.DUMMY_TOKENS`). All micro-batches have the same further columns: `columns` and every
     one that an item has; where a rollout lacks one, its declared fill stands in
     (:func:`~rlbuffer.packing.further_columns.register_column`; 0 without declaration), and `MicroBatch.lacking` says
-    where. With `schema` the columns are those that it names, and every rollout must go with it (:func:`fits`): so all
-    ranks of a step have the same ones.
+    where.
 
     Memory: without `arena` every array is fresh. With one, arrays are cut from memory that is used again once nobody
     holds an array of that micro-batch (see :mod:`rlbuffer.packing.arena`).
@@ -82,7 +77,7 @@ def assemble(
             or dtypes that do not go together, or is asked for in `columns` with nothing known of it.
     """
     layout = Layout(
-        schema=_schema(items, columns) if schema is None else schema,
+        schema=_schema(items, columns),
         row_tokens=row_tokens,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,

@@ -64,7 +64,7 @@ class DerivedColumns:
         self, lengths: Sequence[int], items: Sequence[int], facts: ItemFacts, ignore_index: int, arena: Arena | None
     ) -> None:
         """One length and one item a segment: the number of its rollout, -1 for padding. Of `facts` those of its own
-        rollouts are kept: who keeps one micro-batch does not keep the step."""
+        rollouts are kept: who keeps one micro-batch keeps no payload of another."""
         self._lengths = lengths
         self._items = items
         own = facts.own_advantages

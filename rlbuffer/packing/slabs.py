@@ -2,6 +2,9 @@
 
 Rows are laid out before there is anything to write: a pull receives payloads where they are trained, and
 :func:`~rlbuffer.packing.assembly.assemble` copies the arrays of rollouts there.
+
+A rollout that is missing or damaged is masked, never left out: it becomes padding of its planned length, so all ranks
+keep the same shapes and a replay gives the same bytes.
 """
 
 from __future__ import annotations
@@ -157,7 +160,8 @@ def lay_out(
     `lengths` and `adapters` have a value for each rollout. A dummy has fresh arrays.
 
     Raises:
-        PackingError: a row exceeds the layout's tokens or mixes adapters; a rollout is not there, or has no token.
+        PackingError: a row exceeds the layout's tokens or mixes adapters; a rollout is not there, or has no token;
+            `pad_to_multiple_of` is below 1.
     """
     if layout.pad_to_multiple_of < 1:
         raise PackingError(f"assemble: pad_to_multiple_of = {layout.pad_to_multiple_of} must be at least 1")

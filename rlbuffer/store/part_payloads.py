@@ -22,7 +22,7 @@ from rlbuffer.store.received import InPlace
 from rlbuffer.wire.in_place import Pieces, Spans, checked, checksum_of, gaps, head_sizes
 
 Outcome = RolloutArrays | Rollout | str
-"""Arrays that do not lie in their place yet; what is wrong with a rollout."""
+"""The arrays of a rollout that do not lie in their place yet, or what is wrong with it."""
 
 
 class Memory(NamedTuple):
@@ -45,14 +45,15 @@ class PartPayloads(NamedTuple):
     pieces: list[Pieces]
     """The bytes of each."""
     loose: dict[int, Outcome]
-    """Those whose arrays do not lie in their places; all the others are sound."""
+    """Those whose arrays do not lie in their places. The others lie there, and all but the range of their values is
+    checked."""
     spans: list[Spans]
     """Version spans; () where something is wrong."""
     groups: dict[str, bytes | None]
     """Payload key -> encoded group part of the push."""
 
     def loosen(self, i: int, outcome: Outcome) -> None:
-        """Takes this for rollout i."""
+        """Notes what is known of rollout i."""
         self.loose[i] = outcome
         self.spans[i] = () if isinstance(outcome, str) else outcome.version_spans
 
@@ -118,7 +119,7 @@ def receive(
 def _pieces(layout: Sequence[tuple[int, int, int, int, int, Place]], arena: Arena) -> Iterator[Pieces]:
     """Memory for each payload: (its size, bytes before the tokens, the two gaps between arrays, its tokens, its place).
 
-    Where there are no bytes before the tokens, it is one piece."""
+    A payload with no bytes before the tokens has an unknown layout, and is received in one piece."""
     total = sum([head + gap + other if head else size for size, head, gap, other, _, _ in layout])
     block, at = arena.block(total)((total,), np.uint8).data, 0
     for size, head, gap, other, length, ((tokens, loss_mask, logprobs, _), first) in layout:

@@ -21,12 +21,12 @@ _SOURCE = ("payload_key", "group_id", "env", "adapter", "prompt_id", "planned_si
 """The values of a push."""
 _INTEGERS = ("length", "prompt_tokens", "loss_tokens", "min_version", "max_version", "size", "checksum")
 PART_NUMBERS = np.dtype([(name, ROW_DTYPE[name]) for name in _INTEGERS])
-"""The whole numbers of a rollout: those of :data:`~rlbuffer.records.info.ROW_DTYPE` but for its flags."""
+"""The whole numbers of a rollout that a pull checks."""
 _UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 
 
 class PartRollouts(Sequence[PartRollout]):
-    """The rollouts of a part; a record of each is made when somebody reads one.
+    """The rollouts of a part; the records of all are made when somebody reads one.
 
     Args:
         items: per rollout the number of its push and its own values, as they stand in a part.
@@ -40,7 +40,10 @@ class PartRollouts(Sequence[PartRollout]):
     def __init__(self, items: Sequence[Sequence[Any]], sources: Sequence[Sequence[Any]], prefix: str = "") -> None:
         columns = zip(*items, strict=True) if items else ((),) * len(_COLUMNS)
         self._columns: dict[str, tuple[Any, ...]] = dict(zip(_COLUMNS, columns, strict=True))
-        pushes = {number: dict(zip(_SOURCE, sources[number], strict=True)) for number in set(self._columns["source"])}
+        named = set(self._columns["source"])
+        if not named <= set(range(len(sources))):
+            raise ValueError("a rollout names a push that the part does not have")
+        pushes = {number: dict(zip(_SOURCE, sources[number], strict=True)) for number in named}
         self._items, self._sources, self._prefix = items, sources, prefix
         self._pushes = {number: push | {"payload_key": prefix + push["payload_key"]} for number, push in pushes.items()}
 

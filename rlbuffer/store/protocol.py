@@ -316,7 +316,7 @@ class Store(Seeing, Guarding, Protocol):
         """
 
     def trainer(self) -> Attempt:
-        """The registered attempt, and what was announced; number 0 when there was none."""
+        """The registered attempt (number 0 before the first), the announced versions, and the server's time."""
 
     def report(
         self,
@@ -360,7 +360,8 @@ class Store(Seeing, Guarding, Protocol):
         """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
 
     def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
-        """Fields of pushes by payload key, received into memory; and the encoded group part of each push."""
+        """Fields of pushes by payload key, received into the memory that the request names if they have its sizes, with
+        the `checksum` of each, else as values; and the encoded group part of each push."""
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""

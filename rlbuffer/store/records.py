@@ -9,8 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.wire import payload
+
+MAX_TRAINER_BYTES = 64 * 2**10
+"""Largest record of a policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +131,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the trainer, fenced by its number."""
+    """One start of the trainer, fenced by its number, and what the server knew when it was asked."""
 
     number: int
     """0 before the first attempt."""
@@ -143,11 +148,11 @@ class Attempt:
     oldest_kept: int = 0
     """Oldest checkpoint that the trainer still has: steps up to it may be retired."""
     seen_seconds_ago: float | None = None
-    """Since its last word; None before the first attempt."""
+    """Seconds since its last word; None before the first attempt."""
     now: float = 0.0
-    """Server time of this look, Unix seconds."""
-    policies: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """Adapter ("" is all weights) -> its current version, of all that were announced."""
+    """Server time of the answer, Unix seconds."""
+    announced: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Adapter -> its current version, of all that were announced, as the server has them."""
     seen_ms: int = 0
     """Server time of its last accepted word, in milliseconds."""
     newest: int = 0
@@ -157,6 +162,16 @@ class Attempt:
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
     none."""
+
+    @property
+    def policies(self) -> dict[str, PolicyVersion]:
+        """Adapter ("" is all weights) -> its current version, decoded for whoever asks.
+
+        Raises:
+            PayloadError: one is no version.
+        """
+        named = [(adapter.decode("utf-8", "replace"), value) for adapter, value in self.announced.items()]
+        return {adapter: policy_of(adapter, value) for adapter, value in named}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,3 +349,19 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.findings
+
+
+def policy_of(adapter: str, value: bytes | None) -> PolicyVersion:
+    """The version of an adapter as the server has it; None: nothing was announced.
+
+    Raises:
+        PayloadError: it is no version.
+    """
+    if value is None:
+        return PolicyVersion(version=-1, adapter=adapter)
+    try:
+        _, version, record = value.split(b" ", 2)
+        location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
+        return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
+    except (PayloadError, ValueError, TypeError):
+        raise PayloadError(f"the announced version of adapter {adapter!r} cannot be read: {value[:80]!r}") from None

@@ -1,8 +1,8 @@
 """Payloads without further arrays, whose bytes were received where their arrays are trained, checked many at once.
 
-Nothing is copied: of such a payload tokens, marks and logprobs lie in a micro-batch, and the rest in a block of memory
-beside it. Everything is checked that :func:`~rlbuffer.wire.views.view_rollout` checks. What is not sound here, or is
-laid out otherwise than was guessed, is put together again and looked at by the slower ways, which say what is wrong.
+Nothing is copied: tokens, loss mask and logprobs lie in a micro-batch, the rest in a block of memory beside it. All is
+checked that :func:`~rlbuffer.wire.views.view_rollout` checks. A payload that is not sound, or not laid out as its size
+suggests, gets None here: the caller joins its pieces and reads it the slower way, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gaps(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 def head_sizes(sizes: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes before the tokens, of payloads of these sizes and numbers of tokens that have no further arrays and no
-    text; 0 where a payload has some for certain."""
+    text; 0 where the size shows that a payload has some."""
     heads = sizes - lengths * sum(_ITEMSIZES) - sum(gaps(lengths))
     most = HEADER_BYTES + MAX_DETAILS_BYTES + ARRAY_ALIGNMENT
     is_plain = (lengths > 0) & (heads > HEADER_BYTES) & (heads % ARRAY_ALIGNMENT == 0) & (heads < most)
@@ -155,7 +155,7 @@ def _are_plain(numbers: Sequence[list[Any]], expected: NDArray[np.void]) -> Sequ
 
 
 def _several(numbers: Any, mask: NDArray[np.bool_], expected: np.void) -> Spans | None:
-    """Checked one by one."""
+    """The spans of one rollout with several; None where they are not those announced."""
     if type(numbers) is not list:
         return None
     try:

@@ -17,9 +17,9 @@ TABLE_BYTES = 32 * 2**20
 table wide."""
 _NIL, _FALSE, _TRUE, _FLOAT64 = 0xC0, 0xC2, 0xC3, 0xCB
 _WIDER = ((0x7F, 1), (0xFF, 1), (0xFFFF, 2), (0xFFFF_FFFF, 4))
-"""A whole number above the first takes so many bytes more."""
+"""(limit, further bytes that a whole number above it takes)."""
 _UINTS = np.array([0, 0, 0xCC, 0xCD, 0, 0xCE, 0, 0, 0, 0xCF], np.uint8)
-"""The first byte of a whole number of so many bytes, unless it is its only one."""
+"""The first byte of a packed whole number, by its size in bytes; 0 for sizes that do not occur."""
 
 
 class Column(NamedTuple):
@@ -39,7 +39,7 @@ class PackedList(NamedTuple):
 
 
 def integers(values: NDArray[Any]) -> Column:
-    """Whole numbers from 0, each in the fewest bytes."""
+    """Whole numbers, none negative, each in the fewest bytes."""
     values = values.astype(np.uint64)
     largest, sizes = values.max(initial=0), np.ones(len(values), np.uint8)
     for limit, more in _WIDER:
@@ -79,7 +79,7 @@ def strings(values: Sequence[str]) -> Column:
 
 
 def maps(values: Sequence[Mapping[str, Any]]) -> Column:
-    """Maps, of which most are empty: msgpack itself packs the others."""
+    """Maps. Most are empty; msgpack itself packs the others one by one."""
     packer = msgpack.Packer()
     empty = packer.pack({})
     if not any(values):
@@ -89,7 +89,7 @@ def maps(values: Sequence[Mapping[str, Any]]) -> Column:
 
 
 def packed_rows(columns: Sequence[Column], orders: Sequence[NDArray[np.int64]]) -> Iterator[PackedList]:
-    """Lists of rows, each row the list of its values: of those that each of `orders` names, in its order."""
+    """Yields for each of `orders` the rows that it names, in its order, as a list of lists."""
     rows = len(columns[0].sizes)
     columns = [_same(msgpack.Packer().pack_array_header(len(columns)), rows), *columns]
     longest = sum([int(sizes.max(initial=0)) for _, sizes in columns])
@@ -143,7 +143,7 @@ def pack_map(record: Mapping[str, Any]) -> bytes:
 
 
 def _same(data: bytes, rows: int) -> Column:
-    """So many rows of the same."""
+    """A column that has the same bytes in every row."""
     return Column(np.full((rows, len(data)), np.frombuffer(data, np.uint8)), np.full(rows, len(data)))
 
 

@@ -3,7 +3,7 @@
 Size, length and checksum that equal those of the push's metadata prove that the bytes are those that the writer
 described: not damaged, not another payload. They prove nothing about the values, because whoever wrote the payload
 wrote the metadata. So everything that is trained is checked here as :class:`~rlbuffer.records.rollout.Rollout` checks
-it, except the ranges of values, which cost less for many rollouts at once: :func:`in_range`, over a whole micro-batch.
+it, except the ranges of values, which cost less for many rollouts at once: :func:`in_range`, over many micro-batches.
 What only people look at (turns, text, metadata, the payload's own copies of id and rewards) stays packed.
 """
 

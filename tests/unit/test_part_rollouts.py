@@ -52,6 +52,12 @@ def test_columns_hold_what_the_records_hold() -> None:
         assert part.numbers[name].tolist() == [getattr(record.info, name) for record in records]
 
 
+@pytest.mark.parametrize("number", [-1, 2, 0.5])
+def test_a_push_that_the_part_does_not_have_is_no_push_of_it(number: Any) -> None:
+    with pytest.raises(ValueError, match="a rollout names a push that the part does not have"):
+        PartRollouts([[number, *ITEMS[0][1:]]], SOURCES, "rlb:r:")
+
+
 def test_records_make_the_same_columns() -> None:
     part = rollouts()
     again = PartRollouts.of(list(part))

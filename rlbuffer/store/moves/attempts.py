@@ -16,12 +16,9 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import encode_claim
-from rlbuffer.store.records import Attempt, Claim
+from rlbuffer.store.records import Attempt, Claim, policy_of
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
-
-MAX_TRAINER_BYTES = 64 * 2**10
-"""Largest record of a policy version."""
 
 
 class TrainerMoves(Session):
@@ -70,9 +67,8 @@ class TrainerMoves(Session):
 
         fields, versions, (seconds, micros) = self.look(read)
         now = int(seconds) + int(micros) / 1e6
-        policies = {text(adapter): policy_of(text(adapter), value) for adapter, value in versions.items()}
         if not fields:
-            return Attempt(number=0, now=now, policies=policies)
+            return Attempt(number=0, now=now, announced=versions)
 
         def number(name: bytes) -> int:
             return int(fields.get(name, 0))
@@ -92,7 +88,7 @@ class TrainerMoves(Session):
             server=text(fields.get(b"server", b"")),
             seen_seconds_ago=max(0.0, now - number(b"seen") / 1000),
             now=now,
-            policies=policies,
+            announced=versions,
         )
 
     def report(
@@ -169,12 +165,3 @@ class TrainerMoves(Session):
         return AttemptFenced(
             f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
         )
-
-
-def policy_of(adapter: str, value: bytes | None) -> PolicyVersion:
-    """A field of `policy`; None: nothing was announced."""
-    if value is None:
-        return PolicyVersion(version=-1, adapter=adapter)
-    _, version, record = value.split(b" ", 2)
-    location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
-    return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)

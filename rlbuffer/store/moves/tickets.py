@@ -9,10 +9,9 @@ from typing import Any
 import redis
 
 from rlbuffer.errors import EnvDone
-from rlbuffer.store.moves.attempts import policy_of
 from rlbuffer.store.moves.operator import WISH_FIELDS
 from rlbuffer.store.moves.telemetry import beat_args
-from rlbuffer.store.records import Asked, Sources
+from rlbuffer.store.records import Asked, Sources, policy_of
 from rlbuffer.store.session import Session, raise_first, text
 
 _END = re.compile(r"=?([0-9]{1,15})\Z")

@@ -21,7 +21,7 @@ from rlbuffer.store.server.cluster import Routed
 from rlbuffer.store.server.gathering import connections
 
 PIECES_AT_ONCE = 64
-"""Pieces given to one system call: it finds some 200 KB, and what it does not fill is given again."""
+"""Pieces that one system call gets. It fills some 200 KB of them; the others go to the next call."""
 
 
 def receive_fields(client: redis.Redis, request: FieldRequest, further: str, checksum: Checksum) -> list[Any]:

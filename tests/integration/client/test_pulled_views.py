@@ -183,19 +183,11 @@ LIES: tuple[tuple[str, str, bytes, str], ...] = (
 """Name, array, first bytes of it, what is said of it."""
 
 
-@pytest.mark.parametrize(("array", "lie", "wrong"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
-def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_one(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    array: str,
-    lie: bytes,
-    wrong: str,
-) -> None:
-    """Its checksum and its metadata are right: they are the same writer's."""
+def lying(array: str, lie: bytes) -> Callable[[Group], payload.EncodedPush]:
+    """Encodes groups whose second rollout has these first bytes in one of its arrays."""
     encode = payload.encode_push
 
-    def lying(group: Group) -> payload.EncodedPush:
+    def encoded(group: Group) -> payload.EncodedPush:
         push = encode(group)
         data = bytearray(push.payloads[1])
         at = array_at(push.payloads[1], group.rollouts[1], array)
@@ -207,8 +199,21 @@ def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_
         payloads = (push.payloads[0], false, *push.payloads[2:])
         return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
 
+    return encoded
+
+
+@pytest.mark.parametrize(("array", "lie", "wrong"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_one(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    array: str,
+    lie: bytes,
+    wrong: str,
+) -> None:
+    """Its checksum and its metadata are right: they are the same writer's."""
     with monkeypatch.context() as patched:
-        patched.setattr(payload, "encode_push", lying)
+        patched.setattr(payload, "encode_push", lying(array, lie))
         pushed(run, only_text, 0)
     pushed(run, further_columns, 1)
     committed(run)
@@ -230,6 +235,18 @@ def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_
     assert caplog.messages[-1] == caplog.messages[-2]
     assert_same(step, careful)
     assert run.store.ledger().damaged == 1
+
+
+def test_marks_of_a_truncated_rollout_that_nothing_of_is_trained_are_not_looked_at(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "encode_push", lying("loss_mask", MARKS))
+        pushed(run, cut_off, 0)
+    committed(run, masks_truncated=True)
+    step = pull(run)
+    assert step.damaged == ()
+    assert not any(mb.loss_mask.any() for mb in step)
 
 
 def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(

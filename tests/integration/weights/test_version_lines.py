@@ -7,7 +7,7 @@ from store_runs import Run
 
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
-from rlbuffer.errors import EpochChanged
+from rlbuffer.errors import EpochChanged, PayloadError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Claim
 from rlbuffer.testing import make_group
@@ -64,6 +64,16 @@ def test_attempt_on_another_server_begins_a_line(trained: Run) -> None:
     # And the same attempt again changes nothing, nor does the next one.
     assert trained.store.attempt(uuid="second", world_size=2, resume_step=1).epoch == attempt.epoch
     assert trained.store.attempt(uuid="third", world_size=2, resume_step=1).epoch == attempt.epoch
+
+
+def test_a_version_that_nobody_announced_spoils_no_look_at_the_trainer(trained: Run) -> None:
+    store = trained.store
+    for junk in (b"junk", b"1 x \x93\xa0\x00\xa0", b"1 2 \x91\xa0"):
+        trained.client.hset(store.keys.policy, "a", junk)
+        trainer = store.trainer()
+        assert trainer.trained == 2
+        with pytest.raises(PayloadError, match="the announced version of adapter 'a' cannot be read: b'"):
+            assert trainer.policies
 
 
 def test_a_line_of_another_server_keeps_no_version_that_may_be_given_up(trained: Run) -> None:
