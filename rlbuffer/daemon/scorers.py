@@ -8,12 +8,11 @@ from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.narration import waiting
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
 SCORERS_LOOK_SECONDS = 1.0
 """Seconds between the leader's looks at which scorers are alive, while groups wait for one."""
-SCORER_FRESH_SECONDS = 8.0
-"""A scorer beats every two seconds; one that is silent for longer has lost its claims, too."""
 
 
 class ScorerWatch:
@@ -34,7 +33,7 @@ class ScorerWatch:
         if now - self._looked > SCORERS_LOOK_SECONDS:
             self._looked = now
             beats = self._store.heartbeats("scorer").values()
-            self._beats = [beat for beat in beats if beat["seconds_ago"] <= SCORER_FRESH_SECONDS]
+            self._beats = [beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS]  # its claims are lost, too
         return "".join(
             " " + waiting.for_scorer(env, need, count, sum(_gives(beat, env, need) for beat in self._beats))
             for (env, need), count in sorted(needs.items())

@@ -37,7 +37,6 @@ class Teller:
         self._trouble = ""
         self._record: Mapping[str, Any] = {}
         """The figures as the heartbeat has them."""
-        self._recorded = float("-inf")
         self._has_stepped = False
         """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
@@ -70,13 +69,9 @@ class Teller:
             self._store.set_waiting("batcher", sentence)
         if now - self._beat_at > TELEMETRY_SECONDS:
             self._beat_at = now
-            self._store.heartbeat("batcher", "leader", {**beat, "figures": self._figures_at(now)})
-
-    def _figures_at(self, now: float) -> Mapping[str, Any]:
-        """The figures after the last step. They are made once a second at most: sums over 256 pushes of every env."""
-        if self._has_stepped and now - self._recorded > TELEMETRY_SECONDS:
-            self._record, self._recorded, self._has_stepped = self.figures.record(), now, False
-        return self._record
+            if self._has_stepped:  # sums over 256 pushes of every env
+                self._record, self._has_stepped = self.figures.record(), False
+            self._store.heartbeat("batcher", "leader", {**beat, "figures": self._record})
 
     def dropped(self, drops: Iterable[Drop]) -> None:
         """Groups were dropped: an event each, and counted for the next step's line."""
