@@ -178,7 +178,7 @@ class StepPull:
                 its = pulled.loose.get(item)
                 if item < 0 or isinstance(its, str | Rollout) or self._are_in_range(slab, place, item in masked):
                     continue
-                data = b"".join(pulled.pieces[item]) if its is None else bytes(its.payload)
+                data = b"".join(pulled.pieces[item]) if its is None else its.payload
                 pulled.loosen(item, decoded(rollouts[item], data, schema, self._can))
                 slab.put(place, _arrays(pulled.loose[item]))
         for place in masked.values():

@@ -253,7 +253,7 @@ class RolloutArrays(NamedTuple):
     """Further quantities per token."""
     attachments: Mapping[str, NDArray[Any]]
     """Named arrays that are not per token."""
-    payload: bytes | memoryview
+    payload: bytes
     """The received bytes; :func:`rlbuffer.wire.payload.decode_rollout` makes the whole rollout of them."""
 
     @property

@@ -63,7 +63,7 @@ def read_rollouts(
 
 
 def viewed(
-    ref: PartRollout, data: bytes | memoryview | None, schema: Mapping[str, ColumnSpec], can: Trainable
+    ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable
 ) -> RolloutArrays | Rollout | str:
     """Only the arrays of a payload that is what its push announced, else as :func:`decoded` has it.
 
@@ -72,7 +72,7 @@ def viewed(
     views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
     if views is not None and views.columns.keys() >= set(can.columns) and fits(views, schema):
         return views
-    return decoded(ref, None if data is None else bytes(data), schema, can)
+    return decoded(ref, data, schema, can)
 
 
 def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:

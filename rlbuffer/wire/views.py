@@ -1,4 +1,4 @@
-"""The arrays of a pulled payload as views of the received bytes, with nothing of it decoded that is not trained.
+"""The arrays of a payload as views of its bytes, with nothing of it decoded that is not trained.
 
 Size, length and checksum that equal those of the push's metadata prove that the bytes are those that the writer
 described: not damaged, not another payload. They prove nothing about the values, because whoever wrote the payload
@@ -34,9 +34,8 @@ _TOKEN_IDS = 2**31
 _NONE: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
-def view_rollout(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | None:
-    """The arrays of a payload that is the one which `expected` announces; read-only views of `data`, or of a copy where
-    it has further arrays, which need to be aligned.
+def view_rollout(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
+    """The arrays of a payload that is the one which `expected` announces: read-only views of `data`.
 
     None: something is wrong or unusual, and :func:`~rlbuffer.wire.payload.decode_rollout` says what. The values of
     tokens, marks and logprobs are not looked at: see :func:`in_range`.
@@ -64,13 +63,11 @@ def in_range(
     )
 
 
-def _viewed(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | None:
+def _viewed(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
     count, length, end, checksum = unframed(data)
     if checksum != expected.checksum or not length == expected.length > 0 or end > HEADER_BYTES + MAX_DETAILS_BYTES:
         return None
     further = count != len(REQUIRED_COLUMNS)
-    if further:
-        data = bytes(data)
     at = end + -end % ARRAY_ALIGNMENT
     tokens = np.frombuffer(data, _TOKENS, length, at)
     at += tokens.nbytes
