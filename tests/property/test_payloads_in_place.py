@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import msgpack
 import numpy as np
-from wounds import HEADER, mutated, packed, resealed, tampered, with_details
+from wounds import HEADER, false_payload, mutated, packed, resealed, with_details
 
 from rlbuffer.records.info import ROW_DTYPE, RolloutInfo, row_of
 from rlbuffer.records.rollout import RolloutArrays
@@ -91,12 +91,7 @@ def test_a_payload_whose_metadata_lie_with_it_lies_in_place_if_it_would_be_viewe
         claims = []
         for n in range(10):
             data, other = rng.sample([*known], 2)
-            if n % 2:
-                wounded = resealed(mutated(rng, data, other), length=n % 4 == 1)
-            else:
-                size = HEADER.unpack_from(data)[3]
-                details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
-                wounded = with_details(data, packed(tampered(rng, details)))
+            wounded = false_payload(rng, data, other, n)
             claims.append((wounded, replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))))
         for (data, info), found in zip(claims, in_place(claims), strict=True):
             views = view_rollout(data, info)

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from wounds import HEADER, mutated, packed, resealed, tampered, with_details
+from wounds import false_payload, mutated, packed, resealed, tampered, with_false_details
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
@@ -118,9 +118,7 @@ def test_ten_thousand_payloads_with_tampered_details_are_refused_or_valid() -> N
     rng, accepted, refused = random.Random(3), 0, 0
     for _ in range(MUTATIONS):
         data = rng.choice(PAYLOADS)
-        size = HEADER.unpack_from(data)[3]
-        details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
-        wounded = with_details(data, packed(tampered(rng, details)))
+        wounded = with_false_details(rng, data)
         accepted, refused = _judge(decode_rollout, encode_rollout, wounded, accepted, refused)
     assert accepted > 100
     assert refused > 0.3 * MUTATIONS
@@ -274,12 +272,7 @@ def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> N
     rng, viewed, doubted, lenient = random.Random(8), 0, 0, 0
     for i in range(MUTATIONS):
         data, other = rng.sample(push.payloads, 2)
-        if i % 2:
-            wounded = resealed(mutated(rng, data, other), length=i % 4 == 1)
-        else:
-            size = HEADER.unpack_from(data)[3]
-            details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
-            wounded = with_details(data, packed(tampered(rng, details)))
+        wounded = false_payload(rng, data, other, i)
         info = replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))
         views = view_rollout(wounded, info)
         try:

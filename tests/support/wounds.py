@@ -48,7 +48,7 @@ def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def resealed(data: bytes, *, length: bool = True) -> bytes:
-    """`data` with its length (where told) and its checksum made right again, so that what lies behind them is tried."""
+    """`data` with its checksum, and with `length` its length, made right again: what lies behind them is tried."""
     if len(data) < HEADER.size:
         return data
     out = bytearray(data)
@@ -105,3 +105,16 @@ def with_details(data: bytes, details: bytes) -> bytes:
     start = -(-(HEADER.size + size) // 8) * 8
     body = details + bytes(-(HEADER.size + len(details)) % 8) + data[start:]
     return resealed(HEADER.pack(magic, version, count, len(details), tokens, 0, 0) + body)
+
+
+def false_payload(rng: random.Random, data: bytes, other: bytes, kind: int) -> bytes:
+    """`data` as a writer that lies makes it, with a checksum that is right: wounds where `kind` is odd, in every other
+    of these with the length that the bytes had, else details that say something else."""
+    return resealed(mutated(rng, data, other), length=kind % 4 == 1) if kind % 2 else with_false_details(rng, data)
+
+
+def with_false_details(rng: random.Random, data: bytes) -> bytes:
+    """A payload whose details say something else, with a checksum that is right."""
+    size = HEADER.unpack_from(data)[3]
+    details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
+    return with_details(data, packed(tampered(rng, details)))
