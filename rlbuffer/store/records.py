@@ -364,4 +364,7 @@ def policy_of(adapter: str, value: bytes | None) -> PolicyVersion:
         location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
         return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
     except (PayloadError, ValueError, TypeError):
-        raise PayloadError(f"the announced version of adapter {adapter!r} cannot be read: {value[:80]!r}") from None
+        raise PayloadError(
+            f"the announced version of adapter {adapter!r} cannot be read: {value[:80]!r}. Nobody has announced it: "
+            "remove the field from the run's hash `policy`"
+        ) from None

@@ -83,7 +83,7 @@ class Planned:
         return self.spread([first.setdefault(push.entry_id, i) for i, push in enumerate(self.pushes)])
 
     def columns(self) -> list[Column]:
-        """The columns of a part's rollouts but for the first, the number of their push."""
+        """The columns of a part's rollouts without the first, which is the number of their push."""
         numbers, (ids, named) = self.numbers, self.names
         return [
             integers(np.array(self.places)),

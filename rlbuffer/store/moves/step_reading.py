@@ -86,7 +86,7 @@ class StepReads(Session):
             for field, size in fields.items():
                 request[key].append((field, size, [block[at : at + size]]))
                 at += size
-        received, groups = self.receive_pushed(request, len)
+        received, groups = self.receive_pushed(request, len)  # whoever decodes them computes their checksums
         values: dict[tuple[str, str], bytes | memoryview | None] = {}
         for key, its in request.items():
             arrived = received[key]
