@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
-import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,12 +22,14 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of the older version."""
     folder = tmp_path_factory.mktemp("older")
     made = subprocess.run(
-        ["git", "archive", BEFORE_LENGTHS, "rlbuffer", "cli", "rlbuffer.toml"], cwd=ROOT, capture_output=True
+        ["git", "archive", "--format=zip", BEFORE_LENGTHS, "rlbuffer", "cli", "rlbuffer.toml"],
+        cwd=ROOT,
+        capture_output=True,
     )
     if made.returncode:
         pytest.skip(f"needs the history of the project: {made.stderr.decode()}")
-    with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(made.stdout)) as archive:  # tarfile's filters are later than Python 3.11.0
+        archive.extractall(folder)
     return folder
 
 
