@@ -39,7 +39,7 @@ from benchmarks.bench_data_path import (
     lengths_of,
     pull_step,
     pulls_of,
-    push_arrays_together,
+    push_arrays,
     sizes,
 )
 from benchmarks.report import Report
@@ -210,7 +210,7 @@ class Producing:
 
     def push(self, step: int) -> None:
         """The groups of a step, from arrays."""
-        push_arrays_together(self._writer, self._sampled, step=step)
+        push_arrays(self._writer, self._sampled, "arrays", step=step)
 
 
 class Leading:

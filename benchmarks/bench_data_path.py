@@ -174,10 +174,10 @@ def one_round(
     before = used_memory(client)
     costs["push of ready groups"] = clock(lambda: push_all(writer, groups))
     held = (used_memory(client) - before) / size
-    costs["push from arrays"] = clock(lambda: push_all(writer, make_groups("math", sampled)))
+    costs["push from arrays"] = clock(lambda: push_arrays(writer, sampled, "math", call_groups=1))
     many = make_groups("many", sampled)
     costs["push_many of ready groups"] = clock(lambda: push_together(writer, many))
-    costs["push_many from arrays"] = clock(lambda: push_arrays_together(writer, sampled))
+    costs["push_many from arrays"] = clock(lambda: push_arrays(writer, sampled, "arrays"))
     costs["leader: decide, pin, commit"] = clock(lambda: commit(store, len(groups), attempt, int(lengths_of(sampled))))
     ranks("open", store.run)
     for world_size in WORLD_SIZES:
@@ -339,12 +339,15 @@ def push_together(writer: Writer, groups: Sequence[Group]) -> None:
         writer.push_many(groups[start : start + CALL_GROUPS])
 
 
-def push_arrays_together(writer: Writer, sampled: Sequence[Arrays], *, step: int = 1) -> None:
-    """Builds and pushes the groups of a step, numbered behind those of the steps before."""
-    together, first = CALL_GROUPS * GROUP_SIZE, (step - 1) * len(sampled)
+def push_arrays(
+    writer: Writer, sampled: Sequence[Arrays], env: str, *, call_groups: int = CALL_GROUPS, step: int = 1
+) -> None:
+    """Builds the groups of a step, numbered behind those of the steps before, and pushes so many as soon as they are
+    built."""
+    together, first = call_groups * GROUP_SIZE, (step - 1) * len(sampled)
     for start in range(0, len(sampled), together):
         number = (first + start) // GROUP_SIZE
-        writer.push_many(make_groups("arrays", sampled[start : start + together], first=number, version=step - 1))
+        writer.push_many(make_groups(env, sampled[start : start + together], first=number, version=step - 1))
 
 
 def commit(

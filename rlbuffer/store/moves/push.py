@@ -1,14 +1,18 @@
 """PUSH: groups become pending, each exactly once.
 
-A push is two moves: its payload goes first, under a key of its own, and then the script makes it pending. Several
-pushes of one producer share the round trips of both.
+A push is two moves: its payload goes first, under a key of its own, and then the script makes it pending. Both share a
+round trip, with further pushes of their producer. In a cluster the payload may lie on another shard than what the
+script writes, and goes in a round trip before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
+
+import redis
 
 from rlbuffer.errors import (
     InvalidRollout,
@@ -27,7 +31,7 @@ from rlbuffer.wire import payload
 
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
 """Pushes of a round trip at most, and bytes of their payloads, unless a single one has more."""
-_TRANSACTION = 6
+_TRANSACTION = 5
 """Replies to the transaction of a payload, MULTI and EXEC among them; in a cluster two more."""
 WEEK_MS = 7 * 86_400_000
 """Milliseconds that a payload is kept that never became pending."""
@@ -58,7 +62,6 @@ class PushMoves(Session):
     def push_many(
         self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
-        # Payloads first, each under its push's own key, then the script that makes them pending.
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
         last = sequence - 1
@@ -69,23 +72,25 @@ class PushMoves(Session):
         outcomes = []
         try:
             for batch in _batches(sent):
-                self._store_payloads([push for push in batch if push.sequence > last])
-                for outcome in self._move_pushes(source, batch):
+                for outcome in self._move_pushes(source, batch, last):
                     outcomes.append(outcome)
         except RlbufferError as error:
             return outcomes, error
         return outcomes, None
 
-    def _move_pushes(self, source: _Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
-        """Makes pushes pending, in one round trip. -> their outcomes, until one is refused: its error comes out.
+    def _move_pushes(self, source: _Source, batch: Sequence[_Push], last: int) -> Iterator[tuple[PushStatus, str]]:
+        """Makes pushes pending; those above the sequence `last` bring their payloads along.
 
-        The script refuses those behind it as a gap, so nothing of them is pending.
+        -> their outcomes, until one is refused: its error comes out. The script refuses those behind it as a gap, so
+        nothing of them is pending.
         """
-        keys, replies, stop = self.keys, list[Any](), None
-        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken)
+        new, replies, stop = [push for push in batch if push.sequence > last], list[Any](), None
+        if source.is_spread:
+            self._store_payloads(new)
+            new = []
 
         def send() -> None:
-            replies.extend(self.script("push").many(names, [push.args for push in batch]))
+            self._send(source, batch, new, replies)
             raise_first(replies)
 
         self._fresh.pop(source.incarnation, None)
@@ -101,6 +106,30 @@ class PushMoves(Session):
             yield self._outcome(source, push, reply)
         if stop is not None:
             raise stop
+
+    def _send(self, source: _Source, batch: Sequence[_Push], new: Sequence[_Push], replies: list[Any]) -> None:
+        """Sends pushes, and before the script of each `new` one its payload, in one round trip.
+
+        `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
+        """
+        script, keys = self.script("push"), self.keys
+        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken)
+        client: Any = self.connection.sender(sum(push.size for push in new))
+        with client.pipeline(transaction=False) as pipe:
+            for push in batch:
+                if push in new:
+                    _add_payload(pipe, push, is_spread=False)
+                pipe.evalsha(script.sha, len(names), *names, *push.args)
+            answers = iter(pipe.execute(raise_on_error=False))
+        for push in batch:
+            fault = _fault(push, [*islice(answers, _TRANSACTION)]) if push in new else None
+            reply = next(answers)
+            replies.append(fault or reply)
+        if isinstance(replies[0], redis.exceptions.NoScriptError):
+            # The server was restarted. It has the payloads; the scripts come again, one by one.
+            replies.clear()
+            for push in batch:
+                replies.append(script(names, push.args))
 
     def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
@@ -173,7 +202,7 @@ class PushMoves(Session):
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[PushStatus, str]:
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
-        ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)])
+        ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)], sequence)
         return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
 
     def _answers(self, payload_key: str) -> bool:
@@ -205,39 +234,45 @@ class PushMoves(Session):
                 )
 
     def _store_payloads(self, pushes: Sequence[_Push]) -> None:
-        """Stores payloads in one round trip, each in a transaction of its own: they may lie in several slots."""
+        """Stores payloads by themselves, in one round trip, each in a transaction of its own: they may lie in several
+        slots."""
         if not pushes:
             return
-        spread = self.connection.is_cluster
+        is_spread = self.connection.is_cluster
 
-        def store() -> list[Any]:
+        def store() -> None:
             client: Any = self.connection.sender(sum(push.size for push in pushes))
             with client.pipeline(transaction=False) as pipe:
                 for push in pushes:
-                    pipe.execute_command("MULTI")
-                    pipe.unlink(push.key)
-                    pipe.hset(push.key, mapping=push.fields)
-                    pipe.hlen(push.key)
-                    pipe.pexpire(push.key, WEEK_MS)
-                    if spread:
-                        # The script is on another shard. What stands under the name already is this very payload.
-                        pipe.renamenx(push.key, push.name)
-                        pipe.unlink(push.key)
-                    pipe.execute_command("EXEC")
-                replies = pipe.execute(raise_on_error=False)
-            raise_first(replies)
-            size = _TRANSACTION + 2 * spread
-            done = replies[size - 1 :: size]
-            for reply in done:
-                raise_first(reply)
-            return list(done)
+                    _add_payload(pipe, push, is_spread=is_spread)
+                answers = iter(pipe.execute(raise_on_error=False))
+            raise_first([_fault(push, [*islice(answers, _TRANSACTION + 2 * is_spread)]) for push in pushes])
 
-        replies = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False, op="payload")
-        for push, reply in zip(pushes, replies, strict=True):
-            if reply[2] != len(push.fields) or not reply[3]:
-                raise ServerRefused(
-                    f"the server answered {reply} when {len(push.fields)} fields were stored under {push.key}"
-                )
+        self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False, op="payload")
+
+
+def _add_payload(pipe: Any, push: _Push, *, is_spread: bool) -> None:
+    """Adds the transaction to a pipeline that stores a payload."""
+    pipe.execute_command("MULTI")
+    pipe.unlink(push.key)
+    pipe.hset(push.key, mapping=push.fields)
+    pipe.pexpire(push.key, WEEK_MS)
+    if is_spread:
+        # The script is on another shard. What stands under the name already is this very payload.
+        pipe.renamenx(push.key, push.name)
+        pipe.unlink(push.key)
+    pipe.execute_command("EXEC")
+
+
+def _fault(push: _Push, replies: Sequence[Any]) -> Exception | None:
+    """The reason why a payload is not stored, by the replies to its transaction; None: it is."""
+    done = replies[-1]
+    errors = [reply for reply in (*replies, *(done if isinstance(done, list) else ())) if isinstance(reply, Exception)]
+    if errors:
+        return errors[0]
+    if done[1] != len(push.fields) or not done[2]:
+        return ServerRefused(f"the server answered {done} when {len(push.fields)} fields were stored under {push.key}")
+    return None
 
 
 class _Source:

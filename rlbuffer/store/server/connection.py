@@ -6,8 +6,8 @@ repeated, and only that is. Other defaults that do not fit:
 
 - A blocking read longer than `socket_timeout` is silently issued again: it has a client of its own whose timeout is
   above every block, and blocks are at most two seconds.
-- hiredis copies big arguments (1.14 CPU-seconds per GB); the Python packer hands them on as they are (0.26), and
-  one system call sends them all (:mod:`rlbuffer.store.server.gathering`).
+- hiredis packs large arguments by copying them, and every piece of a command is a system call of its own
+  (:mod:`rlbuffer.store.server.gathering`).
 - Maintenance notifications, on by default with RESP3, look up host names; they are for one vendor's cloud. Off.
 
 Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XREAD gives ``{key: [[(id, fields)]]}``.
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool, PythonRespSerializer
+from redis.connection import ConnectionPool
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
@@ -42,7 +42,7 @@ from rlbuffer.store.server.address import is_sentinel, options_of, redacted, sou
 from rlbuffer.store.server.answers import BrokenUnused, understand
 from rlbuffer.store.server.cluster import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
-from rlbuffer.store.server.gathering import GATHERING, FreshPool
+from rlbuffer.store.server.gathering import GATHERING, FreshPool, Packer
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.server.sentinel import Sentinels, following, sentinels_of
@@ -61,8 +61,6 @@ BLOCK_SECONDS = 2.0
 BLOCKING_TIMEOUT_SECONDS = BLOCK_SECONDS + 10.0
 SOCKET_READ_BYTES = 1 << 20
 """Half the CPU of the default 64 KiB when payloads are read."""
-PACK_CUTOFF_BYTES = 6000
-"""Arguments above this are sent uncopied."""
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
@@ -317,7 +315,7 @@ class Connection:
         )
         pool.connection_class = GATHERING.get(pool.connection_class, pool.connection_class)
         pool.is_stale = lambda connection: self._made.get(connection) != self.losses
-        packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
+        packer = Packer(pool.get_encoder().encode)
         pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
         return redis.Redis(connection_pool=pool)
 

@@ -42,19 +42,6 @@ class Script:
                 self._load(client, unknown)
         return client.evalsha(self.sha, len(keys), *keys, *args)
 
-    def many(self, keys: Sequence[Argument], calls: Sequence[Sequence[Argument]]) -> list[Any]:
-        """The replies to several calls in one round trip, errors among them. Others may come between two of them."""
-        client = self._client()
-        for _ in range(1 + LOADS):
-            with client.pipeline(transaction=False) as pipe:
-                for args in calls:
-                    pipe.evalsha(self.sha, len(keys), *keys, *args)
-                replies = pipe.execute(raise_on_error=False)
-            if not isinstance(replies[0], redis.exceptions.NoScriptError):
-                break
-            self._load(client, replies[0])
-        return replies
-
     def _load(self, client: redis.Redis, unknown: redis.exceptions.NoScriptError) -> None:
         """Raises `unknown` where this user may not: then the leader does."""
         try:

@@ -14,6 +14,7 @@ from faults import CuttingProxy
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, InvalidRollout, PushBroken, ServerRefused, ServerUnreachable
+from rlbuffer.store.moves import push
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.server.gathering import FreshPool
 from rlbuffer.testing import make_group
@@ -93,18 +94,18 @@ def test_far_more_groups_than_a_round_trip_takes_share_their_round_trips_by_sixt
     call = connection.call
     monkeypatch.setattr(connection, "call", lambda *args, **values: (calls.append(1), call(*args, **values))[1])
     assert statuses(writer.push_many(groups(*range(1, 41)))) == ["stored"] * 40
-    # Payloads and script; in a cluster the names of the payloads, too, are made permanent.
-    assert len(calls) == (9 if connection.is_cluster else 6)
+    # In a cluster the payloads have a round trip of their own, and so has making their names permanent.
+    assert len(calls) == (9 if connection.is_cluster else 3)
     assert pending(buffer.store) == [f"a.{n}" for n in range(41)]
 
 
 def test_large_groups_share_no_round_trip(buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(len(data) for data in payload.encode_push(groups(0)[0]).payloads)
     monkeypatch.setattr("rlbuffer.store.moves.push.BATCH_BYTES", 2 * size)
-    stored: list[int] = []
-    after(buffer.store, "_store_payloads", stored.append)
+    sent: list[int] = []
+    after(buffer.store, "_send", sent.append)
     assert statuses(buffer.writer("w").push_many(groups(1, 2, 3))) == ["stored"] * 3
-    assert len(stored) == 2
+    assert len(sent) == 2
 
 
 def test_the_same_call_again_by_number_is_answered_as_duplicates(buffer: rlbuffer.Buffer) -> None:
@@ -152,16 +153,31 @@ def test_a_connection_that_breaks_inside_the_second_phase_loses_and_doubles_noth
 
 
 @pytest.mark.parametrize("whole", [0, 2, 3])
-def test_a_connection_that_breaks_inside_the_first_phase_stores_what_is_sent_again(
+def test_a_connection_that_breaks_inside_a_payload_stores_what_is_sent_again(
     proxied: tuple[RedisStore, CuttingProxy], whole: int
 ) -> None:
     store, proxy = proxied
     writer = writer_of(store)
     writer.push(groups(0)[0])
     proxy.cut_inside(b"PEXPIRE", whole)
-    assert statuses(writer.push_many(groups(1, 2, 3))) == ["stored"] * 3
+    carried = 0 if store.connection.is_cluster else whole  # script and all
+    assert statuses(writer.push_many(groups(1, 2, 3))) == ["duplicate"] * carried + ["stored"] * (3 - carried)
     assert pending(store) == ["a.0", "a.1", "a.2", "a.3"]
     assert store.verify().ok
+
+
+def test_a_server_that_has_forgotten_the_script_gets_no_payload_twice(
+    buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, client = buffer.writer("w"), buffer.store.client  # type: ignore[attr-defined]
+    writer.push(groups(0)[0])
+    add, sent = push._add_payload, list[str]()
+    monkeypatch.setattr(push, "_add_payload", lambda pipe, one, **way: (sent.append(one.suffix), add(pipe, one, **way)))
+    client.script_flush()
+    assert statuses(writer.push_many(groups(1, 2, 3))) == ["stored"] * 3
+    assert sent == [f"{writer.incarnation}.{number}" for number in (2, 3, 4)]
+    assert pending(buffer.store) == ["a.0", "a.1", "a.2", "a.3"]
+    assert buffer.verify().ok
 
 
 def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tuple[RedisStore, CuttingProxy]) -> None:
@@ -197,10 +213,10 @@ def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: 
     epoch = store.open_run().epoch
     move, pushes = store._move_pushes, [(group, "") for group in groups(1, 2, 3, 4)]
 
-    def spoilt(source: Any, batch: Any) -> Any:
+    def spoilt(source: Any, batch: Any, last: int) -> Any:
         if len(batch) > 1:
-            store.client.delete(batch[2].key)
-        return move(source, batch)
+            batch[2].args[2] += "x"  # the script looks for it under another key
+        return move(source, batch, last)
 
     store._move_pushes = spoilt
     outcomes, error = store.push_many(pushes, producer="w", incarnation="u", sequence=1, epoch=epoch)
@@ -253,8 +269,8 @@ def test_what_the_server_forgets_during_a_call_is_sent_again_in_order(
     monkeypatch.setattr("rlbuffer.store.moves.push.BATCH_PUSHES", 2)
     writer, store = buffer.writer("w"), buffer.store
     writer.push_many(groups(0, 1, 2))
-    # Before the payloads of a batch, the server has lost the last two pushes.
-    after(store, "_store_payloads", lambda call: call == batch and roll_back(store, writer, to=2 * batch - 1))
+    # Before a batch, the server has lost the last two pushes.
+    after(store, "_move_pushes", lambda call: call == batch and roll_back(store, writer, to=2 * batch - 1))
     assert statuses(writer.push_many(groups(*range(3, 11)))) == ["stored"] * 8
     assert pending(store) == [f"a.{n}" for n in range(11)]
     assert sequence(store, writer) == 11

@@ -218,14 +218,15 @@ def test_a_push_whose_payload_was_removed_before_its_script_is_sent_whole_again(
 ) -> None:
     run, store = served.run, served.run.store
     served.serve(config())
-    inner, waited = store._store_payloads, []
+    send, waited = store._send, []
 
-    def slow(pushes: Any) -> None:
-        inner(pushes)
-        if not waited:
-            waited.append(served.wait_for(lambda: swept(served)))
+    def slow(source: Any, batch: Any, new: Any, replies: Any) -> None:
+        if not waited:  # the connection hangs between the payload and the script
+            store._store_payloads(new)
+            new = waited.append(served.wait_for(lambda: swept(served))) or []
+        send(source, batch, new, replies)
 
-    monkeypatch.setattr(store, "_store_payloads", slow)
+    monkeypatch.setattr(store, "_send", slow)
     Writer(store, "w", epoch=run.meta.epoch).push(make_group(env="a", group_id="a.1"))
     assert [entry.group_id for entry in run.pool()] == ["a.1"]
     assert len(run.payload_keys()) == 1

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from faults import CuttingProxy
+from hypothesis import given
+from hypothesis import strategies as st
+from redis._parsers.encoders import Encoder
+from redis.connection import PythonRespSerializer
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.gathering import Packer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 
@@ -91,3 +97,30 @@ def test_a_connection_that_breaks_between_the_pieces_is_a_lost_one(proxy: Cuttin
         with pytest.raises(ServerUnreachable, match=r"Tried once\."):
             connection.call(lambda: connection.client.hset("h", mapping=values), repeat=False)
         assert connection.call(lambda: connection.client.exists("h")) == 0
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.text(st.characters(exclude_categories=["Cs"])),
+            st.binary(),
+            st.integers(),
+            st.floats(),
+            st.integers(5900, 6100).map(bytes),
+            st.integers(2900, 3100).map("\xe9".__mul__),
+        ),
+        max_size=40,
+    )
+)
+def test_a_command_is_packed_the_same_in_both_ways(args: list[Any]) -> None:
+    encode = Encoder("utf-8", "strict", False).encode
+    packed = [b"".join(way.pack("CONFIG SET", *args)) for way in (Packer(encode), PythonRespSerializer(6000, encode))]
+    assert packed[0] == packed[1]
+
+
+@pytest.mark.parametrize("argument", [True, None, [1], object()])
+def test_an_argument_that_cannot_be_sent_is_named_whatever_else_the_command_has(argument: Any) -> None:
+    packer = Packer(Encoder("utf-8", "strict", False).encode)
+    for other in (b"small", bytes(10_000)):
+        with pytest.raises(redis.DataError, match=f"Invalid input of type: '{type(argument).__name__}'"):
+            packer.pack("SET", "k", other, argument)

@@ -118,7 +118,10 @@ class Lossy:
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_push_with_a_lost_reply_is_repeated_without_doubling(own, monkeypatch, lost):
     own.store.connection.limits()
-    # 1: the question for the last sequence, 2: the payload, 3: the script.
+    # 1: the question for the last sequence, 2: payload and script; in a cluster 2: the payload, 3: the script.
+    script = 3 if own.is_cluster else 2
+    if lost > script:
+        pytest.skip("a push has one reply less here")
     monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, {lost}))
     group = make_group(env="a", size=2, group_id="a.0")
 
@@ -128,7 +131,7 @@ def test_push_with_a_lost_reply_is_repeated_without_doubling(own, monkeypatch, l
     with pytest.raises(ServerUnreachable):
         push()
     status, entry_id = push()
-    assert status == ("duplicate" if lost == 3 else "stored")
+    assert status == ("duplicate" if lost == script else "stored")
     assert [e.entry_id for e in own.pool()] == [entry_id]
     assert own.store.ledger().total().pushed[0] == 2
     assert own.store.verify().findings == ()
