@@ -111,8 +111,11 @@ class Guard:
             self._sweep(now - (PRESSED_STRAY_SECONDS if is_pressed else STRAY_SECONDS))
 
     def _sweep(self, before: float) -> None:
-        """Removes what was first seen before then, and is still nobody's."""
-        old = [key for key, at in self._seen.items() if at <= before]
+        """Removes what was first seen before then, and is still nobody's.
+
+        A push may wait in the pool for a leader that is behind: what was seen since it has read all may be of one.
+        """
+        old = [key for key, at in self._seen.items() if at <= min(before, self._pending.read_until)]
         if not old:
             return
         in_use = {entry.payload_key for entry in self._pending.entries()}

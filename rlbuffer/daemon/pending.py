@@ -60,6 +60,8 @@ class Pending:
         """env -> numbers of tickets whose groups are read, which are still out."""
         self.replaced = 0
         """Entries read that took the place of another, whose payload is garbage since."""
+        self.read_until = float("-inf")
+        """Monotonic time up to which all that was pushed is read."""
         self.quotas = Quotas(config)
         self.batcher = Batcher(config, state=_state(store))
         self.batcher.close(store.closed_groups())
@@ -107,7 +109,10 @@ class Pending:
 
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
+        begun = time.monotonic()
         entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, keeps=True)
+        if len(entries) < POOL_PAGE:
+            self.read_until = begun
         if not entries:
             return 0
         now = self._since + time.monotonic() - self._began

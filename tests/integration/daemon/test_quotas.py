@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import rlbuffer
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.daemon import guard
+from rlbuffer.daemon.pending import Pending
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
@@ -207,6 +209,27 @@ def test_payloads_of_nobody_are_removed_and_all_others_stay(served: Served, quic
     )
     assert set(run.payload_keys()) == ours
     assert run.client.delete(other) == 1
+
+
+def test_payloads_of_pushes_that_wait_for_a_leader_that_is_behind_stay(
+    served: Served, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ingest, read = served.run, Pending.ingest, list[int]()
+
+    def slow(self: Pending, *, block_seconds: float) -> int:
+        time.sleep(0.4)
+        read.append(ingest(self, block_seconds=block_seconds))
+        return read[-1]
+
+    monkeypatch.setattr("rlbuffer.daemon.pending.POOL_PAGE", 1)
+    monkeypatch.setattr(Pending, "ingest", slow)
+    served.serve(config())
+    served.wait_for(lambda: read)  # it leads
+    for number in range(6):
+        run.push(f"a.{number}")
+    served.wait_for(lambda: sum(read) == 6)
+    assert len(run.payload_keys()) == 6
+    assert swept(served) == []
 
 
 def swept(served: Served) -> list[dict[str, Any]]:
