@@ -113,7 +113,8 @@ class Guard:
     def _sweep(self, before: float) -> None:
         """Removes what was first seen before then, and is still nobody's.
 
-        A push may wait in the pool for a leader that is behind: what was seen since it has read all may be of one.
+        Only what was seen before the leader last read the pool to its end: a payload that was seen later may belong to
+        a push that the leader has not read.
         """
         old = [key for key, at in self._seen.items() if at <= min(before, self._pending.read_until)]
         if not old:

@@ -61,7 +61,7 @@ class Pending:
         self.replaced = 0
         """Entries read that took the place of another, whose payload is garbage since."""
         self.read_until = float("-inf")
-        """Monotonic time up to which all that was pushed is read."""
+        """Monotonic seconds; everything that was pushed before is read."""
         self.quotas = Quotas(config)
         self.batcher = Batcher(config, state=_state(store))
         self.batcher.close(store.closed_groups())

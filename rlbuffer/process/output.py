@@ -2,7 +2,7 @@
 
 `rlbuffer run | tee run.txt`: ctrl-C reaches `tee`, too, which is gone before the run has drained. `rlbuffer serve |
 less`, or ctrl-S in a terminal: the reader is there and does not read. A process that works for a run goes on, and what
-it prints meanwhile goes nowhere.
+it prints meanwhile goes nowhere, but for the newest lines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 UNREAD_SECONDS = 5.0
-"""Seconds that a write waits for a reader that does not read, and the end of the process does once more. Meanwhile the
-newest lines are kept for it."""
+"""Seconds that a write waits for a reader that does not read. The end of the process waits as long once more."""
 MOST_KEPT_BYTES = 1 << 16
-"""Bytes of the newest lines; older ones are left out."""
+"""Bytes of the newest lines, which are kept for such a reader; older ones are left out."""
 READER_LOOK_SECONDS = 0.01
-"""Seconds until the next try where a descriptor says that it takes something and does not."""
+"""Seconds until the next try where a descriptor says that it takes something, and then takes nothing."""
 
 
 def outlive_readers() -> None:
@@ -69,8 +68,11 @@ def open_closed() -> None:
 
 
 class _Outliving(io.FileIO):
-    """Leaves out what cannot be written: all of it where the reader has left; where it does not read, whole lines, and
-    says how many as soon as it does."""
+    """Drops everything when the reader has left, or the disk is full.
+
+    When the reader does not read, the newest lines are kept and older ones left out. A line says how many as soon as it
+    reads again.
+    """
 
     _send: Callable[[memoryview], int] | None = None
     """Writes what is taken at once; None before the first write, and where the descriptor can only wait."""
@@ -89,7 +91,7 @@ class _Outliving(io.FileIO):
     _newest = b""
     """Lines that come after that."""
     _is_inside = False
-    """The end of a line that was left out is still to come."""
+    """The end of the last line that was left out is still to come."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -125,16 +127,16 @@ class _Outliving(io.FileIO):
     def _write(self) -> None:
         self._rest = self._rest[self._sent(self._rest) :]
         if not self._rest and self._lines:
-            self._rest, self._lines = _left_out(self._lines, self._is_json), 0
+            self._rest, self._lines = _count_of(self._lines, self._is_json), 0
             self._rest = self._rest[self._sent(self._rest) :]
         if not self._rest:
             self._newest = self._newest[self._sent(self._newest) :]
 
     def _leave_out(self) -> None:
-        """Leaves out the oldest lines of what is kept, where that is too much."""
+        """Leaves out the oldest lines when more is kept than :data:`MOST_KEPT_BYTES`."""
         if len(self._newest) <= MOST_KEPT_BYTES:
             return
-        end = self._newest.find(b"\n", len(self._newest) - MOST_KEPT_BYTES - 1) + 1 or len(self._newest)
+        end = self._newest.find(b"\n", len(self._newest) - MOST_KEPT_BYTES) + 1 or len(self._newest)
         old, self._newest = self._newest[:end], self._newest[end:]
         if self._is_begun and not self._rest.endswith(b"\n"):
             own = old.find(b"\n") + 1 or len(old)
@@ -145,13 +147,14 @@ class _Outliving(io.FileIO):
             self._lines += old.count(b"\n") + self._is_inside
 
     def _sent(self, data: bytes) -> int:
-        """Bytes that the reader has taken, within :data:`UNREAD_SECONDS` when it took everything before."""
+        """Bytes that the reader has taken. Waits for it only when it took everything before."""
         self._find()
         view, sent, deadline = memoryview(data), 0, time.monotonic() + UNREAD_SECONDS
+        is_ready = False
         while sent < len(data):
             try:
                 sent += self._taken(view[sent:])
-                self._is_begun = data[sent - 1 : sent] != b"\n"
+                self._is_begun, is_ready = data[sent - 1 : sent] != b"\n", False
             except BlockingIOError:
                 left = deadline - time.monotonic()
                 if self._is_late or left <= 0:
@@ -159,8 +162,9 @@ class _Outliving(io.FileIO):
                     return sent
                 look = select.poll()
                 look.register(self.fileno(), select.POLLOUT)
-                look.poll(1000 * left)
-                time.sleep(READER_LOOK_SECONDS)
+                if is_ready:  # a terminal with room for one byte, and a line's end takes two
+                    time.sleep(READER_LOOK_SECONDS)
+                is_ready = bool(look.poll(1000 * left))
         if data:
             self._is_late = False
         return sent
@@ -174,8 +178,11 @@ class _Outliving(io.FileIO):
         return taken
 
     def _find(self) -> None:
-        """Finds a way to write without waiting. The descriptor's own flags belong to all who have it, a shell among
-        them, so a pipe or a terminal is opened once more."""
+        """Finds a way to write without waiting.
+
+        The flags of a descriptor belong to all who share it, the user's shell among them. So a pipe or a terminal is
+        opened once more.
+        """
         there = os.fstat(self.fileno())
         if self._place == (there.st_dev, there.st_ino):
             return
@@ -185,7 +192,7 @@ class _Outliving(io.FileIO):
             ours = self._opened.enter_context(socket.socket(fileno=os.dup(self.fileno())))
             self._send = lambda data: ours.send(data, socket.MSG_DONTWAIT)
         elif stat.S_ISFIFO(there.st_mode) or self.isatty():
-            # Not there on every system, and not everybody may: su, and a terminal of somebody else.
+            # Some systems have no /proc, and after `su` the terminal is another user's: then a write waits.
             with contextlib.suppress(OSError):
                 again = os.open(f"/proc/self/fd/{self.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
                 self._opened.callback(os.close, again)
@@ -198,8 +205,8 @@ def _finish(stream: io.TextIOWrapper, raw: _Outliving) -> None:
     raw.finish()
 
 
-def _left_out(lines: int, is_json: bool) -> bytes:
-    """The word of lines that were left out, in the form that they had."""
+def _count_of(lines: int, is_json: bool) -> bytes:
+    """The line that stands for those that were left out, in the form that they had."""
     if is_json:
         return b'{"event": "left_out", "lines": %d}\n' % lines
     return b"... %d line%b left out: nobody read them\n" % (lines, b"s" * (lines > 1))

@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rg
 CONVERSION = ROOT / "rlbuffer" / "events" / "event.py"
 """The one place where an event becomes an object with its name."""
 LEFT_OUT = ROOT / "rlbuffer" / "process" / "output.py"
-"""The word of lines that nobody read is no event of a process: it stands where their objects would."""
+"""Has the object that stands for objects that nobody read. It is no event, and its room is below that of events."""
 UNIONS = {
     "rlbuffer.events.batcher": "BatcherEvent",
     "rlbuffer.events.worker": "WorkerEvent",

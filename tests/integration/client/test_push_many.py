@@ -39,6 +39,19 @@ def proxied(redis_url: str, tmp_path: Path) -> Iterator[tuple[RedisStore, Cuttin
         store.close()
 
 
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Suffixes of the pushes whose payloads were sent, each time that one was."""
+    add, suffixes = push._add_payload, list[str]()
+
+    def noted(pipe: Any, one: Any, **way: bool) -> None:
+        suffixes.append(one.suffix)
+        add(pipe, one, **way)
+
+    monkeypatch.setattr(push, "_add_payload", noted)
+    return suffixes
+
+
 def groups(*seeds: int) -> list[rlbuffer.Group]:
     return [make_group(seed=seed, size=2, lengths=[8, 8]) for seed in seeds]
 
@@ -167,17 +180,27 @@ def test_a_connection_that_breaks_inside_a_payload_stores_what_is_sent_again(
 
 
 def test_a_server_that_has_forgotten_the_script_gets_no_payload_twice(
-    buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch
+    buffer: rlbuffer.Buffer, carried: list[str]
 ) -> None:
     writer, client = buffer.writer("w"), buffer.store.client  # type: ignore[attr-defined]
     writer.push(groups(0)[0])
-    add, sent = push._add_payload, list[str]()
-    monkeypatch.setattr(push, "_add_payload", lambda pipe, one, **way: (sent.append(one.suffix), add(pipe, one, **way)))
     client.script_flush()
     assert statuses(writer.push_many(groups(1, 2, 3))) == ["stored"] * 3
-    assert sent == [f"{writer.incarnation}.{number}" for number in (2, 3, 4)]
+    assert carried == [f"{writer.incarnation}.{number}" for number in (1, 2, 3, 4)]
     assert pending(buffer.store) == ["a.0", "a.1", "a.2", "a.3"]
     assert buffer.verify().ok
+
+
+def test_a_push_whose_answer_is_lost_carries_its_payload_once(
+    proxied: tuple[RedisStore, CuttingProxy], carried: list[str]
+) -> None:
+    store, proxy = proxied
+    writer = writer_of(store)
+    writer.push(groups(0)[0])
+    proxy.swallow_replies(b"EVALSHA", 1)
+    assert writer.push(groups(1)[0]).status == "duplicate"
+    assert carried == [f"{writer.incarnation}.{number}" for number in (1, 2)]
+    assert pending(store) == ["a.0", "a.1"]
 
 
 def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tuple[RedisStore, CuttingProxy]) -> None:

@@ -246,7 +246,8 @@ def test_a_push_whose_payload_was_removed_before_its_script_is_sent_whole_again(
     def slow(source: Any, batch: Any, new: Any, replies: Any) -> None:
         if not waited:  # the connection hangs between the payload and the script
             store._store_payloads(new)
-            new = waited.append(served.wait_for(lambda: swept(served))) or []
+            new = []
+            waited.append(served.wait_for(lambda: swept(served)))
         send(source, batch, new, replies)
 
     monkeypatch.setattr(store, "_send", slow)
