@@ -22,11 +22,18 @@ def left_behind(directory: Path, group: int) -> list[int]:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[2]) == group and any(
-                    os.path.samestat(opened.stat(), lock) for opened in (process / "fd").iterdir()
-                ):
+                if int(fields[2]) == group and _has_open(process, lock):
                     pids.append(int(process.name))
     return pids
+
+
+def _has_open(process: Path, file: os.stat_result) -> bool:
+    """Whether the process has it open. What the process closes while its files are looked at is passed over."""
+    for opened in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(opened.stat(), file):
+                return True
+    return False
 
 
 def is_dead(recorded: Mapping[str, Any]) -> bool:
