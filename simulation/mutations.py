@@ -82,8 +82,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "commit-sweeps-at-once",
         "commit",
-        "add(garbage, number, use.key)",
-        "add(garbage, 0, use.key)",
+        "add(garbage, number, payloads[i])",
+        "add(garbage, 0, payloads[i])",
     ),
     _of("commit-leaves-the-pool", "commit", "in_batches('XDEL', pool_key, ids)", ""),
     _of(
@@ -163,11 +163,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "reuse-swept-early",
         "commit",
-        "  if kept[use.group] then\n",
-        "  redis.call('ZADD', garbage_key, 0, use.key)\n  if kept[use.group] then\n",
+        "  if reuse_records[i] then\n",
+        "  redis.call('ZADD', garbage_key, 0, payloads[i])\n  if reuse_records[i] then\n",
         "stops",
     ),
-    _of("reuse-in-the-ledger", "commit", "  if use.is_again then\n    redis", "  if false then\n    redis"),
+    _of("reuse-in-the-ledger", "commit", "  if is_again[i] then\n    redis", "  if false then\n    redis"),
     _of(
         "drop-keeps-the-reuse",
         "drop",
@@ -180,9 +180,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "uses-not-checked",
         "commit",
-        "local record = held ~= '' and redis.call('HGET', reuse_key, held .. ' ' .. id)",
-        "local record = held ~= '' and (redis.call('HGET', reuse_key, held .. ' ' .. id) or 'a gone 0 0 ')",
-        also=(("  if known ~= uses then\n", "  if false then\n"),),
+        "local record = used_group ~= '' and redis.call('HGET', reuse_key, used_group .. ' ' .. id)",
+        "local record = used_group ~= '' and (redis.call('HGET', reuse_key, used_group .. ' ' .. id) or 'a gone 0 0 ')",
+        also=((", known ~= uses\n", ", false\n"),),
         reuse=True,
         releaser=True,
     ),

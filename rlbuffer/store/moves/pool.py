@@ -177,14 +177,15 @@ def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
             group_id=group_id,
             uses=uses,
             step=step,
-            entries=tuple(sorted(entries.get(group_id, ()), key=lambda entry: _place(entry.entry_id))),
+            entries=tuple(sorted(entries.get(group_id, ()), key=lambda entry: stream_order(entry.entry_id))),
         )
         for group_id, (uses, step) in groups.items()
     ]
-    return sorted(out, key=lambda group: [_place(entry.entry_id) for entry in group.entries])
+    return sorted(out, key=lambda group: [stream_order(entry.entry_id) for entry in group.entries])
 
 
-def _place(entry_id: str) -> tuple[int, int]:
+def stream_order(entry_id: str) -> tuple[int, int]:
+    """Sorts ids as their stream does: "1-10" comes after "1-2"."""
     at, _, sequence = entry_id.partition("-")
     return int(at), int(sequence or 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import islice
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import RolloutRef, StepPlan, pushes_of
 from rlbuffer.store.moves.planned import Planned
-from rlbuffer.store.moves.pool import HISTORY_ENTRIES
+from rlbuffer.store.moves.pool import HISTORY_ENTRIES, stream_order
 from rlbuffer.store.moves.step_format import (
     check_numbers,
     encode,
@@ -220,7 +219,7 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
 def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
     lines = list[str]()
-    for use in sorted(plan.entries, key=attrgetter("entry_id")):  # COMMIT reads neighbours together
+    for use in sorted(plan.entries, key=lambda use: stream_order(use.entry_id)):  # COMMIT reads neighbours together
         dropped = [
             f" {reason} {bucket_of(-(-tokens // rollouts))} {rollouts} {tokens}"  # the mean is of the same bucket
             for reason, rollouts, tokens in use.dropped

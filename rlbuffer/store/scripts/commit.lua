@@ -57,47 +57,46 @@ local function pending(id)
   return read[id]
 end
 
--- Tables begin with all their fields: to grow them is most of what an entry costs.
-local entries, seen, gone = {}, {}, {}
-local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
-for id, held, packed_rollouts, packed_tokens, dropped in string.gmatch(new_entries, of_entry) do
-  if seen[id] then return {'TWICE', id} end
-  seen[id] = true
-  local rollouts, tokens = tonumber(packed_rollouts), tonumber(packed_tokens)
-  local use = {id = id, packed_rollouts = rollouts, packed_tokens = tokens, dropped = dropped,
-    env = false, group = false, key = false, entry = false}
-  for _, _, its_rollouts, its_tokens in string.gmatch(dropped, of_reason) do
-    rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
-  end
-  local record = held ~= '' and redis.call('HGET', reuse_key, held .. ' ' .. id)
-  local fields = held == '' and pending(id)
-  if record then
-    local env, suffix = string.match(record, '^(%S+) (%S+) ')
-    use.env, use.group, use.is_again, use.key = env, held, true, prefix .. held .. ':' .. suffix
-    entries[#entries + 1] = use
-  elseif not fields then
-    gone[#gone + 1] = id
-  else
-    local entry = {env = false, group = false, key = false, rollouts = false, tokens = false, metadata = false}
-    for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
-    if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
-      return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
-    end
-    use.env, use.group, use.entry = entry.env, entry.group, entry
-    use.key = prefix .. entry.group .. ':' .. entry.key
-    entries[#entries + 1] = use
-  end
-end
-local groups, kept, has_reuse = {}, {}, redis.call('EXISTS', reuse_key) == 1
+local groups, kept, changed, has_reuse = {}, {}, {}, redis.call('EXISTS', reuse_key) == 1
 for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01])\n') do
   local known = string.match(has_reuse and redis.call('HGET', reuse_key, group) or '0', '^%d+')
-  if known ~= uses then
-    for k = 1, #entries do
-      if entries[k].group == group then gone[#gone + 1] = entries[k].id end
-    end
-  end
   groups[#groups + 1] = {id = group, env = env, before = tonumber(known)}
-  kept[group] = keeps == '1'
+  kept[group], changed[group] = keeps == '1', known ~= uses
+end
+
+-- A list for each value: a table for each entry would be most of what an entry costs.
+local ids, envs, owners, payloads, packed_rollouts, packed_tokens = {}, {}, {}, {}, {}, {}
+local fates, is_again, reuse_records, seen, gone, entry = {}, {}, {}, {}, {}, {}
+local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
+for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_entry) do
+  if seen[id] then return {'TWICE', id} end
+  seen[id] = true
+  local record = used_group ~= '' and redis.call('HGET', reuse_key, used_group .. ' ' .. id)
+  local fields = used_group == '' and pending(id)
+  local env, group, suffix
+  if record then
+    group, env, suffix = used_group, string.match(record, '^(%S+) (%S+) ')
+  elseif fields then
+    entry.env, entry.group, entry.key, entry.rollouts, entry.tokens, entry.metadata = nil
+    for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
+    local its_rollouts, its_tokens = tonumber(rollouts), tonumber(tokens)
+    for _, _, more_rollouts, more_tokens in string.gmatch(dropped, of_reason) do
+      its_rollouts, its_tokens = its_rollouts + tonumber(more_rollouts), its_tokens + tonumber(more_tokens)
+    end
+    if tonumber(entry.rollouts) ~= its_rollouts or tonumber(entry.tokens) ~= its_tokens then
+      return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
+    end
+    env, group, suffix = entry.env, entry.group, entry.key
+  end
+  if not (env and group and suffix) or changed[group] then
+    gone[#gone + 1] = id
+  else
+    local n = #ids + 1
+    ids[n], envs[n], owners[n], payloads[n] = id, env, group, prefix .. group .. ':' .. suffix
+    packed_rollouts[n], packed_tokens[n], fates[n], is_again[n] = rollouts, tokens, dropped, used_group ~= ''
+    reuse_records[n] = fields and kept[group]
+      and table.concat({env, suffix, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
+  end
 end
 if #gone > 0 then
   table.insert(gone, 1, 'GONE')
@@ -114,12 +113,10 @@ local function add(words, score, member)
 end
 
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
-local ids = {}
-for i = 1, #entries do ids[i] = entries[i].id end
 in_batches('XDEL', pool_key, ids)
-for i = 1, #entries do
+for i = 1, #ids do
   -- It has no time to live since PUSH, unless somebody gave it one. Where it lies on another shard, PIN has done this.
-  redis.pcall('PERSIST', entries[i].key)
+  redis.pcall('PERSIST', payloads[i])
 end
 
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
@@ -132,32 +129,27 @@ local function account(env)
   end
   return packed[env]
 end
-for i = 1, #entries do
-  local use = entries[i]
-  if use.is_again then
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:rollouts', use.packed_rollouts)
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:tokens', use.packed_tokens)
+for i = 1, #ids do
+  local env = envs[i]
+  if is_again[i] then
+    redis.pcall('HINCRBY', ledger_key, env .. ':reused:rollouts', packed_rollouts[i])
+    redis.pcall('HINCRBY', ledger_key, env .. ':reused:tokens', packed_tokens[i])
   else
-    local sums = account(use.env)
-    sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
+    local sums = account(env)
+    sums[1], sums[2] = sums[1] + packed_rollouts[i], sums[2] + packed_tokens[i]
   end
-  for reason, bucket, rollouts, tokens in string.gmatch(use.dropped, of_reason) do
-    local fate = use.env .. ':dropped:' .. reason
+  for reason, bucket, rollouts, tokens in string.gmatch(fates[i], of_reason) do
+    local fate = env .. ':dropped:' .. reason
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. bucket, rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. bucket, tokens)
   end
-  local field = (use.group or '') .. ' ' .. use.id
-  if kept[use.group] then
-    local entry = use.entry
-    if entry then
-      local record = {entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}
-      redis.call('HSET', reuse_key, field, table.concat(record, ' '))
-    end
-  else
-    if use.is_again then redis.call('HDEL', reuse_key, field) end
-    add(garbage, number, use.key)
+  if reuse_records[i] then
+    redis.call('HSET', reuse_key, owners[i] .. ' ' .. ids[i], reuse_records[i])
+  elseif not kept[owners[i]] then
+    if is_again[i] then redis.call('HDEL', reuse_key, owners[i] .. ' ' .. ids[i]) end
+    add(garbage, number, payloads[i])
   end
 end
 for i = 1, #groups do

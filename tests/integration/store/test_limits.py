@@ -152,3 +152,19 @@ def test_commit_drop_and_report_with_lost_replies_happen_once(own, monkeypatch):
     assert (total.trained[0], total.packed[0], total.dropped["stale"][0], total.pending) == (2, 0, 2, (0, 0))
     assert len(own.store.history()) == 2
     assert own.store.verify().findings == ()
+
+
+def test_commit_reads_entries_of_one_millisecond_with_their_neighbours(own):
+    """Their ids differ by what follows the dash, where 10 comes after 2."""
+    own.lead()
+    for i in range(300):
+        own.push(f"a.{i}", size=1)
+    pushes = own.client.xrange(own.store.keys.pool)
+    own.client.delete(own.store.keys.pool)
+    for i, (_, fields) in enumerate(pushes):
+        own.client.xadd(own.store.keys.pool, fields, id=f"9999999999999-{i}")
+    entries = own.pool()
+    before = own.client.info("commandstats")["cmdstat_xrange"]["calls"]
+    assert own.commit(entries=entries)[0] == "ok"
+    # 2, 4, 8, 16, 32 and then 64 entries a look; in the order of the ids as texts it would take 13 looks.
+    assert own.client.info("commandstats")["cmdstat_xrange"]["calls"] - before == 9

@@ -230,6 +230,20 @@ def test_an_entry_that_was_exchanged_behind_the_leader_is_read_again(run: Run) -
         run.commit(entries=read)
 
 
+@pytest.mark.parametrize("missing", ["env", "group", "key"])
+def test_an_entry_that_was_exchanged_for_no_push_is_gone_and_the_commit_writes_nothing(run: Run, missing: str) -> None:
+    run.push("a.1")
+    run.lead()
+    read = run.pool()
+    fields = entry_with(run, tokens=str(read[0].tokens))
+    del fields[missing]
+    run.client.delete(run.store.keys.pool)
+    run.client.xadd(run.store.keys.pool, fields, id=read[0].entry_id)
+    before = run.control_keys()
+    assert run.commit(entries=read) == ("gone", [read[0].entry_id])
+    assert run.control_keys() == before
+
+
 # -- a run without its meta --------------------------------------------------------------------------------------------
 def without_meta(run: Run) -> str:
     """Takes the meta away. Returns the message for whoever opens the run."""
