@@ -101,7 +101,7 @@ TESTS = {
     "rlbuffer/daemon": (
         "tests/unit/test_memory_policy.py",
         "tests/unit/test_leader_figures.py",
-        "tests/unit/test_takeover_garbage.py",
+        "tests/unit/test_garbage_collection.py",
         "tests/integration/daemon/test_daemon_troubles.py",
         "tests/integration/daemon/test_doubts.py",
         "tests/integration/daemon/test_config_revisions.py",

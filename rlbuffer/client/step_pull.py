@@ -20,6 +20,7 @@ from rlbuffer.packing.derived_columns import ItemFacts, own_advantages
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import dealt_to
 from rlbuffer.packing.slabs import IGNORE_INDEX, Layout, Slab, lay_out
+from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
@@ -64,6 +65,7 @@ class StepPull:
         self._pad_to_multiple_of = pad_to_multiple_of
         self._arena = Arena()
 
+    @without_garbage_collection()
     def part(self, header: StepHeader) -> Part:
         """This rank's rows of a step: its own part, or at another world size its rows of the parts that hold them.
 
@@ -113,6 +115,7 @@ class StepPull:
         rows = [tuple(() if k is None else row(*order[k]) for k in micro_batch) for micro_batch in dealt]
         return Part(rows, PartRollouts.joined(pieces), first.row_tokens)
 
+    @without_garbage_collection()
     def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the
         reason."""

@@ -5,10 +5,8 @@ The decisions are :mod:`rlbuffer.daemon.memory_rules`'s; here they are carried o
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,24 +45,6 @@ ALIVE_SECONDS = 10.0
 its checkpoint and needs the steps after it."""
 MEASURED_STEPS = 64
 """Steps that the mean size of a step is taken over."""
-
-
-@contextmanager
-def without_garbage_collection(*, stays: bool = True) -> Iterator[None]:
-    """No collection of cycles while a large pool is read: all that is made stays, and looking at it again and again
-    is two fifths of the CPU of a takeover of 100,000 groups. After it all counts as old, so that the next collections
-    of what is young do not look at it either. Unless it `stays`: a step's plan and parts are gone when it is made, and
-    of one of 32,768 rollouts collections would be a third of the CPU."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            if stays and not gc.get_freeze_count():  # what somebody else froze stays frozen
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
-            gc.enable()
 
 
 class MemoryWatch:

@@ -44,7 +44,7 @@ class PartRollouts(Sequence[PartRollout]):
         if not named <= set(range(len(sources))):
             raise ValueError("a rollout names a push that the part does not have")
         pushes = {number: dict(zip(_SOURCE, sources[number], strict=True)) for number in named}
-        self._items, self._sources, self._prefix = items, sources, prefix
+        self._sources, self._prefix = sources, prefix
         self._pushes = {number: push | {"payload_key": prefix + push["payload_key"]} for number, push in pushes.items()}
 
     @classmethod
@@ -70,7 +70,8 @@ class PartRollouts(Sequence[PartRollout]):
             if id(part) not in first:
                 first[id(part)], prefix = len(sources), part._prefix
                 sources += part._sources
-            for source, *values in [part._items[place] for place in places]:
+            for place in places:
+                source, *values = (column[place] for column in part._columns.values())
                 items.append([first[id(part)] + source, *values])
         return cls(items, sources, prefix)
 
@@ -97,7 +98,7 @@ class PartRollouts(Sequence[PartRollout]):
         return out
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._columns["source"])
 
     @overload
     def __getitem__(self, index: int) -> PartRollout: ...
@@ -119,7 +120,7 @@ class PartRollouts(Sequence[PartRollout]):
 
     @cached_property
     def _records(self) -> tuple[PartRollout, ...]:
-        return tuple(map(self._record, self._items))
+        return tuple(map(self._record, zip(*self._columns.values(), strict=True)))
 
     def _record(self, item: Sequence[Any]) -> PartRollout:
         info, made = _UnfrozenInfo(), _UnfrozenRollout()

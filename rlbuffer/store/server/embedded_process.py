@@ -28,7 +28,7 @@ def left_behind(directory: Path, group: int) -> list[int]:
 
 
 def _has_open(process: Path, file: os.stat_result) -> bool:
-    """Whether the process has it open. What the process closes while its files are looked at is passed over."""
+    """True when the process has it open. What the process closes while its files are looked at is passed over."""
     for opened in (process / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(opened.stat(), file):
