@@ -31,7 +31,7 @@ import numpy as np
 import redis
 
 from benchmarks.apart import Apart
-from benchmarks.bench_data_path import (
+from benchmarks.moves import (
     GROUP_SIZE,
     Arrays,
     Clock,

@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_data_path import Clock
+from benchmarks.moves import Clock
 from benchmarks.report import Report
 from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks
 from rlbuffer.client.buffer import Buffer

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_data_path import (
+from benchmarks.moves import (
     GROUP_SIZE,
-    ROUNDS,
     Arrays,
     arrays,
     commit,
@@ -45,6 +44,8 @@ from own_server import OwnServer
 from shards import Cluster
 
 SHARDS = (1, 2, 3)
+ROUNDS = 5
+"""Timed rounds, after one that grows heaps and connections."""
 ONE = "one server"
 RANKS = 8
 OPTIONS = {"appendfsync": "everysec"}

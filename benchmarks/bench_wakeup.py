@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.bench_data_path import Arrays, arrays, hmget, make_groups, plain_client
+from benchmarks.moves import Arrays, arrays, hmget, make_groups, plain_client
 from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.buffer import Buffer
