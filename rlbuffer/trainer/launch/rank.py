@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -84,6 +85,9 @@ def run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)
+    # Modules stay as long as the process. A full collection of what torch and transformers bring takes 50 to 200 ms,
+    # and all ranks wait for the one that is in it.
+    gc.freeze()
     with trainer_figures(settings, _say_nothing if quiet else _print_event, rank=rank) as on_event:
         return train(
             settings,
