@@ -8,10 +8,12 @@ writes the run goes on in a new epoch, and so does the producer, with the same s
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,6 +99,20 @@ class Producer:
         """Sequence of a push that is not settled -> times that it broke its connection, and nothing else did.
         :data:`MOST_BREAKS` or more: it is given up."""
         self._lock = threading.Lock()  # one call in flight per producer: the sequence is what makes it exactly once
+        _producers.add(self)
+
+    def begin_anew(self) -> None:
+        """Goes on under another incarnation, whose first push is 1."""
+        self.incarnation, self.sequence = uuid.uuid4().hex, 0
+        self._spool.clear()
+        self._breaks.clear()
+
+    def leave_to_parent(self) -> None:
+        """Begins anew in a forked process: what is under way here is its parent's, and so are the sequence, under which
+        other groups would be answered as duplicates, and the lock, which a thread may hold that is not here."""
+        self.begin_anew()
+        self._call = []
+        self._lock = threading.Lock()
 
     def push(self, pushes: Sequence[tuple[Group, str]], sequence: int | None = None) -> list[Pushed]:
         """Stores (group, the entry whose place it takes or ""), the first under `sequence`. -> their outcomes.
@@ -257,8 +273,17 @@ class Producer:
         # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
         # incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
-        self.incarnation, self.sequence = uuid.uuid4().hex, 0
-        self._spool.clear()
-        self._breaks.clear()
+        self.begin_anew()
         for number, push in enumerate([push for push in self._call if push.pushed is None], start=1):
             push.sequence = number
+
+
+_producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for producer in _producers:
+        producer.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -196,3 +197,35 @@ def test_a_group_whose_push_another_thread_has_settled_is_pushed_again_and_train
     late = batcher.next(2, world_size=1, now=1.0, rng=np.random.default_rng(0))
     assert late.plan is None
     assert ("late", ("9-9",)) in [(drop.reason, drop.entry_ids) for drop in late.drops]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str, is_busy: bool) -> None:
+    """Under the parent's sequence its groups would be answered as duplicates, and a thread may hold the lock."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    def hold_the_lock(_: object) -> None:
+        began.set()
+        goes_on.wait(30.0)
+
+    with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as buffer:
+        store = ForgetfulStore(buffer.store)
+        writer = rlbuffer.Writer(store, "w", epoch=buffer.store.open_run().epoch, on_retry=hold_the_lock)  # type: ignore[arg-type]
+        writer.push(group(0))
+        store.loses_reply = is_busy
+        pushing = threading.Thread(target=writer.push, args=(group(1),))
+        pushing.start()
+        assert not is_busy or began.wait(30.0)
+        if not is_busy:
+            pushing.join()
+        store.loses_reply = False
+        child = os.fork()
+        if child == 0:
+            os._exit(int(any(writer.push(group(seed)).status != "stored" for seed in (2, 3))))
+        assert os.waitpid(child, 0)[1] == 0
+        goes_on.set()
+        pushing.join()
+        assert writer.push(group(4)).status == "stored"
+        assert sorted(pending(buffer)) == [group(seed).group_id for seed in range(5)]
+        assert buffer.verify().ok
