@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from rlbuffer.config.fractions import Points, budgets_at, read_budget, read_flat
 from rlbuffer.config.refusal import refusing_as_config_error
 from rlbuffer.errors import ConfigError
+from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.records.info import ENV_NAME
 
 ESTIMATOR_NAMES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce", "length_penalty")
@@ -44,6 +45,10 @@ class _Section:
     @field_validator("*", mode="before")
     @classmethod
     def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            # The run's record, and what is computed from it, hold no larger ones.
+            if isinstance(inner, int | float) and MAX_COUNT < abs(inner) < math.inf:
+                raise ValueError(f"is beyond {MAX_COUNT:,}, either sign")
         return no_truth_as_number(value, cls.__annotations__[info.field_name or ""])
 
 

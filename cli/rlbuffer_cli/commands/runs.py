@@ -25,7 +25,7 @@ def command(given: options.Given, as_json: bool) -> int:
       rlbuffer runs --redis redis://host:6379
     """
     from rlbuffer.client.buffer import connect
-    from rlbuffer.errors import RunGone, SchemaMismatch
+    from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
     from rlbuffer_cli.render.text import show_table
     from rlbuffer_cli.session import check_home
 
@@ -49,6 +49,12 @@ def command(given: options.Given, as_json: bool) -> int:
                     echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
                 else:  # named, and keeps nobody from seeing the others
                     unreadable.append(f"{name} ! {str(error).partition(' was ')[2]}")
+                continue
+            except RunDamaged as error:
+                if as_json:
+                    echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "damaged": str(error)}))
+                else:
+                    unreadable.append(f"{name} ! {error}")
                 continue
             except RunGone:
                 continue  # deleted between the two looks

@@ -10,14 +10,17 @@ from rlbuffer.errors import (
     AttemptForgotten,
     EpochChanged,
     RlbufferError,
+    RunDamaged,
     RunGone,
     StepRetired,
     TrainerAhead,
 )
+from rlbuffer.records.checks import as_integer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import encode_claim
 from rlbuffer.store.records import Attempt, Claim, policy_of
 from rlbuffer.store.session import Session, text
+from rlbuffer.store.session import number as number_of
 from rlbuffer.wire import payload
 
 
@@ -25,6 +28,7 @@ class TrainerMoves(Session):
     """Moves of rank 0, and views of the trainer."""
 
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
+        world_size, resume_step = as_integer("world_size", world_size, low=1), as_integer("resume_step", resume_step)
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
         reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
@@ -71,7 +75,13 @@ class TrainerMoves(Session):
             return Attempt(number=0, now=now, announced=versions)
 
         def number(name: bytes) -> int:
-            return int(fields.get(name, 0))
+            found = number_of(fields.get(name, b"0"))
+            if found is None:
+                raise RunDamaged(
+                    f"{self.keys.trainer} of run {self.run!r} holds {text(fields[name][:64])!r} as {text(name)}, "
+                    "which is no whole number: start the trainer again, which writes it anew"
+                )
+            return found
 
         return Attempt(
             number=number(b"number"),
@@ -104,6 +114,8 @@ class TrainerMoves(Session):
         claim: Claim | None = None,
         server: str = "",
     ) -> bool:
+        kept = {"trained": trained, "oldest_kept": oldest_kept, "checkpoint": checkpoint, "newest": newest}
+        trained, oldest_kept, checkpoint, newest = (as_integer(name, step) for name, step in kept.items())
         keys = self.keys
         handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import RunGone
+from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.store.records import Lease
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
 from rlbuffer.wire import payload
@@ -17,7 +18,7 @@ def tombstone_ms(config: Mapping[str, Any]) -> int:
     """The time that tombstones are kept: late parts of a group can come for as long as the group could have waited."""
     timeout = config.get("group_timeout_seconds")
     milliseconds = 2000 * timeout if isinstance(timeout, int | float) else 0
-    return max(MINIMUM_TOMBSTONE_MS, round(milliseconds))
+    return max(MINIMUM_TOMBSTONE_MS, round(min(milliseconds, MAX_COUNT)))
 
 
 def tombstone_steps(config: Mapping[str, Any]) -> int:

@@ -431,6 +431,15 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
     assert json.loads(call("runs", "--json")[1])["schema_of_run"] == 99
 
 
+def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(made: Run, call: Call) -> None:
+    made.client.hset(made.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
+    code, out, err = call("runs")
+    assert (code, err) == (0, "")
+    why = f"{made.store.keys.trainer} of run {made.store.run!r} holds '2.0' as world_size, which is no whole number"
+    assert " ".join(out.split()).startswith(f"{made.store.run} ! {why}: start the trainer again, which writes it anew")
+    assert why in json.loads(call("runs", "--json")[1])["damaged"]
+
+
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
     """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry the sentences of waiting.py, except that no
     trainer is asked to start one."""

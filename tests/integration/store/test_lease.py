@@ -102,6 +102,8 @@ def test_tombstones_outlive_twice_the_group_timeout(run):
         other = run.again()
         other.meta()
         assert other.tombstone_ms == wanted_hours * 3_600_000
+    run.store.set_config(run.token, {"group_timeout_seconds": 1e308}, "an older version took it")
+    assert run.again().meta().config == {"group_timeout_seconds": 1e308}
 
 
 def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatch):

@@ -9,7 +9,7 @@ from daemon_runs import Served
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import LeaseLost, RunDamaged, ServerRefused, WrongType
+from rlbuffer.errors import InvalidRollout, LeaseLost, RunDamaged, ServerRefused, WrongType
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
@@ -280,4 +280,22 @@ def test_a_batcher_at_work_waits_for_a_person_when_the_meta_goes(run: Run, serve
     told = without_meta(run)
     served.wait_for(lambda: any(event["reason"] == told for event in served.said("leader", state="lost")))
     run.store.delete_run()
+    served.wait_for(lambda: len(served.said("ready")) == 2)
+
+
+# -- a trainer that says nonsense --------------------------------------------------------------------------------------
+def test_a_batcher_at_work_waits_for_another_trainer_where_one_has_written_what_is_no_number(
+    run: Run, served: Served
+) -> None:
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    run.client.hset(run.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
+    why = (
+        f"{run.store.keys.trainer} of run {run.store.run!r} holds '2.0' as world_size, which is no whole number: start "
+        "the trainer again, which writes it anew"
+    )
+    served.wait_for(lambda: any(event["reason"] == why for event in served.said("leader", state="lost")))
+    with pytest.raises(InvalidRollout, match=r"^world_size: expected an integer, got 2\.0$"):
+        run.store.attempt(uuid="t", world_size=2.0, resume_step=0)  # type: ignore[arg-type]
+    run.store.attempt(uuid="t", world_size=2, resume_step=0)
     served.wait_for(lambda: len(served.said("ready")) == 2)
