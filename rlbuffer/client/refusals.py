@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
-from rlbuffer.narration.waiting import SILENT_BATCHER, Lasting, to_trainer
+from rlbuffer.narration.waiting import DEAD_BATCHER, SILENT_BATCHER, Lasting, is_last_word, to_trainer
 from rlbuffer.store.protocol import Store
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
@@ -90,10 +90,18 @@ class LongWait:
             return
         self._next = now + AGAIN_SECONDS
         try:
-            said = self._store.waiting().get("batcher", "") or SILENT_BATCHER
+            said = batcher_says(self._store)
         except RlbufferError as error:
             said = str(error).splitlines()[0]
         _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
+
+
+def batcher_says(store: Store) -> str:
+    """The batcher's word about the next step. What one has said that was killed since holds no more."""
+    said = store.waiting().get("batcher", "")
+    if said and not is_last_word(said) and not store.is_led():
+        return DEAD_BATCHER
+    return said or SILENT_BATCHER
 
 
 def no_batch(store: Store, number: int, seconds: float) -> str:
@@ -101,5 +109,5 @@ def no_batch(store: Store, number: int, seconds: float) -> str:
     workers = store.heartbeats("worker")
     seen = min(((float(beat.get("seconds_ago", 0.0)), name) for name, beat in workers.items()), default=None)
     last = "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
-    said = to_trainer(store.waiting().get("batcher", "")) or SILENT_BATCHER
+    said = to_trainer(batcher_says(store))
     return f"no batch for step {number} within {seconds:g} s. {said} {last}"

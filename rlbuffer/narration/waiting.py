@@ -17,6 +17,7 @@ AGAIN_SECONDS = 60.0
 NOTHING_YET = "No env has sent a group that can train yet."
 NO_WORKER = "No worker has been heard of: start one with `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
+DEAD_BATCHER = "No batcher is at work, and the last one ended without a word: start `rlbuffer serve` again."
 _NORMAL = " Normal while workers generate."
 
 
@@ -251,6 +252,11 @@ def interrupted(step: int) -> str:
 def failed(step: int, code: int, log: str) -> str:
     """A supervised run could not be kept alive."""
     return f"The run ended after step {step} with exit code {code}: see {log}."
+
+
+def is_last_word(sentence: str) -> bool:
+    """True for what is left for whoever looks later: it holds although no batcher is at work."""
+    return sentence == STOPPED or sentence.startswith(("The run has ended", "The run was stopped", "The run ended"))
 
 
 def _forming(need: EnvNeed) -> str:

@@ -12,7 +12,7 @@ from rlbuffer.daemon import memory_rules
 from rlbuffer.narration import waiting
 
 ROOT = Path(__file__).parents[2]
-NO_SENTENCES = {"progress", "counted", "to_trainer", "not_normal"}
+NO_SENTENCES = {"progress", "counted", "to_trainer", "not_normal", "is_last_word"}
 """Functions of the module that make a part of one."""
 ENTRY = re.compile(r"^### (.+?) \.\.\.\n<!-- waiting: (\w+) -->\n(.+?)(?=\n### |\Z)", re.MULTILINE | re.DOTALL)
 EXAMPLE = waiting.EnvNeed(env="math", missing=3, ready=0, forming=1, oldest_seconds=2.0, is_silent=False)

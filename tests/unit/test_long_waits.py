@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
 import rlbuffer
 from rlbuffer.client import refusals
 from rlbuffer.client.refusals import LongWait
+from rlbuffer.errors import BatchTimeout
+from rlbuffer.narration import waiting
 
 pytest.importorskip("fakeredis")
 
@@ -28,9 +31,29 @@ def test_a_writer_without_a_ticket_says_what_the_batcher_waits_for(caplog: pytes
         assert writer.take("gsm8k", timeout_seconds=0.05) == []
         silent = "run math: waiting for a ticket of gsm8k for 0 s. No batcher has said anything: is `rlbuffer serve` "
         assert told(caplog) == [f"{silent}running?"]
+        buffer.store.lease("batcher", ttl_seconds=60.0)
         buffer.store.set_waiting("batcher", "No trainer has joined yet.")
         writer.take("gsm8k", timeout_seconds=0.05)
         assert told(caplog)[1] == "run math: waiting for a ticket of gsm8k for 0 s. No trainer has joined yet."
+
+
+def test_what_a_batcher_said_that_was_killed_since_holds_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    gone = "No batcher is at work, and the last one ended without a word: start `rlbuffer serve` again."
+    with rlbuffer.connect("memory://", run="math") as buffer:
+        buffer.store.open_run()
+        buffer.store.lease("batcher", ttl_seconds=0.001)
+        buffer.store.set_waiting("batcher", "Step 1 is 0 % full. No env has sent a group that can train yet.")
+        time.sleep(0.01)
+        with pytest.raises(BatchTimeout, match=f"no batch for step 1 within 0.05 s. {gone} No worker has been seen."):
+            next(buffer.reader(timeout_seconds=0.05).steps())
+        assert buffer.writer("w0").take("gsm8k", timeout_seconds=0.05) == []
+        assert told(caplog)[-1] == f"run math: waiting for a ticket of gsm8k for 0 s. {gone}"
+        for last_word in (
+            *(waiting.STOPPED, waiting.at_end(3), waiting.ended(3), waiting.interrupted(3)),
+            waiting.failed(3, 1, "run.log"),
+        ):
+            buffer.store.set_waiting("batcher", last_word)
+            assert refusals.batcher_says(buffer.store) == last_word
 
 
 def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
