@@ -169,7 +169,7 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
             # Copies: what it does with them must not change what is trained.
             given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
             values = np.array(given, dtype=np.float64)
-        except Exception as error:  # it is not our code
+        except (Exception, SystemExit) as error:  # it is not our code
             raise refused(setting, name, f"failed{for_whom}: {type(error).__name__}: {error}") from error
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"

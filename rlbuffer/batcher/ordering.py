@@ -96,7 +96,7 @@ def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator,
             value = float(answer)
         except OverflowError:  # an integer beyond every float
             value = math.inf if answer > 0 else -math.inf
-    except Exception as error:  # as above: it is not our code
+    except (Exception, SystemExit) as error:  # as above: it is not our code
         raise refused(
             "batcher.order", order, f"failed for group {group.group_id}: {type(error).__name__}: {error}"
         ) from error

@@ -31,7 +31,7 @@ def load(setting: str, path: str, takes: str) -> Any:
     try:
         named = getattr(importlib.import_module(module), name)
         target = named() if isinstance(named, type) else named
-    except Exception as error:  # the user's own code may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything while it is imported
         raise refused(setting, path, f"cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(target):
         raise refused(setting, path, f"is not callable but {type(target).__name__}: it takes {takes}")

@@ -287,4 +287,7 @@ def for_quota(field: str, size: int, quota: int) -> str:
     if field == "env *":
         who = "the envs that neither batcher.budgets nor batcher.envs name"
     setting = "quota_bytes" if kind == "env" else "worker_quota_bytes"
-    return f"Pushes of {who} wait: {size} bytes of theirs are pending, and batcher.{setting} is {quota}."
+    return (
+        f"Pushes of {who} wait: {size} bytes of theirs are pending, and batcher.{setting} is {quota}. They go on when "
+        "a step takes some; if none can fill, raise it."
+    )

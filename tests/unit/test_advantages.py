@@ -145,6 +145,7 @@ def test_a_class_is_an_estimator_and_a_group_of_one_is_not_asked_about(mine):
         (lambda r, n, g: 1.0, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
         (lambda r, n, g: g["score"], "failed for group g of env a: KeyError: 'score'"),
         (lambda r, n: r, "failed for group g of env a: TypeError: "),
+        (lambda r, n, g: sys.exit(3), "failed for group g of env a: SystemExit: 3"),
         (lambda r, n, g: ["a"] * 4, "failed for group g of env a: ValueError: could not convert string to float: 'a'"),
         (lambda r, n, g: None, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
     ],

@@ -124,6 +124,7 @@ def test_a_selector_that_cannot_be_used_is_refused_at_start(selectors, order, wh
     ("answer", "why"),
     [
         (lambda g, rng: 1 / 0, "failed for group g: ZeroDivisionError: division by zero"),
+        (lambda g, rng: sys.exit(3), "failed for group g: SystemExit: 3"),
         (lambda g, rng: "high", "failed for group g: ValueError: could not convert string to float: 'high'"),
     ],
 )
