@@ -1,6 +1,6 @@
 """An env of your own, complete: is a number odd?
 
-rlbuffer worker --env parity:Parity          (where Python finds this file: PYTHONPATH=docs/examples)
+rlbuffer worker --env parity:Parity          (where Python finds this file: PYTHONPATH=. here)
 """
 
 import numpy as np

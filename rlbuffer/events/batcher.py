@@ -64,6 +64,15 @@ class LeadLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegunAnew(Event):
+    """The run that this batcher was at work for is not on the server any more, and begins at step 0."""
+
+    event = "begun anew"
+    run: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecovered(Event):
     """The server had lost steps that the trainer has trained: the run goes on after them."""
 
@@ -313,6 +322,7 @@ BatcherEvent = (
     | ReadAgain
     | StandingBy
     | LeadLost
+    | RunBegunAnew
     | RunRecovered
     | RunEnded
     | StepWaits

@@ -25,6 +25,7 @@ from rlbuffer.events.batcher import (
     MemoryUnlimited,
     PayloadsDamaged,
     ReadAgain,
+    RunBegunAnew,
     RunEnded,
     RunRecovered,
     SettingsAsked,
@@ -142,6 +143,9 @@ class ServeNarrator:
             case LeadLost():
                 self._waiting("")
                 self._say(f"! lost the lead: {event.reason}. Trying again.")
+            case RunBegunAnew():
+                self._waiting("")
+                self._say(f"! {event.sentence}")
             case _:
                 assert_never(event)
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
+from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.event import RunChanged, Trouble
@@ -104,6 +105,8 @@ class _Worker:
         buffer, env = job.buffer, job.env
         self._job, self._buffer, self._env, self._stop = job, buffer, env, job.stop
         self._is_done = self._is_draining = False
+        self._shares: Mapping[str, float] = {}
+        """env -> its share of a step, by the run's budgets."""
         self._looked_at = float("-inf")
         self._asks_for_all = False
         """The last ask for tickets brought the newest version along, and the next one will."""
@@ -172,9 +175,14 @@ class _Worker:
         now = time.monotonic()
         if now - self._looked_at >= DRAIN_LOOK_SECONDS:
             _, self._is_draining = self._buffer.store.wishes()
+            meta = self._buffer.store.meta()
+            self._shares = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
             self._looked_at = now
         if self._is_draining:
             return draining()
+        if self._env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
+            takers = ", ".join(self._shares)
+            return f"no ticket for {self._env.name}: it has no share of a step, batcher.budgets gives all to {takers}"
         lapsing = " (tickets of groups that failed lapse first)" if self._flights.have_failed else ""
         return f"no ticket for {self._env.name}: enough groups are being sampled or in the pool{lapsing}"
 

@@ -120,6 +120,7 @@ OBJECTS: list[tuple[Event, str]] = [
         ),
     ),
     (batcher.StandingBy(owner="o"), '{"event": "leader", "state": "standby", "owner": "o"}'),
+    (batcher.RunBegunAnew(run="r", sentence="s"), '{"event": "begun anew", "run": "r", "sentence": "s"}'),
     (batcher.LeadLost(reason="r"), '{"event": "leader", "state": "lost", "reason": "r"}'),
     (
         batcher.RunRecovered(epoch=2, step=1, forgotten=3, void=4, groups=5, entries=6),
@@ -274,6 +275,7 @@ def test_serve_tells_each_event_in_a_line() -> None:
     tell.close()
     assert said == [
         "standing by: another batcher leads this run (o); takes over when it stops",
+        "! s",
         "! lost the lead: r. Trying again.",
         (
             "! the server had lost 3 steps that the trainer has trained: the run goes on after step 1 in epoch 2; "

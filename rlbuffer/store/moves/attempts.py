@@ -75,13 +75,13 @@ class TrainerMoves(Session):
             return Attempt(number=0, now=now, announced=versions)
 
         def number(name: bytes) -> int:
-            found = number_of(fields.get(name, b"0"))
-            if found is None:
+            value = number_of(fields.get(name, b"0"))
+            if value is None:
                 raise RunDamaged(
                     f"{self.keys.trainer} of run {self.run!r} holds {text(fields[name][:64])!r} as {text(name)}, "
                     "which is no whole number: start the trainer again, which writes it anew"
                 )
-            return found
+            return value
 
         return Attempt(
             number=number(b"number"),

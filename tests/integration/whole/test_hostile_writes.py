@@ -283,6 +283,16 @@ def test_a_batcher_at_work_waits_for_a_person_when_the_meta_goes(run: Run, serve
     served.wait_for(lambda: len(served.said("ready")) == 2)
 
 
+def test_a_batcher_at_work_says_that_its_run_begins_anew(run: Run, served: Served) -> None:
+    """A server without a file that starts again is empty; so is one after FLUSHALL."""
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    run.store.delete_run()
+    served.wait_for(lambda: len(served.said("ready")) == 2)
+    assert [event["run"] for event in served.said("begun anew")] == [run.store.run]
+    assert run.store.meta().step == 0
+
+
 # -- a trainer that says nonsense --------------------------------------------------------------------------------------
 def test_a_batcher_at_work_waits_for_another_trainer_where_one_has_written_what_is_no_number(
     run: Run, served: Served
