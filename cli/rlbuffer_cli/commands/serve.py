@@ -54,7 +54,7 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.events.batcher import LeaderReady
+    from rlbuffer.events.batcher import LeaderReady, LeadLost, StandingBy
     from rlbuffer.events.batcher_narrator import ServeNarrator
     from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process
@@ -73,7 +73,7 @@ def command(
     stop, hangup = threading.Event(), threading.Event()
     stop_on_signals(stop)
     set_on_hangup(hangup, stop)
-    started = time.monotonic()
+    since = time.monotonic()
     shown = options.choose_display(display)
     status = _Status(settings.run)
     with Foot(status.lines) if shown == "rich" else nullcontext() as foot:
@@ -83,12 +83,15 @@ def command(
         )
 
         def on_event(event: BatcherEvent) -> None:
+            nonlocal since
+            if isinstance(event, LeadLost | StandingBy):
+                since = time.monotonic()
             if shown == "json":
                 echo(json.dumps(as_object(event), default=str))
             elif shown != "none":
                 status.hear(event)
                 if isinstance(event, LeaderReady):
-                    lines = banner(loaded, event, time.monotonic() - started)
+                    lines = banner(loaded, event, time.monotonic() - since)
                     say("\n".join(row for line in lines for row in wrapped(line, indent=" " * 4)))
                 narrator(event)
 
