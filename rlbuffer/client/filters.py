@@ -197,6 +197,8 @@ def _term(word: str) -> Term:
     if field == "text":
         return Term(field=field, op=op, values=(_pattern(value),))
     values = tuple(v for v in value.split(",") if v)
+    if not values:  # `!=` of nothing would hold for every group
+        raise FilterError(f"{word!r} in the filter has no value")
     allowed = _ALLOWED.get(field)
     for v in values:
         if allowed is not None and v not in allowed:
