@@ -32,7 +32,8 @@ TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 """Fields of a group that are compared as text -> attribute of the view."""
 BEGINNINGS = frozenset({"id", "prompt"})
-"""Fields of which the beginning is enough, as wherever an id is given; a table shows no more of a long one."""
+"""Fields of which the beginning is enough behind ``:``, as wherever an id is given; a table shows no more of a long
+one. ``=`` asks for the whole."""
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {"age": "age", "reward": "reward", "tokens": "tokens", "step": "step", "waited": "waited_seconds"}
 )
@@ -88,7 +89,7 @@ class Term:
     field: str
     """One of :data:`FILTER_FIELDS`."""
     op: str
-    """``==`` ``!=`` ``>=`` ``<=`` ``>`` ``<``; words know the first two."""
+    """``==`` ``!=`` ``>=`` ``<=`` ``>`` ``<``; words know the first two, :data:`BEGINNINGS` ``:`` as well."""
     values: tuple[Any, ...]
     """Alternatives; numbers have exactly one; those of ``text`` are compiled patterns."""
 
@@ -110,11 +111,11 @@ class Term:
             if value is None:
                 return False
             is_among = any(pattern.search(part) for pattern in self.values for part in _searched(value))
-        elif self.field in BEGINNINGS:
+        elif self.field in BEGINNINGS and self.op != "==":
             is_among = any(str(value).startswith(v) for v in self.values)
         else:
             is_among = ({True: "yes", False: "no"}[value] if self.field == "truncated" else value) in self.values
-        return is_among if self.op == "==" else not is_among
+        return is_among if self.op != "!=" else not is_among
 
 
 def _searched(text: str) -> tuple[str, ...]:
@@ -184,7 +185,7 @@ def _term(word: str) -> Term:
             f"cannot read {word!r} in the filter: expected FIELD:VALUE or FIELD>=NUMBER, e.g. env:math age>=2"
         )
     field, op, value = match.group(1).lower(), match.group(2), match.group(3)
-    op = "==" if op in (":", "=") else op
+    op = "==" if op == "=" or (op == ":" and field not in BEGINNINGS) else op
     if field not in FILTER_FIELDS:
         nearest, names = did_you_mean(field, FILTER_FIELDS), ", ".join(FILTER_FIELDS)
         raise FilterError(f"{field!r} is not a field to filter by.{nearest} Fields: {names}.")
@@ -192,7 +193,7 @@ def _term(word: str) -> Term:
         raise FilterError(f"{word!r} in the filter has no value")
     if field in NUMBERS or field in ROLLOUT_NUMBERS:
         return Term(field=field, op=op, values=(_number(field, value),))
-    if op not in ("==", "!="):
+    if op not in (":", "==", "!="):
         raise FilterError(f"{field} is text: write {field}:{value} (or {field}!={value}), not {word!r}")
     if field == "text":
         return Term(field=field, op=op, values=(_pattern(value),))

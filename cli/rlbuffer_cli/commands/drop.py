@@ -31,6 +31,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     Examples:
       rlbuffer drop --where 'env:math reward<0.01'
       rlbuffer drop --where 'worker:inf-3' --run math --yes
+      rlbuffer drop --where 'id=math.7'  # id:math.7 takes math.70, too
     """
     from rlbuffer.client.filters import parse
     from rlbuffer.client.operations import choose

@@ -81,6 +81,7 @@ def command(
     Filter fields
       text         env state reason worker adapter id prompt
                    `field:value`, commas for alternatives
+                   `id:a` and `prompt:a`: what begins with a; `id=a`: only a
       numbers      age reward tokens step waited (in seconds)
                    `field>=value`, 8k = 8000
       of rollouts  stop truncated:yes text:word text:/regex/i (flags i, s, m)
