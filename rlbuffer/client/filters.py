@@ -1,8 +1,9 @@
 r"""The filter language of ``--where``: ``env:math age>=2 reward<0.1 state:dropped tokens>8k stop:length text:/\d+/``.
 
-Terms are separated by blanks and all must hold; commas inside a ``:`` term are alternatives (``env:math,code``). They
-choose groups: terms about a rollout (``stop``, ``text``, ``truncated``, ``rollout.reward`` ...) must all hold for one
-and the same rollout of it. Pure: a filter looks at the attributes of whatever view it is given, never at a server.
+Terms are separated by blanks and all must hold; commas inside a ``:`` term are alternatives (``env:math,code``); within
+double quotes both belong to the value (``prompt:"a, b"``). They choose groups: terms about a rollout (``stop``,
+``text``, ``truncated``, ``rollout.reward`` ...) must all hold for one and the same rollout of it. Pure: a filter looks
+at the attributes of whatever view it is given, never at a server.
 """
 
 from __future__ import annotations
@@ -64,8 +65,15 @@ _ATTRIBUTES = {**TEXT_FIELDS, **NUMBERS, **ROLLOUT_TEXTS, **ROLLOUT_NUMBERS}
 _ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"state": tuple(State), "reason": tuple(Reason), "truncated": ("yes", "no")}
 )
-_WORD = re.compile(r"[A-Za-z_.]+(?:!=|==|=|:)/(?:\\.|[^\\])+?/[a-z]*(?=\s|\Z)|\S+", re.DOTALL)
-"""A term: one with a regex goes to the first slash behind which a blank, or the end, follows; others have no blank."""
+_WORD = re.compile(
+    r"[A-Za-z_.]+(?:!=|==|=|:)/(?:\\.|[^\\])+?/[a-z]*(?=\s|\Z)"
+    r'|(?:(?<=[:=,])"(?:\\.|[^"\\])*"|\S)+',
+    re.DOTALL,
+)
+"""A term: one with a regex goes to the first slash behind which a blank, or the end, follows; others have blanks only
+within quotes that begin a value."""
+_VALUE = re.compile(r'(?:(?<![^,])"(?:\\.|[^"\\])*"|[^,])+', re.DOTALL)
+_QUOTED = re.compile(r'"((?:\\.|[^"\\])*)"\Z', re.DOTALL)
 _TERM = re.compile(r"([A-Za-z_.]+)(>=|<=|!=|==|=|>|<|:)(.*)\Z", re.DOTALL)
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([kKmM]?)\Z")
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6}
@@ -189,7 +197,7 @@ def _term(word: str) -> Term:
     if field not in FILTER_FIELDS:
         nearest, names = did_you_mean(field, FILTER_FIELDS), ", ".join(FILTER_FIELDS)
         raise FilterError(f"{field!r} is not a field to filter by.{nearest} Fields: {names}.")
-    if not value:
+    if value in ("", '""'):
         raise FilterError(f"{word!r} in the filter has no value")
     if field in NUMBERS or field in ROLLOUT_NUMBERS:
         return Term(field=field, op=op, values=(_number(field, value),))
@@ -197,7 +205,7 @@ def _term(word: str) -> Term:
         raise FilterError(f"{field} is text: write {field}:{value} (or {field}!={value}), not {word!r}")
     if field == "text":
         return Term(field=field, op=op, values=(_pattern(value),))
-    values = tuple(v for v in value.split(",") if v)
+    values = tuple(v for v in map(_unquoted, _VALUE.findall(value)) if v)
     if not values:  # `!=` of nothing would hold for every group
         raise FilterError(f"{word!r} in the filter has no value")
     allowed = _ALLOWED.get(field)
@@ -207,8 +215,21 @@ def _term(word: str) -> Term:
     return Term(field=field, op=op, values=values)
 
 
+def _unquoted(value: str) -> str:
+    """The value between quotes, without the backslashes before a quote or a backslash; one without quotes as it is."""
+    quoted = _QUOTED.match(value)
+    if quoted is None and value.startswith('"'):
+        raise FilterError(
+            f"cannot read {value!r} in the filter: its quote is not closed, or something stands behind it; a quote of "
+            r"the value's own is \""
+        )
+    return value if quoted is None else re.sub(r'\\(["\\])', r"\1", quoted.group(1))
+
+
 def _pattern(value: str) -> re.Pattern[str]:
-    """The regex between slashes, with its flags; anything else is searched for as it stands."""
+    """The regex between slashes, with its flags; anything else is searched for as it stands, or as in its quotes."""
+    if _QUOTED.match(value):
+        return re.compile(re.escape(_unquoted(value)))
     if not value.startswith("/"):
         return re.compile(re.escape(value))
     body, slash, flags = value[1:].rpartition("/")

@@ -92,6 +92,27 @@ def test_a_filter_matches_what_it_says(text: str, matches: bool) -> None:
     assert parse(text).matches(group()) is matches
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt", "matches"),
+    [
+        ('prompt:"a b"', "a b c", True),
+        ('prompt="a b"', "a b c", False),
+        ('prompt="a b"', "a b", True),
+        ('prompt!="a b" env:math', "a b", False),
+        ('prompt="a,b" env:math', "a,b", True),
+        ('prompt="a,b"', "a", False),
+        ('prompt=x,"a, b",y', "a, b", True),
+        ('prompt=x,"a, b",y', "y", True),
+        (r'prompt="say \"hi\" "', 'say "hi" ', True),
+        (r'prompt="C:\d \\"', "C:\\d \\", True),
+        ('prompt="a env:code b"', "a env:code b", True),
+        ('prompt=a"b', 'a"b', True),
+    ],
+)
+def test_within_quotes_blanks_and_commas_belong_to_the_value(text: str, prompt: str, matches: bool) -> None:
+    assert parse(text).matches(group(prompt_id=prompt)) is matches
+
+
 @pytest.mark.parametrize("text", ["reward<1", "reward>=0", "reward!=0"])
 def test_a_missing_number_satisfies_nothing(text: str) -> None:
     assert parse(text).matches(group(reward=None)) is False
@@ -117,6 +138,9 @@ def test_a_missing_number_satisfies_nothing(text: str) -> None:
         ("text:/no.*the/is", True),
         ("text:/^</think>/m", True),
         ("text:/a b/ env:math", False),
+        ('text:"answer is" env:math', True),
+        ('text:"answer is 4 2"', False),
+        ('text:"/42/"', False),
         ("text:/42/ env:math", True),
         ("text:/42/ env:code", False),
         ("text!=/4\\d/", False),
@@ -200,6 +224,22 @@ def test_allows_tells_what_need_not_be_read() -> None:
         ("env:,", "'env:,' in the filter has no value"),
         ("id!=,,", "'id!=,,' in the filter has no value"),
         ("state=,", "'state=,' in the filter has no value"),
+        ('id=""', "'id=\"\"' in the filter has no value"),
+        ('text:""', "'text:\"\"' in the filter has no value"),
+        (
+            'prompt:"a b',
+            (
+                "cannot read '\"a' in the filter: its quote is not closed, or something stands behind it; a quote "
+                r"of the value's own is \""
+            ),
+        ),
+        (
+            'prompt:"a b"c',
+            (
+                "cannot read '\"a b\"c' in the filter: its quote is not closed, or something stands behind it; a quote "
+                r"of the value's own is \""
+            ),
+        ),
         ("env>math", "env is text: write env:math (or env!=math), not 'env>math'"),
         ("math", "cannot read 'math' in the filter: expected FIELD:VALUE or FIELD>=NUMBER, e.g. env:math age>=2"),
     ],

@@ -82,6 +82,7 @@ def command(
       text         env state reason worker adapter id prompt
                    `field:value`, commas for alternatives
                    `id:a` and `prompt:a`: what begins with a; `id=a`: only a
+                   `prompt:"a, b"`: with its blank and comma
       numbers      age reward tokens step waited (in seconds)
                    `field>=value`, 8k = 8000
       of rollouts  stop truncated:yes text:word text:/regex/i (flags i, s, m)
