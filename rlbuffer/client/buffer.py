@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlbuffer.client.arguments import duration, names, whole_number
 from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.searching import list_groups
@@ -217,16 +218,19 @@ class Buffer:
         `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained, `columns` the
         further columns that no rollout may lack: one with any other token, of an adapter where none is trained, or
         without such a column is masked and counted as damaged.
+
+        Raises:
+            ValueError: an argument is of another kind, or outside its range.
         """
         self.store.open_run()
         reader = Reader(
             self.store,
-            rank=rank,
-            world_size=world_size,
-            timeout_seconds=timeout_seconds,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=pad_to_multiple_of,
-            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=tuple(columns)),
+            rank=whole_number("reader: rank", rank, low=0),
+            world_size=whole_number("reader: world_size", world_size, low=1),
+            timeout_seconds=duration("reader: timeout_seconds", timeout_seconds),
+            pad_token_id=whole_number("reader: pad_token_id", pad_token_id, low=0),
+            pad_to_multiple_of=whole_number("reader: pad_to_multiple_of", pad_to_multiple_of, low=1),
+            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=names("reader: columns", columns)),
         )
         self._readers.append(reader)
         return reader

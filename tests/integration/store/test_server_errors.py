@@ -144,11 +144,14 @@ def test_a_version_that_does_not_come_in_time_is_named_with_the_one_that_is_ther
     assert str(caught.value) == "policy version 3 was not announced within 0 s; the current one is -1"
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_the_world_is_refused(buffer: rlbuffer.Buffer, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [(-1, "reader: rank: expected an integer from 0 on, got -1"), (2, "rank 2 is outside world size 2")],
+)
+def test_a_rank_outside_the_world_is_refused(buffer: rlbuffer.Buffer, rank: int, said: str) -> None:
     with pytest.raises(ValueError) as caught:
         buffer.reader(rank, 2)
-    assert str(caught.value) == f"rank {rank} is outside world size 2"
+    assert str(caught.value) == said
 
 
 # -- the leader --------------------------------------------------------------------------------------------------------
