@@ -44,8 +44,13 @@ def as_column(
     label = f"{kind} {name}"
     try:
         given = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, OverflowError):
         raise InvalidRollout(f"{label}: not a rectangular array of numbers") from None
+    except (TypeError, RuntimeError) as error:  # of a tensor, or a list of them: numpy has no bfloat16, no gradients
+        raise InvalidRollout(
+            f"{label}: numpy cannot read it ({' '.join(str(error).split())}): give tensor.detach().cpu(), of bfloat16 "
+            "tensor.detach().float().cpu()"
+        ) from None
     array = given if dtype is None or given.dtype == dtype else _cast(label, given, dtype)
     if dtype is None and array.dtype not in COLUMN_DTYPES:
         if array.dtype.kind in "iuf":

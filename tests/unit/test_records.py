@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
@@ -323,6 +324,29 @@ def test_a_completion_that_breaks_a_rule_is_refused(changes: dict[str, Any], mes
     with pytest.raises(InvalidRollout) as caught:
         Rollout.from_completion(**(values | changes))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "why"),
+    [
+        (torch.tensor([-1.0, -2.0], dtype=torch.bfloat16), "BFloat16"),
+        ([torch.tensor(-1.0, dtype=torch.bfloat16)] * 2, "BFloat16"),
+        (torch.tensor([-1.0, -2.0], requires_grad=True), "requires grad"),
+    ],
+)
+def test_a_tensor_that_numpy_cannot_read_is_refused_with_the_remedy(logprobs: Any, why: str) -> None:
+    values: dict[str, Any] = {"prompt_ids": [5], "token_ids": [7, 8], "reward": 1.0, "policy_version": 0}
+    with pytest.raises(InvalidRollout) as caught:
+        Rollout.from_completion(logprobs=logprobs, **values)
+    said = str(caught.value)
+    cause = said[said.index("(") + 1 : said.index("): ")]  # torch's words
+    assert why in cause
+    assert said == (
+        f"column logprobs: numpy cannot read it ({cause}): give tensor.detach().cpu(), of bfloat16 "
+        "tensor.detach().float().cpu()"
+    )
+    given = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True).detach().float().cpu()
+    assert Rollout.from_completion(logprobs=given, **values).logprobs.tolist() == [0.0, -1.0, -2.0]
 
 
 def test_turns_become_one_table_with_a_span_for_each_sampled_one() -> None:
