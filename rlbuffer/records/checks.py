@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -89,6 +89,13 @@ def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:
     if type(value) is not dict and not isinstance(value, Mapping):
         raise InvalidRollout(f"{name}: expected a mapping, got {shown(value)}")
     return value
+
+
+def as_items(name: str, values: Any) -> Iterable[Any]:
+    """`values` if they can be gone through; a string or a mapping is no list."""
+    if type(values) is not tuple and (isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)):
+        raise InvalidRollout(f"{name}: expected a list, got {shown(values)}")
+    return values
 
 
 def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITEMS) -> Any:

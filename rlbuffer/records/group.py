@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import NOT_GIVEN, plain, read_only, shown
+from rlbuffer.records.checks import NOT_GIVEN, as_items, plain, read_only, shown
 from rlbuffer.records.info import GroupInfo, RolloutInfo, group_fields, unfrozen
 from rlbuffer.records.rollout import Rollout, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
@@ -60,7 +60,7 @@ class Group:
         put = object.__setattr__
         for name, value in group_fields(self).items():
             put(self, name, value)
-        rollouts = tuple(self.rollouts)
+        rollouts = tuple(as_items("rollouts", self.rollouts))
         if not rollouts:
             raise InvalidRollout("rollouts: empty")
         for i, rollout in enumerate(rollouts):

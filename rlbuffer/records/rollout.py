@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_mapping, as_number, as_text, read_only, same, shown
+from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_items, as_mapping, as_number, as_text, read_only, same, shown
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
 from rlbuffer.records.info import MAX_ROLLOUT_ID, unfrozen
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
@@ -194,7 +194,7 @@ class Rollout:
         """
         tokens, mask, logprobs, spans, marks = [], [], [], [], []
         position = 0
-        for i, turn in enumerate(turns):
+        for i, turn in enumerate(as_items("turns", turns)):
             for name in ("role", "tokens"):
                 if name not in as_mapping(f"turns[{i}]", turn):
                     raise InvalidRollout(f"turns[{i}].{name}: missing")

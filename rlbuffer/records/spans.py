@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import MAX_COUNT, as_integer, as_number, as_text, plain, shown
+from rlbuffer.records.checks import MAX_COUNT, as_integer, as_items, as_number, as_text, plain, shown
 
 MAX_SPANS = 2**14
 """Version spans, and turns, of one rollout."""
@@ -45,7 +45,7 @@ def as_spans(spans: Any, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
     """Checked version spans: ascending, disjoint, covering all trained tokens of a rollout's mask [T]."""
     length = len(mask)
     out, gaps, position = [], [], 0
-    for item in _items("version_spans", spans):
+    for item in as_items("version_spans", spans):
         try:
             version, start, end = item
         except (TypeError, ValueError):
@@ -84,7 +84,7 @@ def _span(version: Any, start: Any, end: Any, position: int, length: int) -> tup
 def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
     """Checked turns: ascending and disjoint inside a rollout of `length` tokens; a turn may be empty."""
     out, position = [], 0
-    for i, item in enumerate(_items("turns", turns)):
+    for i, item in enumerate(as_items("turns", turns)):
         try:
             if isinstance(item, str | bytes | Mapping):
                 raise TypeError
@@ -102,12 +102,6 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
         out.append(Turn(role, start, position, reward, metadata))
     _check_count("turns", len(out))
     return tuple(out)
-
-
-def _items(name: str, values: Any) -> Iterable[Any]:
-    if type(values) is not tuple and (isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)):
-        raise InvalidRollout(f"{name}: expected a list, got {shown(values)}")
-    return values
 
 
 def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tuple[int, int]:

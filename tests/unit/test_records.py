@@ -370,6 +370,7 @@ def test_turns_become_one_table_with_a_span_for_each_sampled_one() -> None:
     ("turns", "message"),
     [
         ([], "turns: empty"),
+        (None, "turns: expected a list, got None"),
         ([{"role": "user"}], "turns[0].tokens: missing"),
         ([{"tokens": [1]}], "turns[0].role: missing"),
         (["user"], "turns[0]: expected a mapping, got 'user'"),
@@ -395,6 +396,8 @@ def test_turns_that_make_no_rollout_are_refused(turns: Any, message: str) -> Non
         ({"env": "a:b"}, "env: expected [A-Za-z0-9_.-]{1,64}, got 'a:b'"),
         ({"prompt_id": 3}, "prompt_id: expected a string of at most 256 characters, got 3"),
         ({"rollouts": ()}, "rollouts: empty"),
+        ({"rollouts": None}, "rollouts: expected a list, got None"),
+        ({"rollouts": 3}, "rollouts: expected a list, got 3"),
         ({"rollouts": ("x",)}, "rollouts[0]: expected a Rollout, got 'x'"),
         ({"planned_size": 0}, "planned_size: 0 is outside 1..2147483647"),
         ({"planned_size": True}, "planned_size: expected an integer, got True"),
