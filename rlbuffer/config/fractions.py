@@ -15,14 +15,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _number(value: Any) -> float:
+    """`value` as a float; a variable of the environment writes one as text. NaN where it is none."""
+    try:
+        return float(value) if isinstance(value, str) or _is_number(value) else math.nan
+    except ValueError:
+        return math.nan
+
+
 def read_flat(value: Any) -> str | float:
-    """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
+    """`keep`, `drop` or a fraction."""
     if value in ("keep", "drop"):
         return str(value)
-    try:
-        number = float(value) if isinstance(value, str) or _is_number(value) else math.nan
-    except ValueError:
-        number = math.nan
+    number = _number(value)
     if not 0 <= number <= 1:
         raise ValueError("must be keep, drop or a fraction between 0 and 1")
     return number
@@ -30,8 +35,9 @@ def read_flat(value: Any) -> str | float:
 
 def read_budget(value: Any) -> float | Points:
     """A fraction, or points of one."""
-    if _is_number(value):
-        return float(value)
+    number = _number(value)
+    if _is_number(value) or not math.isnan(number):
+        return number
     points = list(value) if isinstance(value, list | tuple) else []
     for point in points:
         if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):

@@ -68,6 +68,9 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_ov
 def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) -> None:
     variables = {
         "RLBUFFER_BATCHER__MAX_AGE": "3",
+        "RLBUFFER_BATCHER__FLAT": "0.5",
+        "RLBUFFER_BATCHER__BUDGETS__GSM8K": "0.25",
+        "RLBUFFER_BATCHER__BUDGETS__CODE": "[[1, 0.25], [9, 0.5]]",
         "RLBUFFER_WORKER__GSM8K__REPLICAS": "2",
         "RLBUFFER_TRAINER__OPTIMIZER__BETAS": "[0.8, 0.9]",
         "RLBUFFER_TRAINER__REPORTS__CHECK_PARAMETERS": "true",
@@ -80,6 +83,8 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     loaded = load(environ=variables)
     settings = loaded.settings
     assert settings.batcher.max_age == 3
+    assert settings.batcher.flat == 0.5
+    assert settings.batcher.budgets == {"gsm8k": 0.25, "code": ((1, 0.25), (9, 0.5))}
     assert settings.worker["gsm8k"].replicas == 2
     assert settings.trainer.optimizer.betas == (0.8, 0.9)
     assert settings.trainer.reports.check_parameters is True
@@ -184,6 +189,19 @@ def test_a_wrong_file_is_refused_with_place_and_reason(file: Path, old: str, new
             "RLBUFFER_BATCHER__BUDGETS",
             "0.5",
             "RLBUFFER_BATCHER__BUDGETS  batcher.budgets is a table ([batcher.budgets]), got 0.5",
+        ),
+        (
+            "RLBUFFER_BATCHER__BUDGETS__MATH",
+            "half",
+            (
+                "RLBUFFER_BATCHER__BUDGETS__MATH  batcher.budgets.math = 'half': must be a fraction, or a list of "
+                "[step, fraction]"
+            ),
+        ),
+        (
+            "RLBUFFER_BATCHER__BUDGETS__MATH",
+            "1.5",
+            "RLBUFFER_BATCHER__BUDGETS__MATH  batcher.budgets.math = 1.5 must be above 0 and at most 1",
         ),
         (
             "RLBUFFER_BATCHER__MIN_GROUP_SIZE",
