@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +78,33 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
             value(name=f"bad_losses:{name}")
         assert str(error.value) == (
             f"trainer.loss.name = 'bad_losses:{name}' gave {given}: it must give one loss per token, [2]"
+        )
+
+
+def test_a_loss_that_is_registered_is_held_to_the_same_shape() -> None:
+    register_loss("sapo_mean", lambda tokens, settings: sapo(tokens, settings).mean())
+    with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'sapo_mean' gave shape \[\]: it must give one loss"):
+        value(name="sapo_mean")
+
+
+def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("flat_losses")
+    vars(module)["detached"] = lambda tokens, settings: sapo(tokens, settings).detach()
+    vars(module)["sapo"] = sapo
+    monkeypatch.setitem(sys.modules, "flat_losses", module)
+    policy = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    given, counts = replace(tokens(), logprobs=policy.log()), Normalizers(loss_tokens=2, rollouts=1, groups=1)
+    with pytest.raises(ConfigError) as error:
+        loss_of(given, LossChoice(name="flat_losses:detached"), counts, longest=1)
+    assert str(error.value) == (
+        "trainer.loss.name = 'flat_losses:detached' gave a tensor without a gradient: it must be computed from "
+        "tokens.logprobs or tokens.ratio, not detached from them"
+    )
+    loss_of(given, LossChoice(name="flat_losses:sapo"), counts, longest=1).backward()
+    assert policy.grad is not None
+    with torch.no_grad():  # only the value is asked for
+        assert float(loss_of(given, LossChoice(name="flat_losses:detached"), counts, longest=1)) == pytest.approx(
+            expected()
         )
 
 

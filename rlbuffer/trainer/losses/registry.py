@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from rlbuffer.config import losses
@@ -54,7 +55,7 @@ def register_loss(
     """
     facts = LossFacts(reads=reads, divisor=divisor, corrections=corrections, defaults=dict(defaults or {}))
     losses.declare(name, facts)
-    _LOSSES[name] = Loss(name=name, per_token=per_token, facts=facts, score=score)
+    _LOSSES[name] = Loss(name=name, per_token=_checked(per_token, name), facts=facts, score=score)
 
 
 def get_loss(name: str) -> Loss:
@@ -71,18 +72,25 @@ def get_loss(name: str) -> Loss:
 
 @cache
 def _own(path: str) -> Loss:
+    """A loss of the user's own, named by its path."""
+    return Loss(name=path, per_token=_checked(load("trainer.loss.name", path, "(tokens, settings)"), path))
+
+
+def _checked(own: TokenLoss, name: str) -> TokenLoss:
     """A loss of the user's own; what it gives is checked, because a wrong shape would broadcast in silence."""
-    own = load("trainer.loss.name", path, "(tokens, settings)")
 
     def checked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
         given = own(tokens, settings)
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
-            raise refused("trainer.loss.name", path, f"gave {what}: {requirement}")
+            raise refused("trainer.loss.name", name, f"gave {what}: {requirement}")
+        if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not given.requires_grad:
+            requirement = "it must be computed from tokens.logprobs or tokens.ratio, not detached from them"
+            raise refused("trainer.loss.name", name, f"gave a tensor without a gradient: {requirement}")
         return given
 
-    return Loss(name=path, per_token=checked)
+    return checked
 
 
 def settings_of(choice: LossChoice) -> LossSettings:
