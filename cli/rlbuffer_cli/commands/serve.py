@@ -54,7 +54,7 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.events.batcher import LeaderReady, LeadLost, StandingBy
+    from rlbuffer.events.batcher import LeaderReady
     from rlbuffer.events.batcher_narrator import ServeNarrator
     from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process
@@ -73,7 +73,6 @@ def command(
     stop, hangup = threading.Event(), threading.Event()
     stop_on_signals(stop)
     set_on_hangup(hangup, stop)
-    since = time.monotonic()
     shown = options.choose_display(display)
     status = _Status(settings.run)
     with Foot(status.lines) if shown == "rich" else nullcontext() as foot:
@@ -83,15 +82,12 @@ def command(
         )
 
         def on_event(event: BatcherEvent) -> None:
-            nonlocal since
-            if isinstance(event, LeadLost | StandingBy):
-                since = time.monotonic()
             if shown == "json":
                 echo(json.dumps(as_object(event), default=str))
             elif shown != "none":
                 status.hear(event)
                 if isinstance(event, LeaderReady):
-                    lines = banner(loaded, event, time.monotonic() - since)
+                    lines = banner(loaded, event, time.monotonic() - status.began)
                     say("\n".join(row for line in lines for row in wrapped(line, indent=" " * 4)))
                 narrator(event)
 
@@ -117,17 +113,21 @@ class _Status:
         self._run = run
         self.step: int | None = None
         """None until the batcher is ready."""
+        self.began = time.monotonic()
+        """When it tried to lead, at first or again."""
         self._sentence = ""
         self._since = time.monotonic()
 
     def hear(self, event: BatcherEvent) -> None:
-        """Takes in which step the run is at."""
-        from rlbuffer.events.batcher import LeaderReady, StepCommitted
+        """Takes in which step the run is at, and since when this batcher tries to lead it."""
+        from rlbuffer.events.batcher import LeaderReady, LeadLost, StandingBy, StepCommitted
 
         if isinstance(event, LeaderReady):
             self.step = event.step
         elif isinstance(event, StepCommitted):
             self.step = event.header.step
+        elif isinstance(event, LeadLost | StandingBy):
+            self.began = time.monotonic()
 
     def wait_for(self, sentence: str) -> None:
         """Takes the sentence of what is waited for now, "" for nothing."""
