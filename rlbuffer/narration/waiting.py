@@ -223,9 +223,10 @@ def absent_trainer(step: int, trained: int) -> str:
 def silent_trainer(step: int, trained: int, seconds: float) -> str:
     """It has enough steps and does not report."""
     # Tens of seconds: the sentence must not change at every look, or it would be said at every look.
+    who = f"Step {step} is committed, but the trainer" if step else "The trainer"
     return (
-        f"Step {step} is committed, but the trainer has said nothing for over {seconds // 10 * 10:.0f} s; it "
-        f"was at step {trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
+        f"{who} has said nothing for over {seconds // 10 * 10:.0f} s; it was at step {trained}. It "
+        "has ended, or hangs: start `rlbuffer train` again to go on."
     )
 
 

@@ -126,6 +126,9 @@ def understand(
         return Understood(ServerUnsuitable(f"{address} leads to no server: {error}.{source}"))
     if words.startswith("unknown command 'SELECT'"):
         return Understood(ServerUnsuitable(f"what answers at {address} has no databases: {IS_SENTINEL}.{source}"))
+    if re.match("unknown command .HELLO", words):
+        needed = "a run needs Redis 7.0 or Valkey 7.2, or newer"
+        return Understood(ServerUnsuitable(f"the server at {address} is too old, it has no HELLO: {needed}.{source}"))
     if isinstance(error, LOGIN) or any(denial in words for denial in DENIED_INSIDE):
         return Understood(
             ServerUnsuitable(

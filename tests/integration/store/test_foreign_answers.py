@@ -49,6 +49,7 @@ ROWS = [
     ("-UPSTREAM a proxy's own words", ServerRefused, "again"),
     # A wrong answer stays wrong.
     ("-NOPERM this user has no permissions to run the 'get' command", ServerUnsuitable, "told"),
+    ("-ERR unknown command `HELLO`, with args beginning with: `3`, ", ServerUnsuitable, "told"),
     ("-WRONGTYPE Operation against a key holding the wrong kind of value", WrongType, "told"),
     ("-ERR unknown command 'GET'", WrongAnswer, "told"),
     ("-ERR user_script:12: attempt to index a nil value script: 1234", WrongAnswer, "told"),
