@@ -125,7 +125,7 @@ def command(
 
             return show_lengths(buffer, as_json=as_json)
         if other is not None:
-            return _pair(run, identifier or other, other, as_json)
+            return _pair(run, identifier, other, as_json)
         if not (plain or as_json or totals or limit or window) and _may_browse():
             from rlbuffer_cli.browse.app import browse
 
@@ -155,11 +155,20 @@ def _printed(run: WholeRun, number: int | None, workers: bool, as_json: bool) ->
     return show_processes(run.buffer, as_json=as_json) if workers else show_steps(run, as_json=as_json)
 
 
-def _pair(run: WholeRun, identifier: str, other: str, as_json: bool) -> int:
+def _pair(run: WholeRun, identifier: str | None, other: str, as_json: bool) -> int:
     from rlbuffer_cli.render.group import member_of
     from rlbuffer_cli.render.pair import pair_record, show_pair
 
+    if identifier is None:
+        raise click.UsageError("--with compares two rollouts: rlbuffer inspect GROUP/INDEX --with GROUP/INDEX")
     detail = run.group(identifier)
+    is_here = any(member.rollout_id == other for member in detail.members)
+    # Else looked up by itself: what this group's id begins with may be the whole id of another.
+    if "/" in other and not is_here and (group_id := run.group(other).view.group_id) != detail.view.group_id:
+        raise click.UsageError(
+            f"--with {other}: only rollouts of one group are compared; {identifier} is of group "
+            f"{detail.view.group_id!r}, this one of {group_id!r}"
+        )
     one, second = member_of(detail, identifier), member_of(detail, other)
     if as_json:
         echo(json.dumps(pair_record(one, second)))

@@ -188,13 +188,16 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
     """
     from rlbuffer.errors import NotFound
 
-    tail = identifier.rsplit("/", 1)[-1]
+    head, _, tail = identifier.rpartition("/")
+    is_its = detail.view.group_id.startswith(head)  # an index alone, too; of another group there is nothing here
+    members = detail.members if is_its else ()
     fitting = [m for m in detail.members if m.rollout_id == identifier]
-    fitting = fitting or [m for m in detail.members if m.rollout_id.rsplit("/", 1)[-1] == tail]
-    fitting = fitting or [m for m in detail.members if m.rollout_id.startswith(identifier)]
+    fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
+    fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
     if len(fitting) != 1:
         known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
-        raise NotFound(f"group {detail.view.group_id!r} has no rollout {tail!r}. Its rollouts: {known}.")
+        lacking = tail if is_its else identifier
+        raise NotFound(f"group {detail.view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}.")
     return fitting[0]
 
 

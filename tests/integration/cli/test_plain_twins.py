@@ -99,6 +99,24 @@ def test_two_rollouts_are_printed_from_where_they_part(call: Call) -> None:
     assert "their tokens are the same" in call("a.1/0", "--with", "a.1/0")[1]
 
 
+def test_a_rollout_of_another_group_is_not_compared_with_one_of_this(run: Run, call: Call) -> None:
+    run.push("a.12", rewards=[0.25, 0.75])  # `a.1` begins its id, and is another group
+    for one, other, others_group in (("a.1/0", "b.0/1", "b.0"), ("a.12/0", "a.1/1", "a.1")):
+        code, out, err = call(one, "--with", other)
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1] == (
+            f"Error: --with {other}: only rollouts of one group are compared; {one} is of group "
+            f"{one.partition('/')[0]!r}, this one of {others_group!r}"
+        )
+    code, out, err = call("a.1/0", "--with", "nosuch/1")
+    assert (code, out) == (1, "")
+    assert "has no group 'nosuch/1'" in err
+    assert "they part at token 0" in call("a.12/0", "--with", "1")[1]
+    code, out, err = call("--with", "a.1/1")
+    assert (code, out) == (2, "")
+    assert "--with compares two rollouts: rlbuffer inspect GROUP/INDEX --with GROUP/INDEX" in err
+
+
 def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:
     assert re.search(r"-> packed into step 1, rank [01], row [01], .* after the push$", call("b.0/1")[1], re.M)
     rollout = records(call("b.0/1", "--json")[1])[0]

@@ -168,6 +168,7 @@ def test_the_filter_and_the_order_of_the_pool_stand_in_its_address(visitor: Visi
     [
         ("group?id=nosuch", 404, "has no group 'nosuch'"),
         ("rollout?id=a.0&rollout=7", 404, "has no rollout '7'"),
+        ("pair?id=a.0&one=a.0/0&other=b.0/1", 404, "has no rollout 'b.0/1'"),
         ("step?n=99", 404, "has no step 99: the last committed one is 2"),
         ("step?n=%C2%B2", 404, "a step has a number from 1: step?n=40"),
         ("step", 404, "a step has a number from 1: step?n=40"),
