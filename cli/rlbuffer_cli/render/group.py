@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 60
 SHOWN_PROMPT_TOKENS = 40
+NAMED_MEMBERS = 8
+"""Rollouts that an error names."""
 MEMBER_HEADER = ("rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text")
 MEMBER_NUMBERS = frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"})
 MEMBER_OPTIONAL = ("trained", "version", "logprob")
@@ -195,9 +197,10 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
     fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
     fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
     if len(fitting) != 1:
-        known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
+        known = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS]) or "none that can still be read"
+        more = f" and {len(detail.members) - NAMED_MEMBERS:,} more" if len(detail.members) > NAMED_MEMBERS else ""
         lacking = tail if is_its else identifier
-        raise NotFound(f"group {detail.view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}.")
+        raise NotFound(f"group {detail.view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}{more}.")
     return fitting[0]
 
 

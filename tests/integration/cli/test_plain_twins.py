@@ -117,6 +117,16 @@ def test_a_rollout_of_another_group_is_not_compared_with_one_of_this(run: Run, c
     assert "--with compares two rollouts: rlbuffer inspect GROUP/INDEX --with GROUP/INDEX" in err
 
 
+def test_a_missing_rollouts_error_says_how_many_more_than_it_names_there_are(run: Run, call: Call) -> None:
+    run.push("d.0", size=12)
+    known = ", ".join(f"d.0/{i}" for i in range(8))
+    code, _, err = call("d.0/77")
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        f"Error: group 'd.0' has no rollout '77'. Its rollouts: {known} and 4 more.",
+    )
+
+
 def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:
     assert re.search(r"-> packed into step 1, rank [01], row [01], .* after the push$", call("b.0/1")[1], re.M)
     rollout = records(call("b.0/1", "--json")[1])[0]
