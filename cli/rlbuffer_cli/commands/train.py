@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -75,25 +74,21 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
     name_process("train")
     # A live view would draw over the tables.
     shown = "plain" if display == "auto" and settings.trainer.reports.debug_samples else options.choose_display(display)
-    done = threading.Event()
-    follower = _follow(settings, shown, done, fake_data=fake_data)
-    try:
-        code = launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain", fake_data=fake_data)
-    finally:
-        done.set()
-        if follower is not None:
-            follower.join(timeout=2.0)
+    world_size = settings.trainer.world_size
+    if shown in ("rich", "json"):  # what rank 0 writes to the metrics; plain lines come from rank 0 itself
+        from rlbuffer_cli.render.train_view import Follower
+
+        with Follower(settings, shown, has_server=not fake_data) as follower:
+            code = launch(
+                settings,
+                world_size=world_size,
+                quiet=True,
+                fake_data=fake_data,
+                say=follower.say,
+                say_last=follower.say_last,
+            )
+    else:
+        code = launch(settings, world_size=world_size, quiet=shown != "plain", fake_data=fake_data)
     if code == options.EXIT_INTERRUPTED:
         say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code
-
-
-def _follow(settings: RunSettings, shown: str, done: threading.Event, *, fake_data: bool) -> threading.Thread | None:
-    """The displays rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
-    if shown not in ("rich", "json"):
-        return None
-    from rlbuffer_cli.render.train_view import follow_train
-
-    thread = threading.Thread(target=follow_train, args=(settings, shown, done, not fake_data), daemon=True)
-    thread.start()
-    return thread

@@ -1,8 +1,9 @@
-"""The trainer's progress as one line, and who follows it."""
+"""The trainer's progress as one line, and as a view that follows it."""
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import amount, duration, percent, plural
+from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
 from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
@@ -38,27 +39,71 @@ def train_line(record: Mapping[str, Any], planned: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_server: bool = True) -> None:
-    """Shows new steps until `done`: one object per line, or a live view."""
-    tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
-    if shown == "json":
+class Follower:
+    """Shows new steps in a thread until it is closed: one object per line, or a live view with messages above it.
+
+    Args:
+        shown: ``json`` or ``rich``.
+        has_server: there is one to ask what the batcher waits for.
+    """
+
+    def __init__(self, settings: RunSettings, shown: str, *, has_server: bool) -> None:
+        first = "the first step comes once the batcher has committed it" if has_server else "the steps are made up"
+        opening = f"starting the ranks; {first}"
+        self._view = TrainView(settings.trainer.steps, opening) if shown == "rich" else None
+        self._asks = settings if has_server and self._view is not None else None
+        self._tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
+
+    def __enter__(self) -> Follower:
+        if self._view is not None:
+            self._view.__enter__()
+        self._thread.start()
+        if self._asks is not None and self._view is not None:
+            asked = (self._asks, self._done, self._view.wait_for)
+            threading.Thread(target=_ask, args=asked, name="ask", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        """Prints a message; on the view's own terminal above it, where it stays."""
+        if self._view is not None and sys.stderr.isatty() and not self._done.is_set():
+            self._view.say(text)
+        else:
+            _print_error(text)
+
+    def say_last(self, text: str) -> None:
+        """Ends the view, and prints a message behind it."""
+        self.close()
+        _print_error(text)
+
+    def close(self) -> None:
+        """Shows the last steps; the view stays as it is then."""
+        self._done.set()
+        self._thread.join(timeout=2.0)
+        if self._view is not None:
+            self._view.close()
+
+    def _run(self) -> None:
         while True:
-            is_last = done.wait(TAIL_POLL_SECONDS)
-            for record in tail.new():
-                echo(json.dumps(record))
+            is_last = self._done.wait(TAIL_POLL_SECONDS)
+            records = self._tail.new()
+            if self._view is not None:
+                self._view.add(records)
+            else:
+                for record in records:
+                    echo(json.dumps(record))
             if is_last:
                 return
 
-    first = "the first step comes once the batcher has committed it" if has_server else "the steps are made up"
-    with TrainView(settings.trainer.steps, f"starting the ranks; {first}") as view:
-        asking = threading.Thread(target=_ask, args=(settings, done, view.wait_for), name="ask", daemon=True)
-        if has_server:
-            asking.start()
-        while True:
-            is_last = done.wait(TAIL_POLL_SECONDS)
-            view.add(tail.new())
-            if is_last:
-                return
+
+def _print_error(text: str) -> None:
+    print(printable(text, lines=True), file=sys.stderr, flush=True)
 
 
 def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], None]) -> None:
@@ -99,7 +144,15 @@ class TrainView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the view: its last lines stay."""
         self._foot.close(keep=True)
+
+    def say(self, text: str) -> None:
+        """Prints a message above the view."""
+        self._foot.say(text)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Takes in new steps."""

@@ -43,6 +43,7 @@ def launch(
     quiet: bool = False,
     fake_data: bool = False,
     say: Callable[[str], None] | None = None,
+    say_last: Callable[[str], None] | None = None,
 ) -> int:
     """Runs `world_size` ranks on this machine until the planned steps are trained.
 
@@ -53,6 +54,7 @@ def launch(
         quiet: rank 0 prints no line per step (``metrics.jsonl`` has them anyway).
         fake_data: made-up steps in place of a server.
         say: where messages go; default: stderr.
+        say_last: where the message goes that says why it ended; default: `say`.
 
     Returns:
         0 when the steps are trained, 130 when interrupted, else the exit code of what ended it; the message was said.
@@ -71,10 +73,17 @@ def launch(
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(settings, world_size, quiet, fake_data, tell)
+        return _run(settings, world_size, quiet, fake_data, tell, say_last or tell)
 
 
-def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, tell: Callable[[str], None]) -> int:
+def _run(
+    settings: RunSettings,
+    world_size: int,
+    quiet: bool,
+    fake_data: bool,
+    tell: Callable[[str], None],
+    tell_last: Callable[[str], None],
+) -> int:
     """Starts the ranks until they have trained, or may not be started again. -> exit code."""
     restarts = 0
     while True:
@@ -85,12 +94,12 @@ def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, t
             return 130
         if end.exit_code == 0 or end.is_final:
             if end.text:
-                tell(end.text)
+                tell_last(end.text)
             return end.exit_code
         restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
         if restarts > settings.trainer.max_restarts:
             given = plural(settings.trainer.max_restarts, "restart")
-            tell(f"{end.text}\nGiving up after {given} (trainer.max_restarts).")
+            tell_last(f"{end.text}\nGiving up after {given} (trainer.max_restarts).")
             return end.exit_code
         all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
         tell(

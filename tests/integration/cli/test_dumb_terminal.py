@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import uuid
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from terminals import ANSI, typed
 import rlbuffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import main
-from rlbuffer_cli.render.train_view import TrainView, follow_train
+from rlbuffer_cli.render.train_view import Follower
 
 
 @pytest.mark.server
@@ -103,11 +102,8 @@ def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path
 
 
 def test_made_up_steps_wait_for_no_batcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    view = TrainView(5, "starting the ranks; the steps are made up")
-    assert view._body(80) == ["starting the ranks; the steps are made up"]
-    done = threading.Event()
-    done.set()
-    follow_train(RunSettings(home=tmp_path), "rich", done, has_server=False)
+    with Follower(RunSettings(home=tmp_path), "rich", has_server=False):
+        pass
     said = capsys.readouterr().out
     assert "the steps are made up" in said
     assert "batcher" not in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import re
 import struct
 import termios
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from terminals import Screen
 
 from rlbuffer.events.batcher import CureNeeded, EnvPaused, MemoryTight, StepWaits
 from rlbuffer.events.batcher_narrator import ServeNarrator
@@ -20,25 +20,19 @@ from rlbuffer.narration.waiting import silent_trainer
 from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
 
-PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")
-
 
 class Terminal:
-    """A device, and a screen that breaks long lines again when its width changes, as terminals do."""
+    """A device, and the screen behind it."""
 
     def __init__(self, width: int) -> None:
         self._master, slave = pty.openpty()
         self.stream = os.fdopen(slave, "w")
-        self._lines = [""]
-        """Whole lines; what is broken over several rows is one."""
-        self._at = 0
-        """Rows above the last one, where the cursor is."""
-        self.width = width
+        self._screen = Screen(width)
         self.resize(width)
 
     def resize(self, width: int) -> None:
         self.read()
-        self.width = width
+        self._screen.width = width
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
 
     def read(self) -> None:
@@ -50,27 +44,13 @@ class Terminal:
                 text += chunk
         except BlockingIOError:
             pass
-        for count, command, control, printed in PARTS.findall(text.decode()):
-            rows = [row for line in self._lines for row in self._broken(line)]
-            if command == "A":
-                assert rows[-1] == "", "only a row that is empty is left upwards here"
-                self._lines = rows[:-1]
-            elif command == "K":
-                self._lines = [*rows[:-1], ""]
-            elif control == "\n":
-                self._lines.append("")
-            elif printed:
-                self._lines[-1] += printed
-            assert count in ("", "1", "2")
-
-    def _broken(self, line: str) -> list[str]:
-        return [line[i : i + self.width] for i in range(0, max(1, len(line)), self.width)]
+        self._screen.feed(text.decode())
 
     @property
     def rows(self) -> list[str]:
         """The visible rows."""
         self.read()
-        return [row for line in self._lines for row in self._broken(line)]
+        return self._screen.rows
 
     def close(self) -> None:
         self.stream.close()

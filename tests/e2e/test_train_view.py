@@ -1,0 +1,31 @@
+"""`rlbuffer train` on a terminal: what it says of its ranks while the live view is drawn, and when it has ended."""
+
+from __future__ import annotations
+
+from homes import Home
+from terminals import Screen, typed
+
+LOSS = """
+def loss(tokens, settings):
+    raise ValueError("not a loss")
+"""
+
+
+def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_behind_it(home: Home) -> None:
+    (home.path / "failing.py").write_text(LOSS)
+    given = ["--config", home.config(run="fake"), "--fake-data", "--world-size", "1", "--steps", "2"]
+    variables = {
+        "RLBUFFER_HOME": str(home.path),
+        "RLBUFFER_TRAINER__LOSS__NAME": "failing:loss",
+        "RLBUFFER_TRAINER__MAX_RESTARTS": "1",
+    }
+    drawn = typed(["train", *given], home.path, until=b"", keys=b"", columns=100, code=1, **variables)
+    screen = Screen(100)
+    screen.feed(drawn.decode())
+    rows = screen.rows
+    first, last = (i for i, row in enumerate(rows) if row.startswith("Rank 0 failed:"))
+    again = rows.index("Starting the rank again from the newest checkpoint (restart 1 of 1).")
+    view = rows.index("starting the ranks; the steps are made up")
+    assert first < again < view < last
+    assert rows[again - 1] == rows[-3] == "ValueError: not a loss"
+    assert rows[-2:] == ["Giving up after 1 restart (trainer.max_restarts).", ""]
