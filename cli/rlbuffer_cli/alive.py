@@ -1,7 +1,7 @@
 """`inspect --alive`, as health checks ask it every few seconds: without numpy, pydantic and the settings' whole schema.
 
 Only the answer yes is given here. The other way reads everything, and gives every other answer: nobody was heard, a
-server that does not answer, a setting that is wrong.
+batcher that has stopped, a server that does not answer, a setting that is wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,18 @@ def _heard(who: str, run: str, redis: str | None, config: str | None) -> float |
         client.pipeline(transaction=False) as pipe,
     ):
         beat, (seconds, micros) = pipe.hget(place, field).time().execute()
-    return None if beat is None else max(0.0, int(seconds) + int(micros) / 1e6 - int(beat.partition(b" ")[0]) / 1000)
+    if beat is None:
+        return None
+    at, _, record = beat.partition(b" ")
+    if kind == "batcher" and _has_stopped(record):
+        return None
+    return max(0.0, int(seconds) + int(micros) / 1e6 - int(at) / 1000)
+
+
+def _has_stopped(record: bytes) -> bool:
+    from msgpack import unpackb
+
+    return bool(unpackb(record).get("stopped"))
 
 
 def _file(config: str | None) -> Mapping[str, Any]:

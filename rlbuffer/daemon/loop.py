@@ -238,6 +238,7 @@ class Daemon:
             return  # stood by: what is waited for is the leader's to say
         try:
             self._store.set_waiting("batcher", waiting.STOPPED if self._ended is None else waiting.at_end(self._ended))
+            self._teller.say_goodbye()
             self._store.release_lease(self._owner)
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.
@@ -247,6 +248,7 @@ class Daemon:
         """Tells every waiting rank at once, then lets the error out."""
         try:
             self._store.set_error(self._token, f"{type(error).__name__}: {error}")
+            self._teller.say_goodbye()
             self._store.release_lease(self._owner)
         except RlbufferError as second:
             self._teller.emit(LeadLost(reason=str(second)))

@@ -37,6 +37,8 @@ class Teller:
         self._trouble = ""
         self._record: Mapping[str, Any] = {}
         """The figures as the heartbeat has them."""
+        self._beat: Mapping[str, Any] = {}
+        """The rest of the last heartbeat."""
         self._has_stepped = False
         """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
@@ -71,7 +73,12 @@ class Teller:
             self._beat_at = now
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
+            self._beat = beat
             self._store.heartbeat("batcher", "leader", {**beat, "figures": self._record})
+
+    def say_goodbye(self) -> None:
+        """The last heartbeat: whoever asks whether the batcher is alive need not wait until it has been silent."""
+        self._store.heartbeat("batcher", "leader", {**self._beat, "figures": self._record, "stopped": True})
 
     def dropped(self, drops: Iterable[Drop]) -> None:
         """Groups were dropped: an event each, and counted for the next step's line."""

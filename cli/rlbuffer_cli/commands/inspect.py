@@ -243,18 +243,20 @@ def _alive(given: options.Given, who: str, within: float, as_json: bool) -> int:
     from rlbuffer.narration.numbers import duration
     from rlbuffer_cli.alive import heard
 
-    seconds = heard(who, run=given.run, redis=given.redis, config=given.config)
+    seconds, has_stopped = heard(who, run=given.run, redis=given.redis, config=given.config), False
     if seconds is None or seconds > within:  # the careful way says what is wrong
-        seconds = _last_heard(given, who)
-    is_alive = seconds <= within
+        seconds, has_stopped = _last_heard(given, who)
+    is_alive = seconds <= within and not has_stopped
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.alive/1", "process": who, "seconds_ago": seconds, "alive": is_alive}))
     else:
-        echo(f"{who} was heard {duration(seconds)} ago" + ("" if is_alive else f", more than {within:g} s"))
+        why = "" if is_alive else ", when it stopped" if has_stopped else f", more than {within:g} s"
+        echo(f"{who} was heard {duration(seconds)} ago{why}")
     return 0 if is_alive else 1
 
 
-def _last_heard(given: options.Given, who: str) -> float:
+def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
+    """Seconds since then, and whether it was the goodbye of a batcher."""
     from rlbuffer.errors import NotFound
     from rlbuffer_cli.render.pool import last_seen
     from rlbuffer_cli.session import open_existing
@@ -264,7 +266,8 @@ def _last_heard(given: options.Given, who: str) -> float:
         if who not in seen:
             known = ", ".join(seen) or "nobody"
             raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
-        return seen[who]
+        leader = buffer.store.heartbeats("batcher").get("leader", {}) if who == "batcher" else {}
+        return seen[who], bool(leader.get("stopped"))
 
 
 def _look_up(run: WholeRun, identifier: str) -> tuple[GroupDetail, RolloutView | None]:

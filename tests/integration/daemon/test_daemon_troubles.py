@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.redis_store import RedisStore
+from rlbuffer_cli.alive import heard
 
 pytest_plugins = ("store_fixtures",)
 
@@ -116,6 +117,42 @@ def test_a_standby_that_leaves_does_not_speak_for_the_leader(served: Served) -> 
     served.wait_for(lambda: served.said("leader", state="standby"))
     served.stop(1)
     assert served.run.store.waiting()["batcher"] == sentence
+
+
+def test_a_batcher_that_has_stopped_is_not_alive_until_another_leads(
+    served: Served, typed: Callable[..., tuple[int, str, str]]
+) -> None:
+    def ask() -> tuple[int, str]:
+        code, out, _ = typed("inspect", "--alive", "batcher", "--redis", served.run.url, "--run", served.run.store.run)
+        return code, out
+
+    def is_heard() -> bool:
+        return ask()[0] == 0
+
+    served.serve(CONFIG)
+    served.wait_for(lambda: "leader" in served.run.store.heartbeats("batcher"))
+    code, out = ask()
+    assert (code, out.startswith("batcher was heard 0.")) == (0, True)
+    if served.run.url.startswith("redis://"):  # else the quick way does not know the server
+        assert heard("batcher", run=served.run.store.run, redis=served.run.url, config=None) is not None
+    served.stop()
+    code, out = ask()
+    assert (code, out.endswith(" ago, when it stopped\n")) == (1, True)
+    served.serve(CONFIG)
+    served.wait_for(is_heard)
+
+
+def test_a_batcher_that_has_failed_is_not_alive(served: Served) -> None:
+    """A function of the user's own that fails ends it: it says so, and does not lead any more."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("broken")
+
+    store = served.serve(CONFIG)
+    served.wait_for(lambda: "leader" in served.run.store.heartbeats("batcher"))
+    store.read_pool = store.wishes = fail
+    served.wait_for(lambda: served.errors, checks_errors=False)
+    assert served.run.store.heartbeats("batcher")["leader"]["stopped"] is True
 
 
 def rollouts_of(step: rlbuffer.Step) -> set[str]:
