@@ -394,5 +394,6 @@ class Store(Seeing, Guarding, Protocol):
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
 
-        Where several lines have made a version, the newest line's counts. `limit`: newest entries that are looked at.
+        A line's results take the place of those that earlier lines have from its first version on; above the run's last
+        step there are none of earlier lines. `limit`: newest entries that are looked at.
         """

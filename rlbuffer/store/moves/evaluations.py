@@ -61,20 +61,32 @@ class EvaluationMoves(Session):
 
     def _line(self) -> int:
         """The epoch in which version numbers began to mean what they mean now."""
-        line, since = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since"]))
-        return int(line or since or 0)
+        return self._place()[0]
+
+    def _place(self) -> tuple[int, int]:
+        """The line of versions, and the run's last step."""
+        line, since, step = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since", "step"]))
+        return int(line or since or 0), int(step or 0)
 
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
-        results: dict[tuple[str, int], dict[str, Any]] = {}
-        lines: dict[tuple[str, int], bytes] = {}
+        now, step = self._place()
+        entries: list[tuple[int, dict[str, Any]]] = []
+        firsts: dict[str, dict[int, int]] = {}
+        """Env -> line -> its first version."""
         for entry_id, fields in reversed(ranged(newest)):
             result = evaluation_of(entry_id, fields)
-            if result is None:
-                continue
-            what, line = (result["env"], result["version"]), fields.get(b"line", b"")
-            if what not in results or lines[what] != line:
-                results[what], lines[what] = result, line
+            line = number(fields.get(b"line")) or 0
+            # Of a line that a rewind ended: before anything is evaluated again, this alone tells what was taken back.
+            if result is not None and (line >= now or result["version"] <= step):
+                entries.append((line, result))
+                lines = firsts.setdefault(result["env"], {})
+                lines[line] = min(lines.get(line, result["version"]), result["version"])
+        results: dict[tuple[str, int], dict[str, Any]] = {}
+        for line, result in entries:
+            env, version = result["env"], result["version"]
+            if not any(later > line and first <= version for later, first in firsts[env].items()):
+                results.setdefault((env, version), result)
         return list(results.values())
 
 

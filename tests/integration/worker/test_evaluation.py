@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import EvaluationSettings
@@ -189,6 +192,37 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
         ("math", 10, 0.5),
         ("math", 20, 0.875),
     ]
+
+
+def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Path) -> None:
+    def add(version: int, reward: float) -> None:
+        run.store.add_evaluation("math", version, {"reward/mean": reward, "reward/error": 0.0, "rollouts": 8})
+
+    def shown() -> tuple[list[int], str]:
+        with connect(run.url, run=run.store.run) as buffer:
+            summary = summarize(buffer)
+        [line] = [line for line in header_lines(summary) if line.startswith("  eval/math/")]
+        return [result["version"] for result in summary.evaluations], line.partition(" at ")[2].partition(" (")[0]
+
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    try:
+        for number in range(6):
+            run.step(f"a.{number}")
+        for version in (0, 2, 4, 6):
+            add(version, 0.1 * version)
+        assert shown() == ([0, 2, 4, 6], "version 6")
+        late = run.again()
+        assert late.claim_evaluation("math", 5, owner="w", ttl_seconds=60)
+        run.store.rewind(3)
+        assert shown() == ([0, 2], "version 2")
+        run.token, run.meta = 0, run.store.meta()
+        for number in range(10, 13):  # step 6 again; version 4 of the new line is measured, 6 not yet
+            run.step(f"a.{number}")
+        add(4, 0.9)
+        late.add_evaluation("math", 5, {"reward/mean": 0.5, "reward/error": 0.0, "rollouts": 8})
+        assert shown() == ([0, 2, 4], "version 4")
+    finally:
+        run.close()
 
 
 def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_place(
