@@ -125,7 +125,11 @@ def examine(
         if given is not None:
             path, parsed = given
             _put(data, path, parsed)
-            sources[".".join(path)] = variable
+            # A table takes the place of the file's, with everything that was in that.
+            for name in [name for name in sources if name.startswith(f"{'.'.join(path)}.")]:
+                del sources[name]
+            is_table = isinstance(parsed, Mapping) and bool(parsed)
+            sources |= {".".join(leaf): variable for leaf in (_leaf_paths(parsed, path) if is_table else [path])}
     for name, (flag, value) in flags.items():
         if value is not None:
             _put(data, tuple(name.split(".")), value)

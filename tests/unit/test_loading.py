@@ -93,6 +93,19 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     assert loaded.source("worker.gsm8k.replicas") == "RLBUFFER_WORKER__GSM8K__REPLICAS"
 
 
+def test_what_is_in_a_table_of_a_variable_comes_from_the_variable(tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text("[batcher]\nbudgets = { a = 0.5, b = 0.5 }\n")
+    loaded = load(file, environ={"RLBUFFER_BATCHER__BUDGETS": "{a = 0.25, c = 0.75}"})
+    assert loaded.settings.batcher.budgets.keys() == {"a", "c"}
+    assert {name: loaded.source(f"batcher.budgets.{name}") for name in "abc"} == {
+        "a": "RLBUFFER_BATCHER__BUDGETS",
+        "b": "default",
+        "c": "RLBUFFER_BATCHER__BUDGETS",
+    }
+    assert loaded.source("batcher.budgets") == "RLBUFFER_BATCHER__BUDGETS"
+
+
 def test_an_empty_variable_counts_as_not_set_and_an_empty_url_as_the_embedded_server(file: Path) -> None:
     assert load(environ={"RLBUFFER_RUN": ""}).settings.run == "math"
     change(file, 'run = "math"', 'redis_url = ""')
