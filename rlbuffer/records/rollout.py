@@ -173,6 +173,8 @@ class Rollout:
         """
         prompt, sampled = (_column("tokens", ids) for ids in (prompt_ids, token_ids))
         inference = _column("logprobs", logprobs)
+        if not len(prompt):
+            raise InvalidRollout("prompt_ids: empty, but the first token of a rollout cannot be trained")
         if sampled.shape != inference.shape:
             raise InvalidRollout(
                 f"column logprobs: {list(inference.shape)} rows do not match {list(sampled.shape)} token ids"

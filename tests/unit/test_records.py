@@ -308,7 +308,7 @@ def test_a_completion_is_a_prompt_followed_by_trained_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_ids": []}, "column loss_mask: the first token cannot be trained"),
+        ({"prompt_ids": []}, "prompt_ids: empty, but the first token of a rollout cannot be trained"),
         ({"logprobs": [-1.0]}, "column logprobs: [1] rows do not match [2] token ids"),
         ({"token_ids": [1.7, 2.2]}, "column tokens: expected integers, got float64"),
         ({"token_ids": [1, 2**40]}, "column tokens: 1..1099511627776 does not fit int32"),
