@@ -71,10 +71,7 @@ def as_spans(spans: Any, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
 
 def _span(version: Any, start: Any, end: Any, position: int, length: int) -> tuple[int, int, int]:
     """A span of Python's integers, where it is not one already or breaks a rule."""
-    version = as_integer("version_spans", version, low=-(2**63), high=2**63)
-    if version < 0:
-        raise InvalidRollout(f"version_spans: negative policy version {version}")
-    as_integer("version_spans", version, high=MAX_COUNT)
+    version = as_integer("version_spans", version)
     start, end = _bounds("version_spans", start, end, position, length)
     if start == end:
         raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")
@@ -105,7 +102,7 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
 
 
 def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tuple[int, int]:
-    low, high = (as_integer(name, x, low=-(2**63), high=2**63) for x in (start, end))
+    low, high = (as_integer(name, x, low=-(2**63), high=2**63 - 1) for x in (start, end))
     if not position <= low <= high <= length:
         raise InvalidRollout(f"{name}: [{low}, {high}) is out of order or outside {length} tokens")
     return low, high

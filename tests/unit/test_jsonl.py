@@ -110,7 +110,7 @@ def test_spans_may_be_objects() -> None:
         ({"tokens": {"0": 1}}, "tokens: expected a list, got an object"),
         ({"loss_mask": [0, 1, 2]}, "loss_mask: expected booleans, got int64"),
         ({"loss_mask": [True, True, True]}, "loss_mask: the first token cannot be trained"),
-        ({"version_spans": [[-1, 1, 3]]}, "version_spans: negative policy version -1"),
+        ({"version_spans": [[-1, 1, 3]]}, "version_spans: -1 is outside 0..9007199254740991"),
         ({"version_spans": [[1, 3]]}, "version_spans: expected (policy_version, start, end), got [1, 3]"),
         ({"version_spans": "4"}, "version_spans: expected a list, got the string '4'"),
         ({"version_spans": [{"version": 4}]}, "version_spans[0].version: unknown field; did you mean policy_version?"),

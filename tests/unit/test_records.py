@@ -144,8 +144,10 @@ def test_a_logprob_that_was_rounded_a_little_above_0_is_taken() -> None:
         ({"version_spans": ["324"]}, "version_spans: expected an integer, got '3'"),
         ({"version_spans": [(0.5, 2, 4)]}, "version_spans: expected an integer, got 0.5"),
         ({"version_spans": [(True, 2, 4)]}, "version_spans: expected an integer, got True"),
-        ({"version_spans": [(-1, 2, 4)]}, "version_spans: negative policy version -1"),
+        ({"version_spans": [(-1, 2, 4)]}, "version_spans: -1 is outside 0..9007199254740991"),
         ({"version_spans": [(2**53, 2, 4)]}, "version_spans: 9007199254740992 is outside 0..9007199254740991"),
+        ({"version_spans": [(2**70, 2, 4)]}, f"version_spans: {2**70} is outside 0..9007199254740991"),
+        ({"version_spans": [(3, 2, 2**63)]}, f"version_spans: {2**63} is outside {-(2**63)}..{2**63 - 1}"),
         ({"version_spans": [(3, 2, 5)]}, "version_spans: [2, 5) is out of order or outside 4 tokens"),
         ({"version_spans": [(3, -1, 4)]}, "version_spans: [-1, 4) is out of order or outside 4 tokens"),
         ({"version_spans": [(3, 2, 2)]}, "version_spans: [2, 2) is empty"),
@@ -314,7 +316,7 @@ def test_a_completion_is_a_prompt_followed_by_trained_tokens() -> None:
         ({"token_ids": [1, 2**40]}, "column tokens: 1..1099511627776 does not fit int32"),
         ({"token_ids": [[1, 2]]}, "column tokens: expected shape [n], got [1, 2]"),
         ({"logprobs": [-1.0, float("nan")]}, "column logprobs: not finite at position 1"),
-        ({"policy_version": -1}, "version_spans: negative policy version -1"),
+        ({"policy_version": -1}, "version_spans: -1 is outside 0..9007199254740991"),
     ],
 )
 def test_a_completion_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -154,7 +154,7 @@ COLUMN = {"columns": {"x": np.arange(8, dtype=np.float32)}}
         (3, {"x": 1}, "successes.x: expected true or false, got 1"),
         (5, None, "is_truncated: expected true or false, got None"),
         (6, [0, 2], "version_spans"),
-        (6, [-1, 2, 8], "version_spans: negative policy version -1"),
+        (6, [-1, 2, 8], "version_spans: -1 is outside 0..9007199254740991"),
         (6, [0, 3, 8], "version_spans: the trained token at position 2 is in no span"),
         (7, [["user", 0, 2]], "turns"),
         (7, None, "turns"),
