@@ -60,7 +60,7 @@ def group_from_line(line: str | bytes) -> Group:
     except InvalidRollout:
         raise  # a ValueError too, but not one of the parser's
     except json.JSONDecodeError as error:
-        raise InvalidRollout(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise InvalidRollout(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise InvalidRollout(f"not JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:

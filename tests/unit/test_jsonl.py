@@ -179,6 +179,7 @@ def test_a_bad_group_is_refused_by_its_field(values: Any, message: str) -> None:
         ("", "not JSON: Expecting value at column 1"),
         ("{'a': 1}", "not JSON: Expecting property name enclosed in double quotes at column 2"),
         ('{"group_id": "a"', "not JSON: Expecting ',' delimiter at column 17"),
+        ('{"group_id": "a', "not JSON: Unterminated string starting at column 14"),
         (b'{"group_id": \n', "not JSON: Expecting value at column 13"),
         (b"\xff\xfe{}", "not JSON: not UTF-8 at byte 0"),
         ("[" * 100_000, "not JSON: nested too deeply"),
