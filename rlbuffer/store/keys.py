@@ -63,7 +63,7 @@ class Keys:
     )
 
     def __init__(self, run: str) -> None:
-        if not RUN_NAME.match(run):
+        if not isinstance(run, str) or not RUN_NAME.match(run):
             raise ConfigError(f"run = {run!r} must match {RUN_NAME.pattern[:-2]}", setting="run")
         self.run = run
         self.tag = f"{{rlb:{run}}}"

@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -101,10 +102,11 @@ def test_control_keys_share_a_slot_and_payload_keys_do_not():
     assert keys.payload("a.1", "u.2") == "rlb:r1:g:a.1:u.2"
 
 
-def test_run_name_that_could_be_a_pattern_is_refused():
+@pytest.mark.parametrize("run", ["a*", 5, None])
+def test_run_name_that_could_be_a_pattern_or_is_no_text_is_refused(run: Any):
     with pytest.raises(ConfigError) as caught:
-        Keys("a*")
-    assert str(caught.value) == "run = 'a*' must match [a-z0-9_-][a-z0-9_.-]{0,63}"
+        Keys(run)
+    assert str(caught.value) == f"run = {run!r} must match [a-z0-9_-][a-z0-9_.-]{{0,63}}"
     assert caught.value.setting == "run"
 
 
