@@ -82,6 +82,8 @@ def test_the_last_part_of_a_name_is_enough_where_it_is_unique(run: Run) -> None:
     code, out, err = run("config", "explain", "batcher.max_agee")
     assert (code, err) == (3, "Error: batcher.max_agee is not a setting. Did you mean batcher.max_age?\n")
     assert "Did you mean " in run("config", "explain", "trainer.max_agee")[2]
+    assert "Did you mean batcher?" in run("config", "explain", "batch")[2]
+    assert "Did you mean lookahead?" in run("config", "explain", "lookahed")[2]
     assert "`rlbuffer config show` lists all settings." in run("config", "explain", "qqqqqq")[2]
 
 

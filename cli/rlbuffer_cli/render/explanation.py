@@ -62,8 +62,10 @@ def explain(key: str, loaded: Loaded) -> list[Explained]:
     if same:
         named = ", ".join(same[:LISTED_SETTINGS])
         raise ConfigError(f"{key!r} is the last part of several settings: {named}. Write one of them.", setting=key)
-    near = {name.rpartition(".")[2]: name for name in reversed(settings)}
-    hint = did_you_mean(key, settings) or did_you_mean(key.rpartition(".")[2], near)
+    # Tables by their whole names, settings by the last part of theirs, too.
+    names = {*settings, *(name.rpartition(".")[0] for name in settings)}
+    near = names | {name.rpartition(".")[2] for name in settings}
+    hint = did_you_mean(key, names if "." in key else near) or did_you_mean(key.rpartition(".")[2], near)
     raise ConfigError(f"{key} is not a setting.{hint or ' `rlbuffer config show` lists all settings.'}", setting=key)
 
 
