@@ -101,6 +101,14 @@ def test_every_answer_becomes_an_error_of_ours(
         assert words.partition(" ")[2] in str(error), "the server's own words"
 
 
+def test_a_server_that_has_no_hello_is_called_too_old(talking: TalkingServer, connection: Connection) -> None:
+    talking.reply = b"-ERR unknown command `HELLO`, with args beginning with: `3`, \r\n"
+    assert str(counted(connection, patience_seconds=0.2)[1]) == (
+        f"the server at {connection.address} is too old, it has no HELLO: a run needs Redis 7.0 or Valkey 7.2, or "
+        "newer."
+    )
+
+
 def test_an_answer_that_passes_is_waited_out(talking: TalkingServer, connection: Connection) -> None:
     talking.reply = b"-UNBLOCKED force unblock\r\n"
 
