@@ -103,7 +103,8 @@ class RunGone(RlbufferError):
 
 
 class RunDamaged(RunGone):
-    """The run's meta is gone from the server and other keys of it are there: nothing begins beside them."""
+    """The run's meta is gone from the server and other keys of it are there: nothing begins beside them. Or its
+    trainer's record cannot be read."""
 
 
 class EpochChanged(RunGone):

@@ -1,6 +1,6 @@
 """An env of your own, complete: is a number odd?
 
-rlbuffer worker --env parity:Parity          (where Python finds this file: PYTHONPATH=. here)
+rlbuffer worker --env parity:Parity          (where Python finds this file: PYTHONPATH=. in this folder)
 """
 
 import numpy as np

@@ -183,7 +183,9 @@ class Buffer:
     ) -> Writer:
         """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart.
 
-        A worker's name is of letters, digits and ``_.:@/-``, an incarnation of letters, digits, ``_`` and ``-``.
+        A worker's name is of letters, digits and ``_.:@/-``, an incarnation of letters, digits, ``_`` and ``-``. A
+        process that is forked goes on with the writer under an incarnation of its own; where one was given, it must
+        make a writer of its own.
 
         `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
         `ticket_seconds` is how long a ticket stays out without `renew` (60 s): who renews in the background may take

@@ -73,18 +73,22 @@ class Producer:
         self,
         store: Store,
         name: str,
-        incarnation: str,
+        incarnation: str | None,
         *,
         epoch: int,
         patience_seconds: float,
         on_retry: Callable[[RlbufferError], None] | None,
         fit: Callable[[Group], Group],
     ) -> None:
-        check_producer(name, incarnation)
+        self._is_named = incarnation is not None
+        """The user has given the incarnation, so that it survives a restart."""
+        self._is_parents = False
+        """It is named, and this process was forked from the one that it is of."""
+        self.incarnation = incarnation or uuid.uuid4().hex
+        check_producer(name, self.incarnation)
         keep_freed_memory()
         self._store = store
         self._name = name
-        self.incarnation = incarnation
         self.epoch = epoch
         self._patience = patience_seconds
         self._on_retry = on_retry
@@ -110,9 +114,10 @@ class Producer:
     def leave_to_parent(self) -> None:
         """Begins anew in a forked process: what is under way here is its parent's, and so are the sequence, under which
         other groups would be answered as duplicates, and the lock, which a thread may hold that is not here."""
-        self.begin_anew()
-        self._call = []
         self._lock = threading.Lock()
+        self._call = []
+        self._is_parents = self._is_named
+        self.begin_anew()
 
     def push(self, pushes: Sequence[tuple[Group, str]], sequence: int | None = None) -> list[Pushed]:
         """Stores (group, the entry whose place it takes or ""), the first under `sequence`. -> their outcomes.
@@ -122,6 +127,7 @@ class Producer:
         """
         if not pushes:
             return []
+        self._check_process()
         with self._lock:
             again: list[_Push] = []
             if sequence is None:
@@ -143,6 +149,7 @@ class Producer:
 
     def say_done(self, env: str) -> None:
         """Settles what is left, and says that `env` sends nothing more."""
+        self._check_process()
         with self._lock:
             self._settle()
             deadline = time.monotonic() + self._patience
@@ -157,6 +164,13 @@ class Producer:
                     if self._on_retry is not None:
                         self._on_retry(error)
                     time.sleep(LAST_DELAY_SECONDS * _RANDOM.uniform(0.5, 1.0))
+
+    def _check_process(self) -> None:
+        if self._is_parents:
+            raise RlbufferError(
+                f"the incarnation of writer {self._name!r} was given in the process that this one was forked from, and "
+                "is that one's: make a writer here, with an incarnation of its own"
+            )
 
     def _send_together(self, pushes: Sequence[_Push]) -> None:
         """Sends pushes in as few round trips as may be, until anything goes wrong; the rest is left to :meth:`_settle`.

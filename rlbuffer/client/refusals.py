@@ -8,6 +8,7 @@ is waited for, and the reason is said, then every minute again.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from rlbuffer.store.protocol import Store
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """Seconds until a waiting loop hears what it waits for, and until it hears it again."""
+DEAD_SECONDS = 15.0
+"""A batcher without a lease that was heard later than this may be taking over."""
 REFUSAL_PAUSE_SECONDS = 0.5
 """Seconds before a refused request is made again."""
 
@@ -100,7 +103,11 @@ def batcher_says(store: Store) -> str:
     """The batcher's word about the next step. What one has said that was killed since holds no more."""
     said = store.waiting().get("batcher", "")
     if said and not is_last_word(said) and not store.is_led():
-        return DEAD_BATCHER
+        if error := store.meta().error:
+            return f"The batcher failed: {error}"
+        beat = store.heartbeats("batcher").get("leader", {})
+        if float(beat.get("seconds_ago", math.inf)) > DEAD_SECONDS:
+            return DEAD_BATCHER
     return said or SILENT_BATCHER
 
 

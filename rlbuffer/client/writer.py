@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +93,7 @@ class Writer:
         self._producer = Producer(
             store,
             worker,
-            incarnation or uuid.uuid4().hex,
+            incarnation,
             epoch=epoch,
             patience_seconds=patience_seconds,
             on_retry=on_retry,

@@ -48,7 +48,7 @@ class _Section:
         for inner in value if isinstance(value, list | tuple) else (value,):
             # The run's record, and what is computed from it, hold no larger ones.
             if isinstance(inner, int | float) and MAX_COUNT < abs(inner) < math.inf:
-                raise ValueError(f"is beyond {MAX_COUNT:,}, either sign")
+                raise ValueError(f"must lie between -{MAX_COUNT:,} and {MAX_COUNT:,}")
         return no_truth_as_number(value, cls.__annotations__[info.field_name or ""])
 
 

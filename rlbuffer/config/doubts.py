@@ -60,18 +60,19 @@ def _quotas(settings: RunSettings, places: Places) -> Iterator[str]:
     size, shares = capacity_bytes(batcher, settings.trainer.world_size), budgets_at(batcher.budgets, LATE)
     quotas = {env: batcher.for_env(env).quota_bytes for env in shares}
     left = 1 - sum(shares.values())
-    if left > 1e-9:  # the envs that get it share a quota
+    if left > 1e-9 and batcher.envs.keys() <= shares.keys():  # the envs that get it share a quota
         shares, quotas = {**shares, "": left}, {**quotas, "": batcher.quota_bytes}
-    if size is None or batcher.fill_timeout_seconds is not None or (batcher.spillover != "block" and len(shares) > 1):
+    fills_otherwise = batcher.fill_timeout_seconds is not None or batcher.max_uses > 1
+    if size is None or fills_otherwise or (batcher.spillover != "block" and (left > 1e-9 or len(shares) > 1)):
         return  # steps may close without an env's whole share
     for env, quota in quotas.items():
         least = int(batcher.close_fill * shares[env] * size)
         if quota is not None and quota < least:
             own = env in batcher.envs and batcher.envs[env].quota_bytes is not None
             name = f"batcher.envs.{env}.quota_bytes" if own else "batcher.quota_bytes"
-            whose = f"env {env}" if env else "envs without a budget" if len(shares) > 1 else "its groups"
+            whose = f" of env {env}" if env else " of envs without a budget" if len(shares) > 1 else ""
             yield (
-                f"{name} = {quota} is less than a step takes of {whose}, at least {least} bytes: pushes wait, and no "
+                f"{name} = {quota} is less than a step takes{whose}, at least {least} bytes: pushes wait, and no "
                 f"step fills ({places(name)})."
             )
 

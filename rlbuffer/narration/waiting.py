@@ -17,7 +17,7 @@ AGAIN_SECONDS = 60.0
 NOTHING_YET = "No env has sent a group that can train yet."
 NO_WORKER = "No worker has been heard of: start one with `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
-DEAD_BATCHER = "No batcher is at work, and the last one ended without a word: start `rlbuffer serve` again."
+DEAD_BATCHER = "No batcher leads the run, and the last one has ended without a word: start `rlbuffer serve` again."
 _NORMAL = " Normal while workers generate."
 
 
@@ -290,5 +290,5 @@ def for_quota(field: str, size: int, quota: int) -> str:
     setting = "quota_bytes" if kind == "env" else "worker_quota_bytes"
     return (
         f"Pushes of {who} wait: {size} bytes of theirs are pending, and batcher.{setting} is {quota}. They go on when "
-        "a step takes some; if none can fill, raise it."
+        "a step takes some; if no step can fill under this quota, raise it."
     )

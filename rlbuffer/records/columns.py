@@ -48,8 +48,8 @@ def as_column(
         raise InvalidRollout(f"{label}: not a rectangular array of numbers") from None
     except (TypeError, RuntimeError) as error:  # of a tensor, or a list of them: numpy has no bfloat16, no gradients
         raise InvalidRollout(
-            f"{label}: numpy cannot read it ({' '.join(str(error).split())}): give tensor.detach().cpu(), of bfloat16 "
-            "tensor.detach().float().cpu()"
+            f"{label}: numpy cannot read it ({' '.join(str(error).split())}): give tensor.detach().cpu(), or "
+            "tensor.detach().float().cpu() where it is bfloat16"
         ) from None
     array = given if dtype is None or given.dtype == dtype else _cast(label, given, dtype)
     if dtype is None and array.dtype not in COLUMN_DTYPES:

@@ -107,6 +107,7 @@ class _Worker:
         self._is_done = self._is_draining = False
         self._shares: Mapping[str, float] = {}
         """env -> its share of a step, by the run's budgets."""
+        self._shares_at = float("-inf")
         self._looked_at = float("-inf")
         self._asks_for_all = False
         """The last ask for tickets brought the newest version along, and the next one will."""
@@ -175,11 +176,12 @@ class _Worker:
         now = time.monotonic()
         if now - self._looked_at >= DRAIN_LOOK_SECONDS:
             _, self._is_draining = self._buffer.store.wishes()
-            meta = self._buffer.store.meta()
-            self._shares = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
             self._looked_at = now
         if self._is_draining:
             return draining()
+        if now - self._shares_at >= DRAIN_LOOK_SECONDS:
+            meta = self._buffer.store.meta()
+            self._shares, self._shares_at = budgets_at(meta.config.get("budgets", {}), meta.step + 1), now
         if self._env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
             takers = ", ".join(self._shares)
             return f"no ticket for {self._env.name}: it has no share of a step, batcher.budgets gives all to {takers}"

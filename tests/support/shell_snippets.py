@@ -103,10 +103,10 @@ NOT_HERE = {
     "rlbuffer train --world-size 2 --config rlbuffer.toml": "`rlbuffer train` of the first run reads the same",
     "rlbuffer train --debug-samples 2": "on made-up steps: tests/e2e/test_train_command.py",
     "torchrun --nproc-per-node 8 -m rlbuffer.trainer rlbuffer.toml": "eight ranks; fewer: tests/e2e/test_ddp.py",
-    "torchrun --nproc-per-node 2 docs/examples/plain_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
-    "torchrun --nproc-per-node 2 docs/examples/hf_trainer.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
-    "accelerate launch docs/examples/accelerate_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
-    "accelerate launch docs/examples/trl_grpo.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": (
+    "torchrun --nproc-per-node 2 plain_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
+    "torchrun --nproc-per-node 2 hf_trainer.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
+    "accelerate launch accelerate_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,
+    "accelerate launch trl_grpo.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": (
         "TRL, in an environment of its own: `make adapters-test`"
     ),
     "rlbuffer run rlbuffer.toml": f"a file for {VLLM}; others: tests/e2e/test_kills.py",

@@ -293,11 +293,13 @@ def test_more_uses_than_the_age_allows_are_doubtful(file: Path, uses: int, age: 
     [
         (
             "quota_bytes = 2000",
-            "batcher.quota_bytes = 2000 is less than a step takes of its groups, at least 9182 bytes",
+            "batcher.quota_bytes = 2000 is less than a step takes, at least 9182 bytes",
         ),
         ("quota_bytes = 9182", ""),
         ("quota_bytes = 2000\nfill_timeout_seconds = 5.0", ""),
         ("quota_bytes = 2000\nstep_groups = 2", ""),
+        ("quota_bytes = 2000\nmax_uses = 2", ""),
+        ("quota_bytes = 2000\nenvs.b.quota_bytes = 9000", ""),  # env b has a quota of its own
         (
             "quota_bytes = 8000\nbudgets = { a = 0.9 }\nenvs.a.quota_bytes = 8263",
             "batcher.envs.a.quota_bytes = 8263 is less than a step takes of env a, at least 8264 bytes",

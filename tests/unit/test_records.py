@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
@@ -329,14 +329,16 @@ def test_a_completion_that_breaks_a_rule_is_refused(changes: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "why"),
+    ("make", "why"),
     [
-        (torch.tensor([-1.0, -2.0], dtype=torch.bfloat16), "BFloat16"),
-        ([torch.tensor(-1.0, dtype=torch.bfloat16)] * 2, "BFloat16"),
-        (torch.tensor([-1.0, -2.0], requires_grad=True), "requires grad"),
+        (lambda torch: torch.tensor([-1.0, -2.0], dtype=torch.bfloat16), "BFloat16"),
+        (lambda torch: [torch.tensor(-1.0, dtype=torch.bfloat16)] * 2, "BFloat16"),
+        (lambda torch: torch.tensor([-1.0, -2.0], requires_grad=True), "requires grad"),
     ],
 )
-def test_a_tensor_that_numpy_cannot_read_is_refused_with_the_remedy(logprobs: Any, why: str) -> None:
+def test_a_tensor_that_numpy_cannot_read_is_refused_with_the_remedy(make: Callable[[Any], Any], why: str) -> None:
+    torch = pytest.importorskip("torch")
+    logprobs = make(torch)
     values: dict[str, Any] = {"prompt_ids": [5], "token_ids": [7, 8], "reward": 1.0, "policy_version": 0}
     with pytest.raises(InvalidRollout) as caught:
         Rollout.from_completion(logprobs=logprobs, **values)
@@ -344,8 +346,8 @@ def test_a_tensor_that_numpy_cannot_read_is_refused_with_the_remedy(logprobs: An
     cause = said[said.index("(") + 1 : said.index("): ")]  # torch's words
     assert why in cause
     assert said == (
-        f"column logprobs: numpy cannot read it ({cause}): give tensor.detach().cpu(), of bfloat16 "
-        "tensor.detach().float().cpu()"
+        f"column logprobs: numpy cannot read it ({cause}): give tensor.detach().cpu(), or "
+        "tensor.detach().float().cpu() where it is bfloat16"
     )
     given = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True).detach().float().cpu()
     assert Rollout.from_completion(logprobs=given, **values).logprobs.tolist() == [0.0, -1.0, -2.0]

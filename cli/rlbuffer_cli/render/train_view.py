@@ -86,8 +86,10 @@ class Follower:
         """Shows the last steps; the view stays as it is then."""
         self._done.set()
         self._thread.join(timeout=2.0)
-        if self._view is not None:
-            self._view.close()
+        if self._view is not None:  # a terminal that takes nothing (ctrl-S) does not keep an ended run
+            ending = threading.Thread(target=self._view.close, name="end", daemon=True)
+            ending.start()
+            ending.join(timeout=2.0)
 
     def _run(self) -> None:
         while True:
@@ -109,6 +111,7 @@ def _print_error(text: str) -> None:
 def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], None]) -> None:
     """Asks the server once a second what the batcher waits for; in a thread, because it may be away."""
     from rlbuffer.client.buffer import connect
+    from rlbuffer.client.refusals import batcher_says
     from rlbuffer.errors import RlbufferError
     from rlbuffer.narration.waiting import to_trainer
 
@@ -116,7 +119,7 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
         try:
             with connect(settings.redis_url, run=settings.run, config=settings, name="train view") as buffer:
                 while not done.wait(ASK_SECONDS):
-                    tell(to_trainer(buffer.store.waiting().get("batcher", "")))
+                    tell(to_trainer(batcher_says(buffer.store)))
         except RlbufferError as error:
             tell(str(error).splitlines()[0])
 

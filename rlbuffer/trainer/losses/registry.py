@@ -85,7 +85,7 @@ def _checked(own: TokenLoss, name: str) -> TokenLoss:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
             raise refused("trainer.loss.name", name, f"gave {what}: {requirement}")
-        if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not given.requires_grad:
+        if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not given.requires_grad and given.any():
             requirement = "it must be computed from tokens.logprobs or tokens.ratio, not detached from them"
             raise refused("trainer.loss.name", name, f"gave a tensor without a gradient: {requirement}")
         return given

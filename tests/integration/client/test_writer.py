@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import rlbuffer
-from rlbuffer.errors import RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import RlbufferError, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.testing import make_group
 
 
@@ -199,6 +201,26 @@ def test_a_group_whose_push_another_thread_has_settled_is_pushed_again_and_train
     assert ("late", ("9-9",)) in [(drop.reason, drop.entry_ids) for drop in late.drops]
 
 
+def ended_well(work: Callable[[], bool]) -> bool:
+    """What `work` answers in a forked process; False when it fails there, or does not end."""
+    child = os.fork()
+    if child == 0:
+        is_well = False
+        try:
+            is_well = work()
+        finally:
+            os._exit(0 if is_well else 1)
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status == 0
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str, is_busy: bool) -> None:
@@ -220,12 +242,27 @@ def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str,
         if not is_busy:
             pushing.join()
         store.loses_reply = False
-        child = os.fork()
-        if child == 0:
-            os._exit(int(any(writer.push(group(seed)).status != "stored" for seed in (2, 3))))
-        assert os.waitpid(child, 0)[1] == 0
-        goes_on.set()
-        pushing.join()
+        try:
+            assert ended_well(lambda: [writer.push(group(seed)).status for seed in (2, 3)] == ["stored"] * 2)
+        finally:
+            goes_on.set()
+            pushing.join()
         assert writer.push(group(4)).status == "stored"
         assert sorted(pending(buffer)) == [group(seed).group_id for seed in range(5)]
         assert buffer.verify().ok
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_does_not_push_under_an_incarnation_that_its_parent_was_given(redis_url: str) -> None:
+    def is_refused() -> bool:
+        with pytest.raises(RlbufferError) as caught:
+            writer.push(group(0))
+        return str(caught.value) == (
+            "the incarnation of writer 'w' was given in the process that this one was forked from, and is that one's: "
+            "make a writer here, with an incarnation of its own"
+        )
+
+    with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as buffer:
+        writer = buffer.writer("w", incarnation="mine")
+        assert ended_well(is_refused)
+        assert writer.push(group(0)).status == "stored"

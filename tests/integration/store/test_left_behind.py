@@ -9,11 +9,12 @@ import pytest
 from rlbuffer.store.server.embedded_process import left_behind
 
 HOLDS_IT_AND_CLOSES_OTHERS = """
-import os, sys
+import os, sys, time
 files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
 lock = os.open(sys.argv[1], os.O_RDWR)
 print("holds it", flush=True)
 while True:
+    time.sleep(0)
     for file in files:
         os.close(file)
     files = [os.open(os.devnull, os.O_RDONLY) for _ in files]
