@@ -105,19 +105,19 @@ class Producer:
         self._lock = threading.Lock()  # one call in flight per producer: the sequence is what makes it exactly once
         _producers.add(self)
 
-    def begin_anew(self) -> None:
+    def renew(self) -> None:
         """Goes on under another incarnation, whose first push is 1."""
         self.incarnation, self.sequence = uuid.uuid4().hex, 0
         self._spool.clear()
         self._breaks.clear()
 
     def leave_to_parent(self) -> None:
-        """Begins anew in a forked process: what is under way here is its parent's, and so are the sequence, under which
+        """Renews it in a forked process: what is under way here is its parent's, and so are the sequence, under which
         other groups would be answered as duplicates, and the lock, which a thread may hold that is not here."""
         self._lock = threading.Lock()
         self._call = []
         self._is_parents = self._is_named
-        self.begin_anew()
+        self.renew()
 
     def push(self, pushes: Sequence[tuple[Group, str]], sequence: int | None = None) -> list[Pushed]:
         """Stores (group, the entry whose place it takes or ""), the first under `sequence`. -> their outcomes.
@@ -287,7 +287,7 @@ class Producer:
         # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
         # incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
-        self.begin_anew()
+        self.renew()
         for number, push in enumerate([push for push in self._call if push.pushed is None], start=1):
             push.sequence = number
 

@@ -32,7 +32,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.events.batcher import LeadLost, RunBegunAnew, StandingBy
+from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
 from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Lease, Meta
@@ -152,7 +152,7 @@ class Daemon:
             self._check_config(self._revisions.config)  # settings that are refused begin no run
         self._store.open_run()
         if self._has_opened and not is_there:
-            self._teller.emit(RunBegunAnew(run=self._store.run, sentence=_begins_anew(self._store.run)))
+            self._teller.emit(RunBeginsAgain(run=self._store.run, sentence=_begins_again(self._store.run)))
         self._has_opened = True
         self._revisions.check()
         said = ""
@@ -254,8 +254,8 @@ class Daemon:
             self._teller.emit(LeadLost(reason=str(second)))
 
 
-def _begins_anew(run: str) -> str:
+def _begins_again(run: str) -> str:
     return (
-        f'run "{run}" is not on the server any more: it was reset, or the server lost its data. It begins anew at step '
-        f"0. To go on from a backup, stop everything, `rlbuffer reset {run} --yes`, `rlbuffer restore FILE`."
+        f'run "{run}" is not on the server any more: it was reset, or the server lost its data. It begins again at '
+        f"step 0. To go on from a backup, stop everything, `rlbuffer reset {run} --yes`, `rlbuffer restore FILE`."
     )

@@ -64,10 +64,10 @@ class LeadLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunBegunAnew(Event):
+class RunBeginsAgain(Event):
     """The run that this batcher was at work for is not on the server any more, and begins at step 0."""
 
-    event = "begun anew"
+    event = "begins again"
     run: str
     sentence: str
 
@@ -322,7 +322,7 @@ BatcherEvent = (
     | ReadAgain
     | StandingBy
     | LeadLost
-    | RunBegunAnew
+    | RunBeginsAgain
     | RunRecovered
     | RunEnded
     | StepWaits

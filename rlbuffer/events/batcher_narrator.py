@@ -25,7 +25,7 @@ from rlbuffer.events.batcher import (
     MemoryUnlimited,
     PayloadsDamaged,
     ReadAgain,
-    RunBegunAnew,
+    RunBeginsAgain,
     RunEnded,
     RunRecovered,
     SettingsAsked,
@@ -143,7 +143,7 @@ class ServeNarrator:
             case LeadLost():
                 self._waiting("")
                 self._say(f"! lost the lead: {event.reason}. Trying again.")
-            case RunBegunAnew():
+            case RunBeginsAgain():
                 self._waiting("")
                 self._say(f"! {event.sentence}")
             case _:

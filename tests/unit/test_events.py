@@ -120,7 +120,7 @@ OBJECTS: list[tuple[Event, str]] = [
         ),
     ),
     (batcher.StandingBy(owner="o"), '{"event": "leader", "state": "standby", "owner": "o"}'),
-    (batcher.RunBegunAnew(run="r", sentence="s"), '{"event": "begun anew", "run": "r", "sentence": "s"}'),
+    (batcher.RunBeginsAgain(run="r", sentence="s"), '{"event": "begins again", "run": "r", "sentence": "s"}'),
     (batcher.LeadLost(reason="r"), '{"event": "leader", "state": "lost", "reason": "r"}'),
     (
         batcher.RunRecovered(epoch=2, step=1, forgotten=3, void=4, groups=5, entries=6),

@@ -91,6 +91,7 @@ def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: p
     module = ModuleType("flat_losses")
     vars(module)["detached"] = lambda tokens, settings: sapo(tokens, settings).detach()
     vars(module)["sapo"] = sapo
+    vars(module)["nothing"] = lambda tokens, settings: torch.zeros_like(tokens.logprobs)
     monkeypatch.setitem(sys.modules, "flat_losses", module)
     policy = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
     given, counts = replace(tokens(), logprobs=policy.log()), Normalizers(loss_tokens=2, rollouts=1, groups=1)
@@ -102,6 +103,8 @@ def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: p
     )
     loss_of(given, LossChoice(name="flat_losses:sapo"), counts, longest=1).backward()
     assert policy.grad is not None
+    # A micro-batch of which it has nothing to say; other terms may carry the gradient.
+    assert float(loss_of(given, LossChoice(name="flat_losses:nothing"), counts, longest=1)) == 0.0
     with torch.no_grad():  # only the value is asked for
         assert float(loss_of(given, LossChoice(name="flat_losses:detached"), counts, longest=1)) == pytest.approx(
             expected()

@@ -79,7 +79,7 @@ class TrainerMoves(Session):
             if value is None:
                 raise RunDamaged(
                     f"{self.keys.trainer} of run {self.run!r} holds {text(fields[name][:64])!r} as {text(name)}, "
-                    "which is no whole number: start the trainer again, which writes it anew"
+                    "which is no whole number: start the trainer again, which writes a new one"
                 )
             return value
 

@@ -65,7 +65,7 @@ for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01
 end
 
 -- A list for each value: a table for each entry would be most of what an entry costs.
-local ids, envs, owners, payloads, packed_rollouts, packed_tokens = {}, {}, {}, {}, {}, {}
+local ids, envs, group_ids, payloads, packed_rollouts, packed_tokens = {}, {}, {}, {}, {}, {}
 local fates, is_again, reuse_records, seen, gone, entry = {}, {}, {}, {}, {}, {}
 local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
 for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_entry) do
@@ -92,7 +92,7 @@ for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_e
     gone[#gone + 1] = id
   else
     local n = #ids + 1
-    ids[n], envs[n], owners[n], payloads[n] = id, env, group, prefix .. group .. ':' .. suffix
+    ids[n], envs[n], group_ids[n], payloads[n] = id, env, group, prefix .. group .. ':' .. suffix
     packed_rollouts[n], packed_tokens[n], fates[n], is_again[n] = rollouts, tokens, dropped, used_group ~= ''
     reuse_records[n] = fields and kept[group]
       and table.concat({env, suffix, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
@@ -146,9 +146,9 @@ for i = 1, #ids do
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. bucket, tokens)
   end
   if reuse_records[i] then
-    redis.call('HSET', reuse_key, owners[i] .. ' ' .. ids[i], reuse_records[i])
-  elseif not kept[owners[i]] then
-    if is_again[i] then redis.call('HDEL', reuse_key, owners[i] .. ' ' .. ids[i]) end
+    redis.call('HSET', reuse_key, group_ids[i] .. ' ' .. ids[i], reuse_records[i])
+  elseif not kept[group_ids[i]] then
+    if is_again[i] then redis.call('HDEL', reuse_key, group_ids[i] .. ' ' .. ids[i]) end
     add(garbage, number, payloads[i])
   end
 end

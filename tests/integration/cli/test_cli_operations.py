@@ -436,7 +436,8 @@ def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(made: Run, ca
     code, out, err = call("runs")
     assert (code, err) == (0, "")
     why = f"{made.store.keys.trainer} of run {made.store.run!r} holds '2.0' as world_size, which is no whole number"
-    assert " ".join(out.split()).startswith(f"{made.store.run} ! {why}: start the trainer again, which writes it anew")
+    cure = "start the trainer again, which writes a new one"
+    assert " ".join(out.split()).startswith(f"{made.store.run} ! {why}: {cure}")
     assert why in json.loads(call("runs", "--json")[1])["damaged"]
 
 

@@ -283,13 +283,13 @@ def test_a_batcher_at_work_waits_for_a_person_when_the_meta_goes(run: Run, serve
     served.wait_for(lambda: len(served.said("ready")) == 2)
 
 
-def test_a_batcher_at_work_says_that_its_run_begins_anew(run: Run, served: Served) -> None:
+def test_a_batcher_at_work_says_that_its_run_begins_again(run: Run, served: Served) -> None:
     """A server without a file that starts again is empty; so is one after FLUSHALL."""
     served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))
     run.store.delete_run()
     served.wait_for(lambda: len(served.said("ready")) == 2)
-    assert [event["run"] for event in served.said("begun anew")] == [run.store.run]
+    assert [event["run"] for event in served.said("begins again")] == [run.store.run]
     assert run.store.meta().step == 0
 
 
@@ -302,7 +302,7 @@ def test_a_batcher_at_work_waits_for_another_trainer_where_one_has_written_what_
     run.client.hset(run.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
     why = (
         f"{run.store.keys.trainer} of run {run.store.run!r} holds '2.0' as world_size, which is no whole number: start "
-        "the trainer again, which writes it anew"
+        "the trainer again, which writes a new one"
     )
     served.wait_for(lambda: any(event["reason"] == why for event in served.said("leader", state="lost")))
     with pytest.raises(InvalidRollout, match=r"^world_size: expected an integer, got 2\.0$"):
