@@ -115,7 +115,8 @@ class Connection:
         self.failures: Counter[str] = Counter()  # kind of call -> attempts that the server did not answer, or refused
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
-        self._place: tuple[str, int] | None = None  # of the newest connection since the last loss; None in a cluster
+        self._identities: dict[tuple[str, int] | None, str] = {}
+        """Who has answered since the last loss: the server's identity, or that of each node of a cluster."""
         self._is_known = False
         """The server has taken this process's login."""
         if not url:
@@ -321,7 +322,8 @@ class Connection:
 
     def _lose(self) -> None:
         """Counts a loss. No open connection outlives it: behind one address there may be another primary by now."""
-        self.losses, self._place = self.losses + 1, None
+        self.losses += 1
+        self._identities.clear()
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -337,20 +339,21 @@ class Connection:
             yield from client.pools() if isinstance(client, Routed) else [client.connection_pool]
 
     def _made_anew(self, connection: Any) -> None:
-        """The pool has made one of its connections, and sends nothing on it before this.
+        """The pool has made one of its connections, and sends nothing of ours on it before this.
 
-        One that broke while nobody used it would be made again without a word, and what is about to be sent would go
-        to a server that may be back without its newest writes. Unless it broke before the last loss that was counted.
-        Nor may it lead elsewhere than the open ones: in a planned failover the old primary answers for a while.
+        Servers and balancers close what is idle: such a connection is made again, and nothing is lost. But what is about
+        to be sent must not go to a server that is back without its newest writes, nor to another one than the open
+        connections lead to: in a planned failover the old primary answers for a while. So each new connection asks who
+        answers. A user who may not ask has each connection that broke unused counted as a loss.
         """
-        if self._made.pop(connection, None) == self.losses:
-            raise BrokenUnused("the connection was closed while nobody used it")
-        before, place = self._place, (getattr(connection, "host", ""), getattr(connection, "port", 0))
-        self._place = None if self.is_cluster else place
-        if before not in (None, place):
-            raise BrokenUnused("another server is the primary than that of the open connections")
-        self._made[connection] = self.losses
+        address = (getattr(connection, "host", ""), getattr(connection, "port", 0))
         connection.on_connect()
+        identity = _identity(connection)
+        was_open = self._made.pop(connection, None) == self.losses
+        known = self._identities.setdefault(address if self.is_cluster else None, identity or repr(address))
+        if known != (identity or repr(address)) or (was_open and not identity):
+            raise BrokenUnused("another server answers than the open connections lead to, or it has started again")
+        self._made[connection] = self.losses
 
     def _url_options(self) -> dict[str, Any]:
         options = options_of(self._url, self._source())
@@ -394,3 +397,14 @@ class Connection:
             error, url=self._url, options=self._url_options(), origin=self._origin, is_known=self._is_known
         )
         return f"  {spent}{source}\n{remedy}"
+
+
+def _identity(connection: Any) -> str:
+    """The process that answers, and since when it is a primary; "" where the login may not ask."""
+    connection.send_command("INFO", "server", "replication")
+    try:
+        answer = connection.read_response()
+    except redis.ResponseError:
+        return ""
+    facts = dict(re.findall(rb"^(run_id|master_replid):(\w+)", answer, re.MULTILINE))
+    return b" ".join(facts.values()).decode()

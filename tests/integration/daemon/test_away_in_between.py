@@ -80,8 +80,9 @@ def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.Mo
     assert run.store.verify().findings == ()
 
 
-def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_on(
-    redis_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_one_that_was_hung_up_on_does_not(
+    redis_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, is_loss: bool
 ) -> None:
     run = Run(redis_url, tmp_path)
     attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
@@ -90,7 +91,9 @@ def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_o
 
     def cut_off_once(self: RedisStore, *args: Any, **options: Any) -> list[str]:
         pins.append(pin(self, *args, **options))
-        if len(pins) == 1:
+        if len(pins) == 1 and is_loss:
+            store.connection.losses += 1
+        elif len(pins) == 1:
             for client in run.client.client_list():
                 if int(client["id"]) != int(run.client.client_id()):
                     run.client.client_kill_filter(_id=client["id"])
@@ -113,7 +116,7 @@ def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_o
     stop.set()
     thread.join(timeout=20)
     kinds = [event.event for event in events]
-    assert kinds[: kinds.index("step")].count("ready") >= 2, kinds
-    assert len(pins) >= 2
+    assert (kinds[: kinds.index("step")].count("ready") >= 2) == is_loss, kinds
+    assert (len(pins) >= 2) == is_loss
     assert run.store.verify().findings == ()
     run.close()

@@ -114,6 +114,22 @@ def test_idempotent_work_is_repeated_until_its_reply_comes(home: Path, embedded:
         assert c.client.hgetall("h") == {b"f": b"v"}
 
 
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_an_idle_connection_that_is_closed_is_a_loss_only_where_nobody_can_tell_who_answers(
+    home: Path, connection: Connection, may_ask: bool
+) -> None:
+    rights = ["+@all", *([] if may_ask else ["-info"])]
+    connection.client.execute_command("ACL", "SETUSER", "worker", "on", ">right", "~*", *rights)
+    with connect(connection.address.replace("unix://", "unix://worker@") + "&password=right", home) as c:
+        for turn in range(1, 4):
+            c.call(lambda: c.blocking.get("k"))
+            assert c.call(lambda: c.client.incr("k"), repeat=False) == turn
+            for client in connection.client.client_list():
+                if client["user"] == "worker":
+                    connection.client.client_kill_filter(_id=client["id"])
+        assert (c.losses == 0) == may_ask
+
+
 # -- a server that dies ------------------------------------------------------------------------------------------------
 
 
