@@ -61,6 +61,10 @@ class ServerUnreachable(RlbufferError, ConnectionError):
     exit_code = 4
 
 
+class BufferClosed(RlbufferError):
+    """The buffer was closed in this process: nothing can be asked of its run through it any more."""
+
+
 class PushBroken(ServerUnreachable):
     """The connection broke in the middle of a push, and the server answers others: the push itself may be the cause."""
 

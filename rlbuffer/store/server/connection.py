@@ -35,7 +35,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerUnreachable
+from rlbuffer.errors import BufferClosed, ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import is_sentinel, options_of, redacted, source_of
@@ -205,6 +205,7 @@ class Connection:
         Every error of redis-py comes out as one of ours:
 
         Raises:
+            BufferClosed: :meth:`close` was called; at once, whatever the patience.
             ServerUnreachable: the connection was lost, or could not be made, and patience is over.
             ServerRefused: the server does not want to, for a reason that passes; :mod:`rlbuffer.store.server.answers`.
             ServerUnsuitable: the server refuses the login or denies the command.
@@ -215,7 +216,7 @@ class Connection:
         pause = FIRST_PAUSE_SECONDS
         while True:
             if self._is_closed:
-                raise ServerUnreachable(f"this connection to {self.address} is closed")
+                raise BufferClosed(f"this buffer's connection to {self.address} was closed in this process")
             tries += 1
             try:
                 answer = fn()

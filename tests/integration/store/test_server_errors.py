@@ -77,14 +77,6 @@ def test_a_user_without_the_right_is_told_where_to_look(redis_url: str, tmp_path
     )
 
 
-def test_a_closed_connection_says_that_it_is(redis_url: str, tmp_path: Path) -> None:
-    connection = connected(redis_url, tmp_path)
-    connection.close()
-    with pytest.raises(ServerUnreachable) as caught:
-        connection.call(connection.client.ping, patience_seconds=1.0, repeat=False)
-    assert str(caught.value) == f"this connection to {connection.address} is closed"
-
-
 def test_without_the_extra_the_memory_server_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fakeredis", None)
     with pytest.raises(ConfigError) as caught:
