@@ -218,10 +218,9 @@ class TalkingServer:
             while data := end.recv(1 << 16):
                 if b"HELLO" in data:
                     end.sendall(b"%2\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:3\r\n")
-                elif b"CLIENT" in data:
-                    end.sendall(b"+OK\r\n")
                 else:
-                    end.sendall(self.reply)
+                    named = b"CLIENT" in data  # behind the question who answers
+                    end.sendall(self.reply + (b"+OK\r\n" if named else b""))
 
 
 def info_reply(**fields: str) -> bytes:

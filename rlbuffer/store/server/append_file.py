@@ -10,6 +10,7 @@ Valkey 9.1 reverts the incomplete transaction itself.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import redis
@@ -19,16 +20,18 @@ from rlbuffer.narration import waiting
 from rlbuffer.store.server.binary import version_tuple
 from rlbuffer.store.server.suitable import identity
 
+_log = logging.getLogger(__name__)
+
 REVERTS_FROM = {"valkey": (9, 1)}
 """Servers that need no help: tried with every cut of a transaction. Where an older one is not known, it is helped."""
 UNDER_WAY = "rewriting already in progress"
 
 
 def sentence_until_whole(client: redis.Redis, address: str) -> str:
-    """ "" when the file can be trusted; else what is waited for, after seeing to it that the file is being rewritten.
+    """ "" when the file can be trusted, or nobody can rewrite it; else what is waited for, after seeing to it that the file is being rewritten.
 
     Raises:
-        ServerUnsuitable: this user may not have it rewritten, or the server does not know how.
+        ServerUnsuitable: this user may not have it rewritten.
     """
     info: dict[str, Any] = dict(client.info("server"))
     name, version = identity(info)
@@ -45,6 +48,15 @@ def sentence_until_whole(client: redis.Redis, address: str) -> str:
         try:
             client.execute_command("BGREWRITEAOF")  # type: ignore[no-untyped-call]
         except redis.ResponseError as error:
+            if "unknown command" in str(error):
+                _log.warning(
+                    "Warning: %s %s at %s has no BGREWRITEAOF, as managed servers do. Its append-only file may hold half "
+                    "a transaction if it was cut off in the middle of a write, which its next start would execute.",
+                    name.capitalize(),
+                    version,
+                    address,
+                )
+                return ""
             if UNDER_WAY not in str(error):
                 raise ServerUnsuitable(
                     f"{name.capitalize()} {version} at {address} was started anew, and its append-only file may "

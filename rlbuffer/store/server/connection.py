@@ -304,7 +304,6 @@ class Connection:
     def _make_node(self, timeout_seconds: float, **place: Any) -> redis.Redis:
         pool = FreshPool(
             **(following(self._url_options()) | place),
-            client_name=self._name or None,
             protocol=3,
             driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
             retry=Retry(NoBackoff(), 0),
@@ -349,7 +348,7 @@ class Connection:
         """
         address = (getattr(connection, "host", ""), getattr(connection, "port", 0))
         connection.on_connect()
-        identity = _identity(connection)
+        identity = _introduce(connection, self._name)
         was_open = self._made.pop(connection, None) == self.losses
         known = self._identities.setdefault(address if self.is_cluster else None, identity or repr(address))
         if known != (identity or repr(address)) or (was_open and not identity):
@@ -400,12 +399,15 @@ class Connection:
         return f"  {spent}{source}\n{remedy}"
 
 
-def _identity(connection: Any) -> str:
-    """The process that answers, and since when it is a primary; "" where the login may not ask."""
-    connection.send_command("INFO", "server", "replication")
-    try:
-        answer = connection.read_response()
-    except redis.ResponseError:
-        return ""
-    facts = dict(re.findall(rb"^(run_id|master_replid):(\w+)", answer, re.MULTILINE))
-    return b" ".join(facts.values()).decode()
+def _introduce(connection: Any, name: str) -> str:
+    """Tells the server the connection's name, and asks it for its own. -> the process that answers, and since when it is
+    a primary; "" where the login may not ask. Managed servers may know no CLIENT; nothing but CLIENT LIST needs it."""
+    commands = [("INFO", "server", "replication"), *([("CLIENT", "SETNAME", name)] if name else [])]
+    connection.send_packed_command(connection.pack_commands(commands))
+    answers: list[bytes] = []
+    for _ in commands:
+        try:
+            answers.append(connection.read_response())
+        except redis.ResponseError:
+            answers.append(b"")
+    return b" ".join(re.findall(rb"^(?:run_id|master_replid):(\w+)", answers[0], re.MULTILINE)).decode()
