@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,3 +79,16 @@ def sha256_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def owner_of(path: Path) -> str:
+    """The owner of a path, or of the nearest folder that is there, and this process's user: part of a sentence."""
+    there = next((place for place in (path, *path.parents) if os.access(place, os.F_OK)), Path("/"))
+    return f"{there} belongs to {_user(there.stat().st_uid)}, this process to {_user(os.geteuid())}"
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"

@@ -28,7 +28,7 @@ UNDER_WAY = "rewriting already in progress"
 
 
 def sentence_until_whole(client: redis.Redis, address: str) -> str:
-    """ "" when the file can be trusted, or nobody can rewrite it; else what is waited for, after seeing to it that the file is being rewritten.
+    """ "" when the file can be trusted, or nobody can rewrite it; else what is waited for. Has it rewritten.
 
     Raises:
         ServerUnsuitable: this user may not have it rewritten.
@@ -50,8 +50,8 @@ def sentence_until_whole(client: redis.Redis, address: str) -> str:
         except redis.ResponseError as error:
             if "unknown command" in str(error):
                 _log.warning(
-                    "Warning: %s %s at %s has no BGREWRITEAOF, as managed servers do. Its append-only file may hold half "
-                    "a transaction if it was cut off in the middle of a write, which its next start would execute.",
+                    "Warning: %s %s at %s has no BGREWRITEAOF, as managed servers do. Its append-only file may hold "
+                    "half a transaction after a cut in the middle of a write; its next start would execute that.",
                     name.capitalize(),
                     version,
                     address,

@@ -341,10 +341,10 @@ class Connection:
     def _made_anew(self, connection: Any) -> None:
         """The pool has made one of its connections, and sends nothing of ours on it before this.
 
-        Servers and balancers close what is idle: such a connection is made again, and nothing is lost. But what is about
-        to be sent must not go to a server that is back without its newest writes, nor to another one than the open
-        connections lead to: in a planned failover the old primary answers for a while. So each new connection asks who
-        answers. A user who may not ask has each connection that broke unused counted as a loss.
+        Servers and balancers close what is idle: such a connection is made again, and nothing is lost. But what is
+        about to be sent must not go to a server that is back without its newest writes, nor to another one than the
+        open connections lead to: in a planned failover the old primary answers for a while. So each new connection asks
+        who answers. A user who may not ask has each connection that broke unused counted as a loss.
         """
         address = (getattr(connection, "host", ""), getattr(connection, "port", 0))
         connection.on_connect()
@@ -400,8 +400,13 @@ class Connection:
 
 
 def _introduce(connection: Any, name: str) -> str:
-    """Tells the server the connection's name, and asks it for its own. -> the process that answers, and since when it is
-    a primary; "" where the login may not ask. Managed servers may know no CLIENT; nothing but CLIENT LIST needs it."""
+    """Tells the server the connection's name, and asks who it is.
+
+    Managed servers may know no CLIENT; only CLIENT LIST needs it.
+
+    Returns:
+        The process that answers, and since when it is a primary; "" where the login may not ask.
+    """
     commands = [("INFO", "server", "replication"), *([("CLIENT", "SETNAME", name)] if name else [])]
     connection.send_packed_command(connection.pack_commands(commands))
     answers: list[bytes] = []

@@ -8,8 +8,10 @@ Three locks, all released by the kernel when their holder dies, so none can be l
 - ``start.lock``: exclusive while a server is started or stopped. Eight processes at once start one. A server at work is
   joined without it.
 - ``users.lock``: shared, one per user. A user that can turn its own into an exclusive one is the last.
-- ``alive.lock``: exclusive, inherited by the server itself. While it is held nobody starts a second server on the same
-  files, whatever the socket or a stale pid says.
+- the folder itself: exclusive, inherited by the server. While it is held the server is alive, whatever its socket, a
+  record, or the process numbers of another container say, and nobody starts a second one on the same files. A folder
+  cannot be removed while there is something in it, and systemd's cleaning of /tmp leaves a locked one alone
+  (tmpfiles.d(5)). NFS locks files only: there it is ``alive.lock``.
 
 Losses by kind of failure (measured with Valkey 9.1.2; docs/log.md). A clean stop loses nothing. When the server process
 alone is killed, ``appendfsync always`` and ``no`` lose no acknowledged write: both hand each write to the kernel before
@@ -18,21 +20,24 @@ to two seconds, and still answers; with an fsync slowed to 0.7 s a kill lost eve
 quick disk none. No setting turns that off. When the power goes, ``always`` loses nothing, ``everysec`` up to two
 seconds, and ``no`` whatever the kernel had not written back, about 30 s on Linux.
 
-`home` must be on a filesystem with working ``flock`` and must not be shared between hosts: a unix socket is local.
+`home` must be on a filesystem with working ``flock``. Containers of one host may share it; hosts may not: a unix socket
+is local.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +46,27 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
-from rlbuffer.process.files import write_whole
+from rlbuffer.process.files import owner_of, write_whole
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
+    cut_zeros,
     log_tail,
+    program_of,
     read_record,
     socket_address,
     socket_path,
+    visible_from,
     write_record,
 )
-from rlbuffer.store.server.embedded_process import children, is_dead, left_behind, state_and_program
 from rlbuffer.store.server.suitable import identity
 
 ANSWER_TIMEOUT_SECONDS = 2.0
 """A server that answers INFO later than this is busy or stopped, not gone."""
+SOCKET_SECONDS = 5.0
+"""A server opens its socket right after its start: one that has none for so long has lost it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +165,10 @@ class EmbeddedServer:
 
 _joined: set[EmbeddedServer] = set()
 """Users of this process, released at exit when the program did not."""
+_children: list[subprocess.Popen[bytes]] = []
+"""Servers that this process has started."""
+_starting: set[int] = set()
+"""Descriptors of locks that are about to be a server's: a process that is forked meanwhile must not keep them."""
 _is_exiting = False
 """The interpreter is ending: a daemon thread that loses the server now must not start it again."""
 
@@ -166,46 +179,69 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
     `settings` count when it starts; a server that already runs keeps those it was started with.
 
     Raises:
-        ServerUnreachable: no program, no start, or no answer in time; the message has the log's last lines.
-        ConfigError: a setting that no server would take, or a home that cannot be made.
+        ServerUnreachable: no program, no start, or no answer in time; the message has the log's last lines. Or one is
+            at work that cannot be reached from here.
+        ConfigError: a setting that no server would take, or a home that cannot be used.
     """
     if _is_exiting:
         raise ServerUnreachable("this process is ending: it does not start the embedded server again")
-    home = home.expanduser().absolute()
+    home = home.absolute()
     directory = home / "server"
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"home: {directory} cannot be made: {error.strerror}", setting="home") from None
-    directory.chmod(0o700)
     deadline = time.monotonic() + timeout_seconds
-    server = _join_at_work(home, deadline)
-    if server is None:
-        with exclusive(directory / "start.lock", deadline):
-            is_ours = False
-            while True:
-                if not is_held(directory / "alive.lock") or _bury(directory):
-                    if is_ours:
-                        raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
-                    _start(directory, settings)
-                    is_ours = True
-                socket = read_record(directory).get("socket") or str(socket_path(directory))
-                answer = _await_ready(directory, Path(socket), deadline)
-                if answer is not None:
-                    break
-            write_record(directory, pid=answer.pid, socket=socket, program=state_and_program(answer.pid)[1])
-            server = answer.server(home, socket, started_here=is_ours, users=_join(directory))
+    with _usable(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.chmod(0o700)
+        server = _join_at_work(home, deadline) or _start_or_join(home, settings, deadline)
     _joined.add(server)
     return server
 
 
-def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
-    """Joins a server whose process lives, without the lock that one starts and stops with: a thousand may come at once.
-    None when it does not live, or its last user is about to stop it."""
+@contextlib.contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Raises ConfigError where the filesystem refuses: somebody else's folder, no locks, no space."""
+    try:
+        yield
+    except RlbufferError:
+        raise
+    except OSError as error:
+        place = Path(error.filename or directory)
+        no_locks = error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+        reason = "its filesystem has no flock" if no_locks else (error.strerror or "").lower()
+        raise ConfigError(
+            f"the embedded server cannot live under home {directory.parent}: {place}: {reason} ({owner_of(place)}).\n"
+            "  Name a folder of your own, on a disk of this host: --home, RLBUFFER_HOME, or `home` in the settings. Or "
+            "name a server: --redis.",
+            setting="home",
+        ) from error
+
+
+def _start_or_join(home: Path, settings: ServerSettings, deadline: float) -> EmbeddedServer:
     directory = home / "server"
-    recorded = read_record(directory)
-    socket = recorded.get("socket")
-    if not isinstance(socket, str) or not is_held(directory / "alive.lock") or is_dead(recorded):
+    with exclusive(directory / "start.lock", deadline):
+        is_ours = False
+        while True:
+            if not is_held(_alive(directory)):
+                if is_ours:
+                    raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
+                _start(directory, settings)
+                is_ours = True
+            socket = read_record(directory).get("socket") or str(socket_path(directory))
+            answer = _await_ready(directory, Path(socket), deadline)
+            if answer is not None:
+                break
+            if not is_ours:
+                _end_unheard(directory, read_record(directory))
+        if is_ours:
+            write_record(directory, pid=answer.pid, socket=socket, program=program_of(answer.pid)[1])
+        return answer.server(home, socket, started_here=is_ours, users=_join(directory))
+
+
+def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
+    """Joins a server at work, without the lock that one starts and stops with: a thousand may come at once.
+    None when it is not, nobody listens, or its last user is about to stop it."""
+    directory = home / "server"
+    socket = read_record(directory).get("socket")
+    if not isinstance(socket, str) or not Path(socket).exists() or not is_held(_alive(directory)):
         return None
     try:
         users = _join(directory)
@@ -225,11 +261,12 @@ def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
 
 def find(home: Path) -> EmbeddedServer | None:
     """The home's server if it runs and answers, without becoming one of its users, or None. Changes nothing."""
-    home = home.expanduser().absolute()
+    home = home.absolute()
     directory = home / "server"
-    socket = read_record(directory).get("socket")
-    if not isinstance(socket, str) or not is_held(directory / "alive.lock"):
-        return None
+    with _usable(directory):
+        socket = read_record(directory).get("socket")
+        if not isinstance(socket, str) or not is_held(_alive(directory)):
+            return None
     try:
         answer = _look(Path(socket))
     except redis.TimeoutError:
@@ -237,15 +274,36 @@ def find(home: Path) -> EmbeddedServer | None:
     return None if answer is None else answer.server(home, socket)
 
 
+def _alive(directory: Path) -> Path:
+    """The lock that the server holds as long as it lives."""
+    return directory / "alive.lock" if _on_nfs(directory) else directory
+
+
+@cache
+def _on_nfs(directory: Path) -> bool:
+    """Only what is open for writing can be locked, and no folder can."""
+    try:
+        is_held(directory)
+        return False
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return True
+
+
 def _start(directory: Path, settings: ServerSettings) -> None:
     binary = find_binary()
     socket = socket_path(directory)
     socket.unlink(missing_ok=True)
+    cut_zeros(directory)
     config = directory / "server.conf"
     write_whole(config, configuration(directory, socket, settings), is_private=True)
-    alive = os.open(directory / "alive.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = _alive(directory)
+    flags = os.O_RDONLY if lock == directory else os.O_RDWR | os.O_CREAT
+    alive = os.open(lock, flags | os.O_CLOEXEC, 0o600)
+    _starting.add(alive)
     try:
-        # A `find` that just looks holds it for a moment.
+        # Whoever just looks holds it for a moment.
         while not try_lock(alive, fcntl.LOCK_EX):
             time.sleep(LOCK_POLL_SECONDS)
         with (directory / "server.log").open("ab") as log:
@@ -262,15 +320,17 @@ def _start(directory: Path, settings: ServerSettings) -> None:
     except OSError as error:
         raise ServerUnreachable(f"cannot start the embedded server {binary.path}: {error}") from error
     finally:
+        _starting.discard(alive)
         os.close(alive)
-    children[child.pid] = child
+    _children.append(child)
     # Its program is recorded once it answers: a wrapper script changes it with `exec`.
     write_record(directory, pid=child.pid, socket=str(socket), program=None)
 
 
 def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | None:
-    """The server's answer once it has loaded its data, or None when it died meanwhile and was not started here."""
+    """The server's answer once it has loaded its data; None when it has ended, or has lost its socket."""
     state = "did not listen"
+    silent = time.monotonic() + SOCKET_SECONDS
     while time.monotonic() < deadline:
         try:
             answer = _look(socket)
@@ -281,7 +341,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
             return answer
         if answer is not None:
             state = "is still loading its data"
-        elif not is_held(directory / "alive.lock") or is_dead(read_record(directory)):
+        elif not is_held(_alive(directory)) or _has_gone(read_record(directory)) or time.monotonic() > silent:
             return None
         time.sleep(LOCK_POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
@@ -290,7 +350,18 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
 
 def _look(socket: Path) -> _Answer | None:
     """The server that answers at the socket; None when nothing listens. Raises redis.TimeoutError when it is silent."""
-    client = redis.Redis(
+    try:
+        with _client(socket) as client:
+            # INFO is answered while the data load, PING is not.
+            info: Mapping[str, Any] = client.info("server", "persistence")
+    except redis.ConnectionError:
+        return None
+    name, version = identity(info)
+    return _Answer(pid=int(info["process_id"]), name=name, version=version, is_loading=bool(info.get("loading", 0)))
+
+
+def _client(socket: Path) -> redis.Redis:
+    return redis.Redis(
         unix_socket_path=str(socket),
         protocol=3,
         retry=Retry(NoBackoff(), 0),
@@ -298,55 +369,71 @@ def _look(socket: Path) -> _Answer | None:
         socket_connect_timeout=ANSWER_TIMEOUT_SECONDS,
         driver_info=None,
     )
+
+
+def _end_unheard(directory: Path, recorded: Mapping[str, Any]) -> None:
+    """Ends what holds the lock of a server at whose socket nobody listens, and returns when the lock is free.
+
+    Raises:
+        ServerUnreachable: it is not of this machine or container, or nobody knows what it is.
+    """
+    if not is_held(_alive(directory)):
+        return
+    pid, deadline = recorded.get("pid"), time.monotonic() + SOCKET_SECONDS
+    held = f"a server is at work on {directory} (its lock is held), and nobody listens at its socket."
+    if not isinstance(pid, int):
+        raise ServerUnreachable(
+            f"{held} The files by which it is found were removed. End it once, and its data are whole: "
+            f'pkill -f "{directory}/server.conf"'
+        )
+    if recorded.get("space") != visible_from():
+        raise ServerUnreachable(
+            f"{held} It was started on host {recorded.get('host')}, in another container or machine than this one: use "
+            "it there, give both one server by its address (--redis), or name another home here."
+        )
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if _has_gone(recorded):
+            os.killpg(pid, signal.SIGKILL)  # a child that it forked to rewrite its file lives on
+        elif program_of(pid)[1] == recorded.get("program"):
+            os.kill(pid, signal.SIGTERM)
+    while is_held(_alive(directory)):
+        if time.monotonic() > deadline:
+            raise ServerUnreachable(f"{held} Process {pid} of this host has it, or what that left behind: end it.")
+        time.sleep(LOCK_POLL_SECONDS)
+
+
+def _has_gone(recorded: Mapping[str, Any]) -> bool:
+    """The recorded process has ended. False where it cannot be seen from here."""
+    pid = recorded.get("pid")
+    for child in _children:
+        child.poll()  # a parent must reap its children, or they look alive
+    if not isinstance(pid, int) or recorded.get("space") != visible_from():
+        return False
     try:
-        # INFO is answered while the data load, PING is not.
-        info: Mapping[str, Any] = client.info("server", "persistence")
-    except redis.ConnectionError:
-        return None
-    finally:
-        client.close()
-    name, version = identity(info)
-    return _Answer(pid=int(info["process_id"]), name=name, version=version, is_loading=bool(info.get("loading", 0)))
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return program_of(pid)[0] == "Z"
 
 
 def _stop(directory: Path, deadline: float) -> bool:
-    """SIGTERM, then waits for the end: the server syncs its append-only file before it goes."""
-    recorded = read_record(directory)
-    if not is_held(directory / "alive.lock") or "pid" not in recorded or is_dead(recorded):
+    """Asks the server to end, and waits for it: it syncs its append-only file before it goes."""
+    socket = Path(str(read_record(directory).get("socket")))
+    if not is_held(_alive(directory)):
         return False
-    try:
-        os.kill(int(recorded["pid"]), signal.SIGTERM)
-    except ProcessLookupError:
-        return False
-    while not is_dead(recorded):
+    with contextlib.suppress(redis.RedisError), _client(socket) as client:
+        client.execute_command("SHUTDOWN")
+    while is_held(_alive(directory)):
         if time.monotonic() > deadline:
             return False
         time.sleep(LOCK_POLL_SECONDS)
-    if not is_held(directory / "alive.lock"):
-        (directory / "server.json").unlink(missing_ok=True)
-    socket = Path(recorded["socket"])
-    socket.unlink(missing_ok=True)
+    for path in (directory / "server.json", socket):
+        path.unlink(missing_ok=True)
     if socket.parent != directory:
         with contextlib.suppress(OSError):
             socket.parent.rmdir()
-    return True
-
-
-def _bury(directory: Path) -> bool:
-    """True when the server is dead although its lock is held: a child that it forked to rewrite its file lives on."""
-    recorded = read_record(directory)
-    if not is_dead(recorded):
-        return False
-    for pid in left_behind(directory, int(recorded["pid"])):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    patience = time.monotonic() + 1.0
-    while is_held(directory / "alive.lock"):
-        if time.monotonic() > patience:
-            # Held by something that inherited it by accident (a fork in the moment of starting): it guards nothing.
-            (directory / "alive.lock").unlink(missing_ok=True)
-            break
-        time.sleep(LOCK_POLL_SECONDS)
     return True
 
 
@@ -365,13 +452,16 @@ def _release_all() -> None:
     _is_exiting = True
     for server in tuple(_joined):
         server.release(timeout_seconds=10.0)
-    for child in children.values():
+    for child in _children:
         if child.poll() is None:
             # It outlives this process on purpose, so its finalizer has nothing to warn of.
             child.returncode = 0
 
 
 def _after_fork() -> None:
+    for descriptor in _starting:
+        os.close(descriptor)
+    _starting.clear()
     for server in tuple(_joined):
         server._rejoin()
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 import stat
 import tempfile
+from functools import cache
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +19,8 @@ from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process.files import write_whole
+
+_log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 108 on Linux and 104 on macOS, the closing zero included."""
@@ -77,13 +83,60 @@ def socket_path(directory: Path) -> Path:
 
 
 def write_record(directory: Path, *, pid: int, socket: str, program: str | None) -> None:
-    """Writes the pid file; `program` guards against a number that the kernel has given to something else."""
-    text = json.dumps({"pid": pid, "socket": socket, "program": program}) + "\n"
-    write_whole(directory / "server.json", text, is_private=True)
+    """Writes who the server is. `program` guards against a number that the kernel has given to something else; from
+    another host or container the number says nothing."""
+    record = {"pid": pid, "socket": socket, "program": program, "host": gethostname(), "space": visible_from()}
+    write_whole(directory / "server.json", json.dumps(record) + "\n", is_private=True)
+
+
+@cache
+def visible_from() -> str:
+    """The processes whose numbers mean something here: those of this machine since its start, in this PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return gethostname()
+
+
+def program_of(pid: int) -> tuple[str, str | None]:
+    """(state letter, program name) from /proc; ("", None) where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "", None
+    return text[text.rindex(")") + 2], text[text.index("(") + 1 : text.rindex(")")]
+
+
+def cut_zeros(directory: Path) -> None:
+    """Cuts the zero bytes behind the append-only file's end, which a power cut can leave there: the length of what was
+    written last was on the disk, its bytes were not. No server starts with them, and no whole file ends with one."""
+    manifest = directory / "appendonlydir" / "appendonly.aof.manifest"
+    try:
+        names = re.findall(r"^file (\S+) seq \d+ type i$", manifest.read_text(), re.MULTILINE)
+        file = (manifest.parent / names[-1]).open("r+b")
+    except (OSError, IndexError):
+        return  # a new server, or one that says itself what is wrong
+    with file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - (1 << 20))
+            file.seek(start)
+            end = start + len(file.read(end - start).rstrip(b"\0"))
+            if end > start:
+                break
+        if end < size:
+            file.truncate(end)
+            _log.warning(
+                "Warning: %s ended with %d zero bytes, as a power cut leaves them. They were cut; the writes that "
+                "stood there are lost, at most those of the last two seconds.",
+                file.name,
+                size - end,
+            )
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """``pid``, ``socket`` and ``program`` of the server last started, {} when there is none."""
+    """The record of the server last started, {} when there is none."""
     try:
         record = json.loads((directory / "server.json").read_text())
     except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,8 +43,8 @@ class Closed:
 
 
 @pytest.fixture
-def closed(redis_url: str) -> Iterator[Closed]:
-    yield Closed(redis_url)
+def closed(redis_url: str) -> Closed:
+    return Closed(redis_url)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

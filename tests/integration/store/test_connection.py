@@ -19,7 +19,15 @@ from faults import CuttingProxy, TalkingServer, info_reply
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import BufferClosed, ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer, WrongType
+from rlbuffer.errors import (
+    BufferClosed,
+    ConfigError,
+    ServerRefused,
+    ServerUnreachable,
+    ServerUnsuitable,
+    WrongAnswer,
+    WrongType,
+)
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.connection import Connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import exclusive, is_held
 from rlbuffer.store.server.binary import ServerBinary
-from rlbuffer.store.server.embedded import _bury, ensure, find
+from rlbuffer.store.server.embedded import ensure, find
 from rlbuffer.store.server.embedded_files import write_record
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
@@ -101,7 +102,7 @@ def client(address: str) -> redis.Redis:
 
 def wait_until_dead(home: Path) -> None:
     deadline = time.monotonic() + 10
-    while is_held(home / "server" / "alive.lock"):
+    while is_held(home / "server"):
         assert time.monotonic() < deadline, "the server did not end"
         time.sleep(0.01)
 
@@ -124,7 +125,7 @@ def test_the_server_is_private_durable_and_never_evicts(home: Path) -> None:
     server = ensure(home, ServerSettings(maxmemory="64mb", appendfsync="always"))
     directory = home / "server"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    for private in ("server.conf", "server.json", "users.lock", "start.lock", "alive.lock"):
+    for private in ("server.conf", "server.json", "users.lock", "start.lock"):
         assert stat.S_IMODE((directory / private).stat().st_mode) == 0o600, private
     assert stat.S_IMODE((directory / "server.sock").stat().st_mode) == 0o700
     with client(server.address) as c:
@@ -259,7 +260,6 @@ def test_a_stale_pid_file_and_socket_do_not_mislead(home: Path) -> None:
     record = {"pid": os.getpid(), "socket": str(directory / "server.sock"), "program": "valkey-server"}
     (directory / "server.json").write_text(json.dumps(record))
     (directory / "server.sock").write_text("")
-    (directory / "alive.lock").write_text("")
     assert find(home) is None
     server = ensure(home, SETTINGS)
     assert server.started_here
@@ -402,28 +402,97 @@ def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_o
     assert new.release()
 
 
-def test_a_program_that_got_a_dead_servers_number_is_left_alone(tmp_path: Path) -> None:
-    """With everything of its group. The processes that the server left behind still hold its lock, and go."""
-    (tmp_path / "alive.lock").touch()
-    lock = os.open(tmp_path / "alive.lock", os.O_RDWR)
+def test_a_program_that_got_a_dead_servers_number_is_left_alone(home: Path) -> None:
+    # Something that a server left behind has the lock, and the number that was recorded is a stranger's by now.
+    directory = home / "server"
+    directory.mkdir()
+    lock = os.open(directory, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    waits = "import sys; sys.stdin.read()"
-    forks = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], pass_fds=({lock},))"
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-    with subprocess.Popen([sys.executable, "-c", waits], **streams) as stranger:
-        write_record(tmp_path, pid=stranger.pid, socket="s", program="valkey-server")
-        assert _bury(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
+        write_record(directory, pid=stranger.pid, socket=str(directory / "server.sock"), program="valkey-server")
+        with pytest.raises(ServerUnreachable):
+            ensure(home, SETTINGS)
         assert stranger.poll() is None
         stranger.communicate()
-    (tmp_path / "alive.lock").touch()
     os.close(lock)
-    lock = os.open(tmp_path / "alive.lock", os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with subprocess.Popen([sys.executable, "-c", forks], **streams, pass_fds=(lock,)) as dead:
-        dead.wait()
-        os.close(lock)
-        write_record(tmp_path, pid=dead.pid, socket="s", program="valkey-server")
-        assert is_held(tmp_path / "alive.lock")
-        assert _bury(tmp_path)
-        assert (tmp_path / "alive.lock").exists(), "the child was killed, and let go of the lock"
-        assert not is_held(tmp_path / "alive.lock")
+
+
+# -- a server at work is found, or left alone, whatever was done to its files ------------------------------------------
+
+
+def test_a_server_whose_socket_was_removed_is_ended_and_started_again_with_its_data(home: Path) -> None:
+    first = ensure(home, SETTINGS)
+    with client(first.address) as c:
+        c.set("k", 1)
+    (home / "server" / "server.sock").unlink()
+    again = ensure(home, SETTINGS)
+    assert again.pid != first.pid
+    with client(again.address) as c:
+        assert c.get("k") == b"1"
+    assert (first.release(), again.release()) == (False, True)
+
+
+def test_a_server_whose_files_were_all_removed_is_never_doubled(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    for name in ("server.sock", "server.json", "server.conf", "users.lock", "start.lock", "alive.lock"):
+        (home / "server" / name).unlink(missing_ok=True)
+    try:
+        with pytest.raises(ServerUnreachable) as caught:
+            ensure(home, SETTINGS)
+        assert f"{home}/server" in str(caught.value)
+        assert is_held(home / "server")
+    finally:
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until_dead(home)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace is root's to make")
+@pytest.mark.parametrize("can_connect", [True, False])
+def test_a_server_of_another_container_is_joined_or_left_alone(home: Path, can_connect: bool) -> None:
+    server = ensure(home, SETTINGS)
+    if not can_connect:  # as on another host, where the file is there and nobody listens
+        (home / "server" / "server.sock").unlink()
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", USER, str(home), "release"]
+    other = subprocess.run(command, input="\n\n", capture_output=True, text=True, timeout=120, check=False)
+    assert other.returncode == (0 if can_connect else 1), other.stderr
+    if can_connect:
+        assert json.loads(other.stdout.splitlines()[1])["pid"] == server.pid
+    else:
+        assert "ServerUnreachable" in other.stderr
+    assert is_held(home / "server")
+    os.kill(server.pid, signal.SIGTERM)
+    wait_until_dead(home)
+    server.release()
+
+
+@pytest.mark.parametrize("zeros", [1, 4096, 3 << 20])
+def test_zeros_behind_the_files_end_are_cut_and_said(home: Path, caplog: pytest.LogCaptureFixture, zeros: int) -> None:
+    server = ensure(home, SETTINGS)
+    with client(server.address) as c:
+        c.set("k", 1)
+    server.release()
+    (part,) = (home / "server" / "appendonlydir").glob("*.incr.aof")
+    with part.open("ab") as file:
+        file.write(bytes(zeros))
+    again = ensure(home, SETTINGS)
+    with client(again.address) as c:
+        assert c.get("k") == b"1"
+    again.release()
+    assert [record.args for record in caplog.records] == [(str(part), zeros)]
+
+
+# -- homes that cannot be used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_home_that_the_filesystem_refuses_is_a_setting_to_change(
+    home: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with pytest.raises(ConfigError) as caught:
+        ensure(home, SETTINGS)
+    assert caught.value.setting == "home"
+    assert str(home) in str(caught.value)
