@@ -15,6 +15,7 @@ import os
 import select
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -192,5 +193,11 @@ def _failure(error: Exception) -> int:
     if isinstance(error, RlbufferError):
         say(f"Error: {error}", err=True)
         return error.exit_code
+    if isinstance(error, OSError) and error.errno is not None:
+        from rlbuffer.process.files import owner_of
+
+        whose = f" ({owner_of(Path(error.filename))})" if isinstance(error.filename, str) else ""
+        say(f"Error: this host refused: {error}{whose}\n  --debug shows what asked for it.", err=True)
+        return 1
     say(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
     return 1

@@ -18,7 +18,7 @@ def check_home(loaded: Loaded) -> None:
     from rlbuffer.errors import NotFound
 
     settings = loaded.settings
-    if settings.redis_url is None and not (settings.home.expanduser() / "server").is_dir():
+    if settings.redis_url is None and not (settings.home_dir / "server").is_dir():
         raise NotFound(
             f"nothing was ever stored under {settings.home} ({loaded.source('home')}): no embedded server has run "
             f"there. Start one with `rlbuffer demo`, or say where the run is: --redis URL or --home DIR."

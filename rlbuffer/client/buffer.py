@@ -332,7 +332,7 @@ def connect(
     store = open_store(
         url,
         run=run,
-        home=settings.home.expanduser(),
+        home=Path() if url else settings.home_dir,
         server=settings.server,
         name=name,
         origin=origin,

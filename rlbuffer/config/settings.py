@@ -17,6 +17,7 @@ from rlbuffer.config import dotted
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, Table
 from rlbuffer.config.trainer import TrainerSettings
+from rlbuffer.errors import ConfigError
 
 
 class ServerSettings(Table):
@@ -243,9 +244,21 @@ class RunSettings(Table):
     eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)
 
     @property
+    def home_dir(self) -> Path:
+        """`home` as a path. Raises ConfigError where it begins with ``~`` and this process's user has no folder."""
+        try:
+            return self.home.expanduser()
+        except RuntimeError:
+            raise ConfigError(
+                f"home = {str(self.home)!r}: this process's user has no folder of its own (no HOME, no entry in "
+                "passwd). Name one: --home, RLBUFFER_HOME, or `home` in the settings.",
+                setting="home",
+            ) from None
+
+    @property
     def run_dir(self) -> Path:
         """The folder of this run's weights, checkpoints and metrics, unless `trainer.output` says otherwise."""
-        return self.home.expanduser() / "runs" / self.run
+        return self.home_dir / "runs" / self.run
 
     @property
     def output_dir(self) -> Path:

@@ -8,19 +8,37 @@ trainer's launcher and its ranks are all forked from it.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
+import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+LONGEST_TMPDIR_BYTES = 60
+"""Room for ``/pymp-xxxxxxxx/listener-xxxxxxxx`` behind it."""
+
 
 def start(preload: Sequence[str]) -> ForkServerContext:
     """Starts the forkserver without waiting for its imports. Modules that do not exist are skipped."""
+    _shorten_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlbuffer.process.preload", *preload])
     _instance().ensure_running()  # the instance's own: `share` may have replaced it
     return context
+
+
+def _shorten_sockets() -> None:
+    """Puts multiprocessing's sockets under /tmp where TMPDIR is too long for them, as a batch job's folder is: the kernel
+    takes 108 bytes (104 on macOS)."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > LONGEST_TMPDIR_BYTES:
+        tempfile.tempdir = "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # is asked once, and kept
+        finally:
+            tempfile.tempdir = usual
 
 
 def wait_until_loaded(context: ForkServerContext) -> None:

@@ -95,7 +95,7 @@ def _fix(setting: str) -> str:
 def _disk(settings: RunSettings) -> Iterator[Diagnosis]:
     """Free space of the folders that are written to, once per disk."""
     seen = set()
-    for folder in (settings.home.expanduser(), settings.output_dir):
+    for folder in (settings.home_dir, settings.output_dir):
         absolute = folder.absolute()
         there = next(f for f in (absolute, *absolute.parents) if f.exists())
         device = there.stat().st_dev

@@ -6,6 +6,7 @@ started. The parts that shall run here decide which checks are made: a batcher n
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from rlbuffer.config.settings import (
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.scorer import gives_nothing
+from rlbuffer.process.files import owner_of
 from rlbuffer.run.pythons import gpus_here, python_of, wrong_pythons
 
 Parts = Collection[str]
@@ -94,7 +96,10 @@ class _Look:
 
     def home(self) -> Iterator[Mistake]:
         """The folders that the embedded server and the trainer write to, and the server's program."""
-        yield from self.folder("home", self.settings.home)
+        try:
+            yield from self.folder("home", self.settings.home_dir)
+        except ConfigError as error:
+            yield placed(error, self.places)
         if self.settings.trainer.output is not None:
             yield from self.folder("trainer.output", self.settings.trainer.output)
         if not self.settings.redis_url:
@@ -108,10 +113,10 @@ class _Look:
     def folder(self, setting: str, path: Path) -> Iterator[Mistake]:
         """A folder that is written to, or will be made."""
         absolute = path.expanduser().absolute()
-        there = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+        there = next(folder for folder in (absolute, *absolute.parents) if os.access(folder, os.F_OK))
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no directory"
-            yield self._say(setting, f"{setting} = {str(path)!r}: {there} {why}")
+            yield self._say(setting, f"{setting} = {str(path)!r}: {there} {why} ({owner_of(there)})")
 
     def gpus(self, setting: str, gpus: Sequence[int | str], device: str, ranks: int = 0) -> Iterator[Mistake]:
         """Devices that this host does not have; `ranks` need one each."""
@@ -184,6 +189,15 @@ class _Look:
         if ":" in trainer.loss.name:
             yield from self.path("trainer.loss.name", trainer.loss.name, "tokens, settings")
         yield from self.gpus("trainer", trainer.gpus, trainer.device, trainer.world_size)
+        try:
+            multiprocessing.get_context("spawn").Lock()
+        except OSError as error:
+            shm = Path("/dev/shm")
+            yield Mistake(
+                f"ranks cannot share locks in {shm} ({(error.strerror or '').lower()}; {owner_of(shm)}). Mount a "
+                "writable tmpfs there: --shm-size of a container, an emptyDir of medium Memory in Kubernetes.",
+                ("trainer",),
+            )
         for setting, is_wanted, module, extra in (
             ("trainer", True, "torch", "train"),
             ("trainer", True, "transformers", "train"),

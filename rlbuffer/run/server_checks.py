@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -57,7 +58,7 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
         yield doubtful("server", text, "set redis_url to a server, or leave it out, for a run of several processes")
         return
     if not url:
-        running = embedded.find(settings.home)
+        running = embedded.find(settings.home_dir)
         if running is None:
             yield _program()
             return
@@ -66,7 +67,7 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
     try:
         connection = _Unchecked(
             url,
-            home=settings.home,
+            home=Path(),
             server=settings.server,
             name="doctor",
             origin=origin,

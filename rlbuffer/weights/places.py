@@ -32,8 +32,8 @@ def load_serving() -> Any:
 
 def default_cache() -> VersionCache:
     """A cache without relays under ``RLBUFFER_HOME``, for programs that have no settings."""
-    home = Path(os.environ.get("RLBUFFER_HOME") or RunSettings().home)
-    return VersionCache(home.expanduser() / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
+    home = RunSettings(home=Path(os.environ.get("RLBUFFER_HOME") or "~/.rlbuffer")).home_dir
+    return VersionCache(home / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def announced(settings: RunSettings, location: str) -> str:

@@ -1,0 +1,87 @@
+"""Hosts that refuse what others give: another user's home, no home, a long TMPDIR, a /dev/shm that cannot be written.
+
+Each is one message with the place and the cure, and no defect.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.errors import ConfigError
+from rlbuffer.run.host_checks import on_host
+from rlbuffer.store.server.embedded import ensure, find
+from rlbuffer_cli.main import cli, main
+
+SOMEBODY = 12345
+
+
+@pytest.mark.server
+@pytest.mark.usefixtures("server_binary")
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is root's to be")
+def test_another_users_home_names_both_users(home: Path) -> None:
+    ensure(home, ServerSettings()).release()
+    home.chmod(0o755)
+    for folder in home.resolve().parents[:-1]:
+        folder.chmod(folder.stat().st_mode | 0o011)
+    os.seteuid(SOMEBODY)
+    try:
+        assert find(home) is None, "nobody can see whether there is one"
+        with pytest.raises(ConfigError) as caught:
+            ensure(home, ServerSettings())
+    finally:
+        os.seteuid(0)
+    assert caught.value.setting == "home"
+    assert {str(SOMEBODY), "root"} <= {*str(caught.value).replace(")", " ").replace(",", " ").split()}
+
+
+def test_a_user_without_a_folder_is_asked_for_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError) as caught:
+        _ = RunSettings().run_dir
+    assert caught.value.setting == "home"
+    mistakes = on_host(RunSettings(), lambda name: "", ("run",))
+    assert next(mistakes).settings == ("home",)
+
+
+def test_processes_share_a_forkserver_under_a_long_tmpdir(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    code = "from rlbuffer.process import forkserver; forkserver.wait_until_loaded(forkserver.start([]))"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(folder)}, timeout=120)
+    assert done.returncode == 0
+
+
+def test_ranks_that_cannot_share_locks_are_a_mistake_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(multiprocessing.context.SpawnContext, "Lock", refused)
+    assert ("trainer",) in [mistake.settings for mistake in on_host(RunSettings(), lambda name: "", ("train",))]
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "/etc/shadow"), OSError(28, "No space left")]
+)
+def test_what_the_host_refuses_is_no_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError
+) -> None:
+    def fails(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", fails)
+    assert main(["runs"]) == 1
+    said = capsys.readouterr().err
+    assert "defect" not in said
+    assert error.filename is None or error.filename in said
