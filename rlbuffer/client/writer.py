@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from rlbuffer.errors import InvalidRollout, PushGivenUp, RlbufferError, ServerRe
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
+from rlbuffer.records.rollout import lacks_logprobs
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Asked
+
+_log = logging.getLogger(__name__)
 
 TICKET_SECONDS = 60.0
 """The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
@@ -108,6 +112,7 @@ class Writer:
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
+        self._has_said_zeros = False
 
     @property
     def incarnation(self) -> str:
@@ -268,7 +273,22 @@ class Writer:
             config = self._store.meta().config or own
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
+        self._say_zeros(group)
         return group if self._limit is None else truncated_group(group, self._limit)
+
+    def _say_zeros(self, group: Group) -> None:
+        """Says once that a rollout has no logprobs: zeros are right for greedy sampling, and wrong ratios elsewhere."""
+        bare = () if self._has_said_zeros else [r.rollout_id for r in group.rollouts if lacks_logprobs(r)]
+        if bare:
+            self._has_said_zeros = True
+            _log.warning(
+                "group %s of env %s: every logprob of rollout %s is 0, as greedy sampling has them, or an engine that "
+                "was not asked for logprobs. Push those that it was sampled with: a loss with ratios trains wrongly "
+                "without. Said once by this writer",
+                group.group_id,
+                group.env,
+                bare[0],
+            )
 
 
 def given_up(group: Group) -> PushGivenUp:

@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 
 MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
-_MOST = float(MAX_LOGPROB)
+MIN_LOGPROB = np.float32(-104.0)
+"""In float32 e^-104 is 0: no sampler draws such a token. What is below is a stand-in for a logprob that is missing."""
+_LEAST, _MOST = float(MIN_LOGPROB), float(MAX_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +49,8 @@ class Rollout:
 
     Raises:
         InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob, of any
-            column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding); a reward or a float of a column is
+            column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding) or below -104 (e^-104 is 0 in
+            float32, so that nothing draws such a token); a reward or a float of a column is
             beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
             cover the trained tokens; a version is negative.
 
@@ -113,7 +116,7 @@ class Rollout:
                 raise InvalidRollout(f"column {name}: {list(array.shape)} rows do not match {length} tokens")
         for name, array in (("logprobs", self.logprobs), *columns.items()):
             if name.endswith("logprobs"):
-                refuse_above_0(name, array)
+                check_logprobs(name, array)
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", columns)
@@ -264,14 +267,24 @@ class RolloutArrays(NamedTuple):
         return len(self.tokens)
 
 
-def refuse_above_0(name: str, array: NDArray[Any]) -> None:
-    """Raises InvalidRollout when a logprob is above 0 by more than :data:`MAX_LOGPROB`."""
-    if array.size and array.item(array.argmax()) > _MOST:
-        at = tuple(int(index) for index in np.argwhere(array > MAX_LOGPROB)[0])
-        raise InvalidRollout(
-            f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
-            "probability; are these logits, or logprobs with the sign turned?"
-        )
+def check_logprobs(name: str, array: NDArray[Any]) -> None:
+    """Raises InvalidRollout unless all logprobs are from :data:`MIN_LOGPROB` to :data:`MAX_LOGPROB`."""
+    if not array.size or _LEAST <= array.item(array.argmin()) <= array.item(array.argmax()) <= _MOST:
+        return
+    at = tuple(int(index) for index in np.argwhere((array < MIN_LOGPROB) | (array > MAX_LOGPROB))[0])
+    why = (
+        "is above 0, so it is no logarithm of a probability; are these logits, or logprobs with the sign turned?"
+        if array[at] > 0
+        else f"is below {_LEAST:g}: a sampler draws no token of that probability. Engines write such numbers where a "
+        "logprob is missing; take the token out of loss_mask and put 0 there, or leave the rollout out"
+    )
+    raise InvalidRollout(f"column {name}: {float(array[at]):.6g} at position {at[0]} {why}")
+
+
+def lacks_logprobs(rollout: Rollout) -> bool:
+    """True when several tokens are trained, and every logprob is exactly 0: nothing was sampled with such a certainty,
+    except greedily."""
+    return not rollout.logprobs.any() and rollout.loss_tokens > 1
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:

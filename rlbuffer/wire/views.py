@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.info import RolloutInfo
-from rlbuffer.records.rollout import MAX_LOGPROB, RolloutArrays, as_arrays, refuse_above_0
+from rlbuffer.records.rollout import MAX_LOGPROB, MIN_LOGPROB, RolloutArrays, as_arrays, check_logprobs
 from rlbuffer.records.spans import as_spans
 from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, Cursor, Details, further_tables
 from rlbuffer.wire.bounded_msgpack import picked
@@ -58,7 +57,7 @@ def in_range(
         tokens.view(np.uint32).max() < (_TOKEN_IDS if vocabulary is None else min(vocabulary, _TOKEN_IDS))
         and loss_mask.view(np.uint8).max() <= 1
         # False for what is not a number, too: it is the smallest and the largest of every array that has one.
-        and logprobs.min() >= -MAX_NUMBER
+        and logprobs.min() >= MIN_LOGPROB
         and logprobs.max() <= MAX_LOGPROB
     )
 
@@ -103,5 +102,5 @@ def _viewed(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
     )
     for name, array in columns.items():
         if name.endswith("logprobs"):
-            refuse_above_0(name, array)
+            check_logprobs(name, array)
     return RolloutArrays(tokens, mask, logprobs, spans, columns, attachments, data)

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -266,3 +267,23 @@ def test_a_forked_process_does_not_push_under_an_incarnation_that_its_parent_was
         writer = buffer.writer("w", incarnation="mine")
         assert ended_well(is_refused)
         assert writer.push(group(0)).status == "stored"
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "is_said"),
+    [([0.0, 0.0, 0.0], True), ([0.0, -1e-7, 0.0], False), ([-0.5, -1.5, -0.1], False), ([0.0], False)],
+)
+def test_a_rollout_of_which_every_logprob_is_0_is_said_once(
+    logprobs: list[float], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = rlbuffer.Rollout.from_completion(
+        prompt_ids=[1, 2], token_ids=[3] * len(logprobs), logprobs=logprobs, reward=1.0, policy_version=0
+    )
+    with rlbuffer.connect("memory://") as buffer:
+        writer = buffer.writer("w")
+        for seed in (1, 2):
+            made = make_group(seed=seed, size=2, lengths=[8, 8])
+            pushed = replace(made, rollouts=(made.rollouts[0], replace(rollout, rollout_id=f"{made.group_id}/1")))
+            assert writer.push(pushed).status == "stored"
+    said = [message for message in caplog.messages if "a.1/1" in message]
+    assert (len(said), len(caplog.messages)) == (int(is_said), int(is_said))
