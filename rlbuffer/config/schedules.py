@@ -1,4 +1,6 @@
-"""Learning rates over a run, counted in optimizer updates from 1.
+"""Learning rates over a run, counted in planned optimizer updates from 1.
+
+Each step takes the same share of the plan: one that makes fewer updates than planned stretches no schedule.
 
 A schedule gives the share of the full rate at update u of n, after w updates of warm-up, which rise as u / w:
 
@@ -35,9 +37,10 @@ SCHEDULES: dict[str, Schedule] = {
 """Every schedule by its name in ``trainer.optimizer.schedule``."""
 
 
-def planned_updates(trainer: TrainerSettings) -> int:
-    """Updates of the whole run. A step with fewer micro-batches than `updates_per_pass` makes fewer."""
-    return trainer.steps * trainer.optimizer.passes * trainer.optimizer.updates_per_pass
+def planned_updates(trainer: TrainerSettings, steps: float | None = None) -> float:
+    """Updates that are planned for so many `steps`, whole or in part; None: for the run."""
+    planned = trainer.steps if steps is None else steps
+    return planned * trainer.optimizer.passes * trainer.optimizer.updates_per_pass
 
 
 def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
@@ -52,7 +55,7 @@ def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
     if optimizer.schedule == "wsd_sqrt" and not optimizer.warmup_updates <= optimizer.stable < planned:
         yield ConfigError(
             f"trainer.optimizer.stable = {optimizer.stable}: with schedule = wsd_sqrt the rate falls from that update "
-            f"on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than the {planned} "
+            f"on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than the {planned:.0f} "
             "planned updates",
             setting="trainer.optimizer.stable",
         )
@@ -68,8 +71,8 @@ def check_schedule(trainer: TrainerSettings) -> None:
         raise mistake
 
 
-def learning_rate_at(update: int, trainer: TrainerSettings) -> float:
-    """The learning rate of the given update, counted from 1.
+def learning_rate_at(update: float, trainer: TrainerSettings) -> float:
+    """The learning rate of the given planned update, counted from 1.
 
     Example:
         >>> from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings

@@ -35,7 +35,9 @@ class OptimizerSettings(Table):
     weight_decay: float = Field(0.0, ge=0, description="AdamW.")
     gradient_clip: float = Field(1.0, gt=0, description="Global L2 norm that gradients are clipped to.")
     schedule: Literal["constant", "linear", "cosine", "wsd_sqrt"] = Field(
-        "constant", description="What the learning rate does after the warm-up. Counted in updates, as is all of it."
+        "constant",
+        description="What the learning rate does after the warm-up. Counted in "
+        "planned updates, as is all of it: each step takes an equal share.",
     )
     warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
     stable: int = Field(0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start.")

@@ -11,7 +11,7 @@ Each word is a room: `setup` (device, ranks, policy), `pulls` (one step that all
 
 from __future__ import annotations
 
-from rlbuffer.config.schedules import learning_rate_at
+from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.announcing import Announcer
@@ -91,12 +91,12 @@ def train(
                     pass_times=tally.pass_times,
                 )
             tally.updates = len(updates.parts)
-            for part in updates.parts:
+            for number, part in enumerate(updates.parts, start=1):
                 with watch.measure("train"):
                     tally.sums += updates.accumulate(part)
                 with watch.measure("optimizer"):
-                    place.updates += 1
-                    tally.learning_rate = learning_rate_at(place.updates, trainer)
+                    steps = place.step + number / len(updates.parts)
+                    tally.learning_rate = learning_rate_at(planned_updates(trainer, steps), trainer)
                     tally.gradient_norm = take_step(
                         session.policy,
                         session.optimizer,

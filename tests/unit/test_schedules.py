@@ -1,4 +1,4 @@
-"""Learning rates over a run, counted in updates."""
+"""Learning rates over a run, counted in planned updates."""
 
 from __future__ import annotations
 

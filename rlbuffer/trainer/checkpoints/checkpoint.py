@@ -23,7 +23,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ class Checkpoint:
 
     step: int
     """Last trained step; 0 for none."""
-    updates: int
-    """Optimizer updates made; the schedule's place."""
     reader: Mapping[str, Any]
     """``Reader.state_dict()``: step, epoch, digest, what was trained last."""
     world_size: int
@@ -210,9 +208,9 @@ def load(directory: Path, step: int, *, run: str) -> Checkpoint:
     path = path_of(directory, step)
     meta = _read_meta(path)
     try:
-        checkpoint = Checkpoint(**{name: value for name, value in meta.items() if name not in ("format", "files")})
-    except TypeError as error:
-        raise CheckpointError(f"{path / _META} cannot be loaded: {error}") from error
+        checkpoint = Checkpoint(**{field.name: meta[field.name] for field in fields(Checkpoint)})
+    except KeyError as error:
+        raise CheckpointError(f"{path / _META} cannot be loaded: {error} is missing") from error
     if checkpoint.run != run:
         raise CheckpointError(f"{path} belongs to run {checkpoint.run!r}, not {run!r}: use another trainer.output")
     return checkpoint

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.trainer.checkpoints import checkpoint as checkpoints
 from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint
 from rlbuffer.trainer.session import TrainerSession
@@ -17,8 +19,6 @@ class Place:
 
     step: int = 0
     """Last trained step."""
-    updates: int = 0
-    """Optimizer updates made; the schedule's place."""
     checkpointed: int = 0
     """Step of the last checkpoint."""
     resumed_from: int = 0
@@ -43,7 +43,26 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
     checkpoints.restore(path, session.policy, session.optimizer, ranks=session.ranks)
     session.reader.load_state_dict(loaded.reader)
     checkpoints.restore_random_state(path, loaded, rank=session.ranks.rank)
-    return Place(step=loaded.step, updates=loaded.updates, checkpointed=loaded.step, resumed_from=loaded.step)
+    if change := _change_of_rate(session, step):
+        warn(change)
+    return Place(step=loaded.step, checkpointed=loaded.step, resumed_from=loaded.step)
+
+
+def _change_of_rate(session: TrainerSession, step: int) -> str:
+    """What the learning rate does after `step`, where the schedule is not the one that it was trained by; or "".
+
+    A run that has ended is given more steps, and its rate is no longer at its end.
+    """
+    trainer = session.settings.trainer
+    was = float(session.optimizer.param_groups[0]["lr"])
+    planned, goes_on = (learning_rate_at(planned_updates(trainer, step) + further, trainer) for further in (0, 1))
+    if step >= trainer.steps or math.isclose(was, planned, rel_tol=1e-6):
+        return ""
+    return (
+        f"step {step} was trained with a learning rate of {was:g}, and training goes on with {goes_on:g}: "
+        f"trainer.optimizer with trainer.steps = {trainer.steps} gives {planned:g} at step {step}. Set "
+        "trainer.optimizer.schedule and learning_rate if this is not what you want"
+    )
 
 
 def checkpoint(session: TrainerSession, place: Place) -> Path:
@@ -52,7 +71,6 @@ def checkpoint(session: TrainerSession, place: Place) -> Path:
         _folder(session),
         Checkpoint(
             step=place.step,
-            updates=place.updates,
             reader=session.reader.state_dict(),
             world_size=session.ranks.world_size,
             run=session.settings.run,

@@ -12,7 +12,8 @@ import torch
 
 from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.trainer.checkpoints.checkpoint import load, load_parameters
+from rlbuffer.events.trainer import TrainerWarning
+from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
 
@@ -50,12 +51,31 @@ def trained(output: Path, **trainer: Any) -> list[dict[str, Any]]:
     return records(output)
 
 
-def test_schedules_count_updates_and_a_checkpoint_knows_how_many_there_were(tmp_path: Path) -> None:
-    made = trained(tmp_path)
-    told = settings(tmp_path).trainer
-    assert [r["learning_rate"] for r in made] == [learning_rate_at(4 * step, told) for step in (1, 2)]
-    assert made[-1]["learning_rate"] == 0.0
-    assert load(tmp_path / "checkpoints", 2, run="default").updates == 8
+@pytest.mark.parametrize("updates_per_pass", [1, 2, 64])  # no step has 64 micro-batches
+def test_every_step_takes_its_share_of_the_schedule_however_many_updates_it_makes(
+    tmp_path: Path, updates_per_pass: int
+) -> None:
+    optimizer = {"updates_per_pass": updates_per_pass, "warmup_updates": updates_per_pass}
+    made = trained(tmp_path, steps=3, optimizer=optimizer)
+    told = settings(tmp_path, optimizer, steps=3).trainer
+    rates = [learning_rate_at(2 * updates_per_pass * step, told) for step in (1, 2, 3)]
+    assert [r["learning_rate"] for r in made] == rates
+    assert rates == pytest.approx([told.optimizer.learning_rate * share for share in (0.8, 0.4, 0.0)])
+
+
+@pytest.mark.parametrize(("schedule", "is_said"), [("linear", True), ("constant", False)])
+def test_a_finished_run_that_is_given_more_steps_says_what_its_rate_does(
+    tmp_path: Path, schedule: str, is_said: bool
+) -> None:
+    told: list[Any] = []
+    for steps in (2, 2, 4, 4):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        again = settings(tmp_path, {"schedule": schedule, "learning_rate": 0.5}, steps=steps)
+        train(again, rank=0, world_size=1, fake_data=True, on_event=told.append)
+    warnings = [event.message for event in told if isinstance(event, TrainerWarning)]
+    assert len(warnings) == int(is_said)
+    if is_said:
+        assert all(value in warnings[0] for value in ("of 0,", "trainer.steps = 4", "0.25", f"{0.5 * 7 / 16:g}"))
 
 
 def test_a_resumed_run_of_several_updates_is_the_undisturbed_one(tmp_path: Path) -> None:
