@@ -10,7 +10,7 @@ name       advantage                                    source
 rloo       r_i - mean of the others                     Ahmadian et al. 2024, arXiv 2402.14740, section 3
 grpo       (r_i - r̄) / (std + 1e-6), std over n - 1     Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1
 dr_grpo    r_i - r̄                                      Liu et al. 2025, arXiv 2503.20783, section 3
-max_rl     (r_i - r̄) / r̄, 0 where r̄ <= 0                Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
+max_rl     (r_i - r̄) / r̄, 0 where r̄ = 0, for r >= 0     Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
 opo        r_i - mean weighted by sampled length        Hao et al. 2025, arXiv 2505.23585, section 3
 reinforce  r_i                                          Williams 1992, without a baseline
 ========== ============================================ ================================================================
@@ -19,6 +19,10 @@ reinforce  r_i                                          Williams 1992, without a
 elsewhere, so that being short never pays for a wrong answer. s is the sigmoid, a = 0.1, and z_i how many standard
 deviations the rollout is longer than the mean of the rollouts with a positive reward. Source: Arora and Zanette 2025,
 Training language models to reason efficiently, arXiv 2502.04463, section 3.1.
+
+What guards a division is relative to the size of the rewards, which is the largest of them, either sign: rewards a
+thousand times as large have the same `grpo`. ``max_rl`` divides by the mean, which means nothing where rewards of both
+signs cancel: it refuses negative ones by name, and the group is dropped.
 
 A group of one gets 0 in all of them: there is nothing to compare it with.
 
@@ -48,9 +52,10 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.narration.nearest import did_you_mean
 from rlbuffer.narration.numbers import plural
 from rlbuffer.records.checks import MAX_NUMBER
+from rlbuffer.records.info import FLAT_WITHIN
 
 GRPO_EPSILON = 1e-6
-"""Added to the standard deviation, so that a nearly flat group does not explode."""
+"""Added to the standard deviation; times the size of the rewards where that is below 1."""
 BATCH_EPSILON = 1e-4
 """The same for the deviation of a step's rewards; TRL's."""
 MAX_ADVANTAGE = 10 * MAX_NUMBER
@@ -69,9 +74,9 @@ def rloo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
 
 
 def grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """``(r_i - mean) / (std + 1e-6)``, with the standard deviation over n - 1."""
-    std: Rewards = rewards.std(-1, ddof=1, keepdims=True)
-    return dr_grpo(rewards) / (std + GRPO_EPSILON)
+    """``(r_i - mean) / (std + 1e-6)``, with the standard deviation over n - 1; zeros where the rewards are flat."""
+    std = _deviation(rewards, GRPO_EPSILON)
+    return np.divide(dr_grpo(rewards), std, out=np.zeros_like(rewards), where=std > 0)
 
 
 def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
@@ -81,10 +86,11 @@ def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
 
 
 def max_rl(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """``(r_i - mean) / mean``, zeros where the mean is not positive: prompts count by the inverse of their pass
-    rate."""
+    """``(r_i - mean) / mean``, zeros where all are 0, NaN where one is negative: prompts count by the inverse of their
+    pass rate."""
     mean: Rewards = rewards.mean(-1, keepdims=True)
-    return np.divide(rewards - mean, mean, out=np.zeros_like(rewards), where=mean > 0)
+    advantages = np.divide(rewards - mean, mean, out=np.zeros_like(rewards), where=mean > 0)
+    return np.where(_are_negative(rewards), np.nan, advantages)
 
 
 def opo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
@@ -105,7 +111,7 @@ def length_penalty(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     """`rloo` of ``r_i (1 - 0.1 sigmoid((length_i - mean) / std))`` where r_i > 0; mean and std over those rollouts."""
     if lengths is None:
         raise InvalidRollout("advantage length_penalty: lengths are required")
-    right = rewards > 0
+    right = rewards > FLAT_WITHIN * _size(rewards)
     penalized = rewards.copy()
     if right.any():
         spread = float(lengths[right].std())
@@ -124,6 +130,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "length_penalty": length_penalty,
 }
 """Every estimator by its name in ``batcher.advantage``."""
+POSITIVE = frozenset({"max_rl"})
+"""Those whose formula needs rewards that are not negative."""
 BY_ROWS = frozenset({"rloo", "grpo", "dr_grpo", "max_rl", "reinforce"})
 """Those that take many groups of one size at once, [groups, n], and give each what it gets alone, to the bit."""
 
@@ -132,13 +140,33 @@ def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
     """``advantages / (std of all of a step's rewards over n - 1, + 1e-4)``: every prompt by the same number.
 
     A group's own deviation weighs up prompts that are nearly solved, or nearly never; the batch's does not. Where all
-    rewards are equal nothing is divided.
+    rewards are flat nothing is divided.
 
     Shapes: [n] and [n] float64, the rollouts of a step -> [n]. Source: TRL's ``scale_rewards = "batch"``; Liu et al.
     2025 (Lite PPO), arXiv 2508.08221, section 4.1; REINFORCE++, arXiv 2501.03262, section 3.2, normalises so, too.
     """
-    std = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
-    return advantages / (std + BATCH_EPSILON) if std > 0 else advantages
+    std = float(_deviation(rewards, BATCH_EPSILON)[0]) if len(rewards) > 1 else 0.0
+    return advantages / std if std > 0 else advantages
+
+
+def _size(rewards: Rewards) -> Rewards:
+    """The largest reward of each group, either sign."""
+    size: Rewards = np.abs(rewards).max(-1, keepdims=True)
+    return size
+
+
+def _deviation(rewards: Rewards, epsilon: float) -> Rewards:
+    """The divisor of each group: the standard deviation over n - 1, plus `epsilon`, less for small rewards; 0: flat."""
+    size = _size(rewards)
+    std: Rewards = rewards.std(-1, ddof=1, keepdims=True) + epsilon * np.minimum(size, 1.0)
+    is_flat = np.ptp(rewards, axis=-1, keepdims=True) <= FLAT_WITHIN * size
+    return np.where(is_flat, 0.0, std)
+
+
+def _are_negative(rewards: Rewards) -> NDArray[np.bool_]:
+    """Which groups have a reward below 0 that is not a rounded 0."""
+    are: NDArray[np.bool_] = rewards.min(-1, keepdims=True) < -FLAT_WITHIN * _size(rewards)
+    return are
 
 
 Loaded = Callable[[Rewards, Rewards | None, Mapping[str, Any]], Rewards]
@@ -189,8 +217,8 @@ def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None
 
     Raises:
         ConfigError: no estimator has this name, or the user's own cannot be imported or failed.
-        InvalidRollout: a reward is not finite, shapes differ, an estimator that needs lengths got none, or an advantage
-            is not finite or beyond 1e13, either sign.
+        InvalidRollout: a reward is not finite, or of a sign that the estimator cannot take, shapes differ, an estimator
+            that needs lengths got none, or an advantage is not finite or beyond 1e13, either sign.
 
     Example:
         >>> advantage("rloo", [0.0, 0.5, 1.0]).tolist()
@@ -217,9 +245,14 @@ def estimate(
 
 
 def check_rewards(name: str, rewards: Rewards) -> None:
-    """Raises InvalidRollout unless they are finite numbers of shape [n]. `name` is the estimator's."""
+    """Raises InvalidRollout unless they are finite numbers of shape [n], of a sign that estimator `name` can take."""
     if rewards.ndim != 1 or not np.isfinite(rewards).all():
         raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards.tolist()!r}")
+    if name in POSITIVE and len(rewards) > 1 and _are_negative(rewards)[0]:
+        raise InvalidRollout(
+            f"advantage {name}: it divides by the mean reward, so no reward may be negative, got "
+            f"{float(rewards.min()):g}. Shift the rewards, or choose another estimator, such as rloo"
+        )
 
 
 def check_advantages(name: str, advantages: Rewards) -> None:

@@ -110,8 +110,8 @@ class BatcherConfig(_Section):
     group_timeout_seconds: float = 300.0
     """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
     flat: Annotated[str | float, PlainValidator(read_flat)] = "keep"
-    """Groups whose rewards are all within 1e-6: keep (dropping can starve an env that is solved), drop, or the share
-    of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
+    """Groups whose rewards differ by at most 1e-6 of the largest: keep (dropping can starve an env that is solved),
+    drop, or the share of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
     oversized: Literal["drop", "truncate"] = "drop"
     """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"

@@ -43,7 +43,8 @@ ROW_DTYPE = np.dtype(
 HAS_REWARD, IS_TRUNCATED = 1, 2
 """Flags of a :data:`ROW`."""
 FLAT_WITHIN = 1e-6
-"""Rewards of a group that lie within this of each other count as equal: sums of the same parts differ by less."""
+"""Share of the largest reward, either sign: what lies closer together counts as equal. Sums of the same parts, and
+numbers that a model gave in float32, differ by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +184,12 @@ def row_of(rollout: RolloutInfo) -> bytes:
 
 
 def are_flat(rewards: Collection[float | None]) -> bool:
-    """True when rewards tell nothing apart: all lie within :data:`FLAT_WITHIN`, or all are missing."""
+    """True when rewards tell nothing apart: :data:`FLAT_WITHIN` of the largest holds all, or all are missing."""
     scored = [reward for reward in rewards if reward is not None]
-    return not scored or (len(scored) == len(rewards) and max(scored) - min(scored) <= FLAT_WITHIN)
+    if not scored or len(scored) < len(rewards):
+        return not scored
+    low, high = min(scored), max(scored)
+    return high - low <= FLAT_WITHIN * max(-low, high)
 
 
 def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:

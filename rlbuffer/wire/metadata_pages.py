@@ -242,7 +242,8 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
             & (rows["size"] <= MAX_PAYLOAD_BYTES)
         )
         all_scored = np.logical_and.reduceat(scored, starts)
-        apart = np.maximum.reduceat(reward, starts) - np.minimum.reduceat(reward, starts)
+        highest, lowest = np.maximum.reduceat(reward, starts), np.minimum.reduceat(reward, starts)
+        is_flat = highest - lowest <= FLAT_WITHIN * np.maximum(-lowest, highest)
     sums = zip(
         counts.tolist(),
         np.add.reduceat(length, starts).tolist(),
@@ -250,7 +251,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
         np.minimum.reduceat(low, starts).tolist(),
         np.maximum.reduceat(high, starts).tolist(),
         all_scored.tolist(),
-        ((apart <= FLAT_WITHIN) & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
+        (is_flat & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
         (True for _ in packed),  # ids that follow from the group's
         strict=True,
     )

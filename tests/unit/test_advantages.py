@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batcher.advantages import BY_ROWS, ESTIMATORS, advantage
+from rlbuffer.batcher.advantages import BY_ROWS, ESTIMATORS, POSITIVE, advantage
 from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import ConfigError, InvalidRollout
 
@@ -20,8 +20,8 @@ from rlbuffer.errors import ConfigError, InvalidRollout
         ("opo", [1, 0], [10, 30], [0.75, -0.25]),
         ("opo", [1, 0], [0, 0], [0.5, -0.5]),
         ("max_rl", [1, 0, 0, 0], None, [3, -1, -1, -1]),
-        ("max_rl", [-1, 0], None, [0, 0]),
-        ("max_rl", [1, -1], None, [0, 0]),
+        ("max_rl", [0, 0], None, [0, 0]),
+        ("max_rl", [1, -1e-9], None, [1, -1]),
         ("reinforce", [1, 0.5], None, [1, 0.5]),
         ("grpo", [0.5, 0.5], None, [0, 0]),
         # Lengths 10 and 30 of the right ones are one deviation from their mean: they keep 0.973 and 0.927 of their 1.
@@ -41,6 +41,7 @@ def test_groups_that_are_looked_at_together_get_what_each_gets_alone_to_the_bit(
     rng = np.random.default_rng(0)
     for size in (2, 7, 8, 9, 16, 131):
         rewards = np.vstack([rng.normal(size=(5, size)), rng.integers(0, 2, (5, size)) / 3, np.zeros((1, size))])
+        rewards = np.abs(rewards) if name in POSITIVE else rewards
         alone = np.stack([advantage(name, its) for its in rewards])
         with np.errstate(all="ignore"):
             assert ESTIMATORS[name](rewards, None).tobytes() == alone.tobytes(), size
@@ -195,21 +196,46 @@ def test_a_group_whose_advantages_cannot_be_trained_is_dropped_and_others_take_i
     ]
 
 
-def test_a_quotient_by_a_mean_of_almost_nothing_drops_its_group():
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("rewards", [(1.0, -0.99), (1.0, np.nextafter(-1.0, 0.0)), (-1.0, 0.0), (-1.0, -2.0)])
+def test_an_estimator_that_divides_by_the_mean_refuses_negative_rewards_by_name(rewards, scale):
     made = batcher(step_groups=1, advantage="max_rl")
-    put(made, "bad", lengths=(25,) * 2, rewards=[1.0, np.nextafter(-1.0, 0.0)])
+    given = [reward * scale for reward in rewards]
+    put(made, "bad", lengths=(25,) * 2, rewards=given)
+    put(made, "good", lengths=(25,) * 2, rewards=[scale, 0.0])
     decision = ask(made)
-    assert decision.plan is None
+    assert decision.plan.group_ids == ("good",)
     assert [drop[:2] for drop in drops_of(decision)] == [("bad", "invalid")]
-    with pytest.raises(
-        InvalidRollout, match=r"^advantage max_rl is 1\.8\d+e\+16: it must be finite and at most 1e\+13"
-    ):
-        advantage("max_rl", [1.0, np.nextafter(-1.0, 0.0)])
+    assert "max_rl" in drops_of(decision)[0][2]
+    with pytest.raises(InvalidRollout, match=r"^advantage max_rl: "):
+        advantage("max_rl", given)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e-3, 1e3, 1e6, 1e11])
+@pytest.mark.parametrize("name", [*ESTIMATORS])
+def test_the_size_of_the_rewards_decides_nothing(name, scale):
+    lengths = [10, 30, 20, 40]
+    for rewards in ([1.0, 0.0, 0.5, 0.25], [1.0, 0.999, 1.0, 0.999], [1.0, 1.0, 1.0 - 1e-7, 1.0]):
+        found = advantage(name, np.array(rewards) * scale, lengths=lengths)
+        unit = 1.0 if name in ("grpo", "max_rl") else scale
+        np.testing.assert_allclose(found / unit, advantage(name, rewards, lengths=lengths), rtol=3e-3, atol=1e-12)
+
+
+def test_rewards_that_differ_by_rounding_have_no_advantage_under_a_deviation_of_their_own():
+    noise = np.array([0.0, 1.0, -1.0, 0.5]) * 1e-8
+    for size in (1e-9, 1.0, 1e9):
+        assert advantage("grpo", size * (1 + noise)).tolist() == [0.0] * 4
+
+
+def test_a_reward_that_is_a_rounded_0_is_no_right_answer():
+    right = advantage("length_penalty", [1.0, 1.0, 0.0], lengths=[10, 30, 90])
+    np.testing.assert_allclose(advantage("length_penalty", [1.0, 1.0, 1e-16], lengths=[10, 30, 90]), right)
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS])
 def test_rewards_at_the_limit_have_advantages_that_can_be_trained(name):
-    found = advantage(name, [1e12, -1e12, 1e12], lengths=[1, 2**26, 3])
+    low = 0.0 if name in POSITIVE else -1e12
+    found = advantage(name, [1e12, low, 1e12], lengths=[1, 2**26, 3])
     assert np.isfinite(found.astype(np.float32)).all()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, put
 
+from rlbuffer.batcher.advantages import over_batch
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.errors import ConfigError
@@ -54,6 +55,15 @@ def test_the_batch_is_the_step_and_not_the_pool() -> None:
     plan = ask(made).plan
     assert plan is not None
     assert plan.advantages.tolist() == pytest.approx([x / (np.sqrt(1 / 3) + 1e-4) for x in (0.5, -0.5, 0.5, -0.5)])
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_the_size_of_a_batchs_rewards_decides_nothing(scale: float) -> None:
+    rewards = np.array([1.0, 0.0, 0.5, 0.25])
+    centred = rewards - rewards.mean()
+    np.testing.assert_allclose(over_batch(scale * centred, scale * rewards), over_batch(centred, rewards), rtol=1e-3)
+    noise = scale * (1 + rewards * 1e-9)
+    assert np.abs(over_batch(noise - noise.mean(), noise)).max() < 1e-3 * scale
 
 
 def test_each_adapter_is_a_batch_of_its_own() -> None:

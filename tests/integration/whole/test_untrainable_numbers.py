@@ -154,7 +154,7 @@ def test_a_group_whose_advantage_cannot_be_trained_is_dropped_by_the_daemon_with
     served.stop()
     (record,) = [r for r in run.store.history() if r["event"] == "drop"]
     assert (record["group_id"], record["reason"]) == ("a.0", "invalid")
-    assert record["detail"].startswith("advantage max_rl is ")
+    assert record["detail"].startswith("advantage max_rl: ")
     assert run.store.verify().findings == ()
     assert not served.errors
 
