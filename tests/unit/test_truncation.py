@@ -22,7 +22,6 @@ def two_turns() -> Rollout:
         reward=1.0,
         policy_version=3,
         columns={"entropy": np.arange(9, dtype=np.float32), "experts": np.zeros((9, 2), np.int16)},
-        attachments={"image": np.zeros((4, 4), np.uint8)},
         text="whole",
         finish_reason="stop",
     )
@@ -32,10 +31,8 @@ def two_turns() -> Rollout:
     ("length", "spans", "turns", "trained"),
     [
         (8, [(3, 3, 5), (5, 7, 8)], [("user", 0, 3), ("assistant", 3, 5), ("tool", 5, 7), ("assistant", 7, 8)], 3),
-        (7, [(3, 3, 5)], [("user", 0, 3), ("assistant", 3, 5), ("tool", 5, 7)], 2),
+        (5, [(3, 3, 5)], [("user", 0, 3), ("assistant", 3, 5)], 2),
         (4, [(3, 3, 4)], [("user", 0, 3), ("assistant", 3, 4)], 1),
-        (3, [(3, 0, 3)], [("user", 0, 3)], 0),
-        (1, [(3, 0, 1)], [("user", 0, 1)], 0),
     ],
 )
 def test_spans_turns_and_every_column_end_where_the_rollout_is_cut(length, spans, turns, trained):
@@ -46,7 +43,42 @@ def test_spans_turns_and_every_column_end_where_the_rollout_is_cut(length, spans
     assert cut.columns["entropy"].tolist() == list(range(length))
     assert cut.columns["experts"].shape == (length, 2)
     assert (cut.reward, cut.text, cut.finish_reason) == (1.0, "whole", "stop")
-    assert cut.attachments["image"].shape == (4, 4)
+
+
+IMAGE = 99
+"""Token that stands for a piece of an image."""
+
+
+def with_images(attachments: bool) -> Rollout:
+    """Image, answer of 3, image, answer of 3; six tokens an image, as columns and, or not, as attachments."""
+    turns = [
+        {"role": "user", "tokens": [1] + [IMAGE] * 6},
+        {"role": "assistant", "tokens": [2, 3, 4], "logprobs": [-0.1] * 3},
+        {"role": "tool", "tokens": [IMAGE] * 6},
+        {"role": "assistant", "tokens": [5, 6, 7], "logprobs": [-0.1] * 3},
+    ]
+    return Rollout.from_turns(
+        turns,
+        reward=1.0,
+        policy_version=0,
+        columns={"patches": np.ones((19, 4), np.float32)},
+        attachments={"pixels": np.zeros((2, 4, 4), np.uint8)} if attachments else {},
+    )
+
+
+@pytest.mark.parametrize("attachments", [False, True])
+@pytest.mark.parametrize("length", range(1, 20))
+def test_a_cut_goes_through_no_image_and_leaves_something_to_train(length: int, attachments: bool) -> None:
+    whole = with_images(attachments)
+    cut = truncated(whole, length)
+    if cut is whole:  # the batcher drops it as oversized, unless it fits
+        assert length >= 19 or length <= 7 or attachments
+        return
+    assert (cut.is_truncated, cut.loss_tokens > 0, cut.length <= length) == (True, True, True)
+    images = int((cut.tokens == IMAGE).sum())
+    assert images in (6, 12)
+    assert images == 12 or not attachments, "an attachment without its tokens"
+    assert len(cut.columns["patches"]) == cut.length
 
 
 @pytest.mark.parametrize("length", [9, 10])

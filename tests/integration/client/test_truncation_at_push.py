@@ -5,9 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import rlbuffer
+from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -63,3 +65,26 @@ def test_a_push_repeated_under_its_sequence_is_a_duplicate_although_it_was_cut(b
     assert writer.push(group, sequence=1).status == "duplicate"
     assert lengths(buffer) == [[(10, True)]]
     assert buffer.verify().ok
+
+
+def test_a_rollout_whose_prompt_fills_the_row_is_dropped_and_counted_in_no_step() -> None:
+    """Cut, it would train nothing and still count among the rollouts that the loss is divided by."""
+    config = rlbuffer.BatcherConfig(10, oversized="truncate", step_groups=1, min_group_size=1)
+    rollouts = tuple(
+        rlbuffer.Rollout.from_completion(
+            prompt_ids=[1] * prompt, token_ids=[2] * 4, logprobs=[-0.5] * 4, reward=reward, policy_version=0
+        )
+        for prompt, reward in ((2, 0.0), (8, 1.0), (10, 0.5), (12, 1.0))
+    )
+    with rlbuffer.connect("memory://", config=config) as buffer:
+        group = rlbuffer.Group(group_id="a.0", env="a", prompt_id="p", rollouts=rollouts, planned_size=4)
+        buffer.writer("w").push(group)
+        (entry,) = buffer.store.read_pool()
+        assert entry.info is not None
+        batcher = Batcher(config)
+        batcher.add(entry.info, entry_id=entry.entry_id, now=0.0)
+        batcher.set_published(0)
+        plan = batcher.next(1, world_size=1, now=0.0, rng=np.random.default_rng(0)).plan
+        assert plan is not None
+        assert [ref.rollout_id for ref in plan.rollouts] == ["a.0/0", "a.0/1"]
+        assert (plan.normalizers.rollouts, plan.normalizers.loss_tokens) == (2, 4 + 2)
