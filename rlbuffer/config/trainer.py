@@ -23,7 +23,9 @@ class LoraSettings(Table):
     rank: int = Field(0, ge=0, description="Rank of the adapter's matrices; 0: no adapter, all weights are trained.")
     alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
-        ("all-linear",), min_length=1, description="Names of the modules that get one, as PEFT reads them."
+        ("all-linear",),
+        min_length=1,
+        description="Names of the modules that get one, as PEFT reads them; all-linear leaves out blocks with experts.",
     )
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters as policy versions: the model that one is for, and the weights that both make together.
 
 An engine that knows LoRA takes an adapter's directory as it is. Where there is none it is merged: W + scale * B @ A for
-every matrix W [out, in] that has a pair A [r, in], B [out, r].
+every matrix W [out, in] that has a pair A [r, in], B [out, r]; ``fan_in_fan_out`` says that W is [in, out].
 
 Source: arXiv 2106.09685; PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``. Imports torch and
 safetensors: import this module lazily.
@@ -31,7 +31,7 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _PLAIN: Mapping[str, Any] = {
     "bias": "none",
     "use_dora": False,
-    "fan_in_fan_out": False,
+    "target_parameters": None,
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -93,6 +93,12 @@ def mapped_state(directory: Path, *, base: Mapping[str, torch.Tensor] | None = N
     return _Merged(directory, base if base is not None else load_state(model_directory(directory)))
 
 
+def beyond_lora(config: Mapping[str, Any]) -> str:
+    """What an ``adapter_config.json`` asks for that no sampler serves, as ``name = value``, or ""."""
+    more = (name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain)
+    return next((f"{name} = {config[name]!r}" for name in more), "")
+
+
 def rank_and_scale(directory: Path) -> tuple[int, float]:
     """An adapter's rank, and what its product is multiplied by.
 
@@ -101,15 +107,20 @@ def rank_and_scale(directory: Path) -> tuple[int, float]:
     """
     path = directory / ADAPTER_CONFIG_FILE
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = _read_config(directory)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        more = [name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain]
+        more = beyond_lora(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise WeightsError(f"{path} cannot be read: {error!r}") from error
     if more:
-        raise WeightsError(f"{path}: {more[0]} = {config[more[0]]!r} is more than LoRA, which is all that is served")
+        raise WeightsError(f"{path}: {more} is more than LoRA, which is all that is served")
     return rank, scale
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = json.loads((directory / ADAPTER_CONFIG_FILE).read_text("utf-8"))
+    return config
 
 
 class _Merged(Mapping[str, torch.Tensor]):
@@ -117,6 +128,7 @@ class _Merged(Mapping[str, torch.Tensor]):
 
     def __init__(self, directory: Path, base: Mapping[str, torch.Tensor]) -> None:
         _, self._scale = rank_and_scale(directory)
+        self._is_transposed = bool(_read_config(directory).get("fan_in_fan_out"))
         path = directory / ADAPTER_FILE
         try:
             factors = load_file(path)
@@ -130,7 +142,8 @@ class _Merged(Mapping[str, torch.Tensor]):
             up = factors.get(name.removesuffix(_DOWN) + _UP)
             target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
             weight = base.get(target)
-            if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
+            shape = () if up is None else (up.shape[0], down.shape[1])[:: -1 if self._is_transposed else 1]
+            if up is None or weight is None or weight.shape != shape:
                 raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
             self._pairs[target] = up, down
 
@@ -141,7 +154,8 @@ class _Merged(Mapping[str, torch.Tensor]):
         # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
         wide = torch.promote_types(weight.dtype, torch.float32)
         up, down = self._pairs[name]
-        return weight.to(wide) + self._scale * (up.to(wide) @ down.to(wide))
+        product = up.to(wide) @ down.to(wide)
+        return weight.to(wide) + self._scale * (product.T if self._is_transposed else product)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)

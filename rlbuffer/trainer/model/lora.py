@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.weights.adapters import beyond_lora
 
 _ADAPTER = "default"
 _SIGN = ".lora_"
@@ -32,7 +33,8 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
     the global random state is left as it was.
 
     Raises:
-        ConfigError: PEFT is not installed; no module has a name of `targets`; the head is one of them.
+        ConfigError: PEFT is not installed; no module has a name of `targets`; the head is one of them, or experts that
+            are fused into one parameter.
     """
     try:
         import peft
@@ -46,7 +48,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
     config = made(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=_linear_layers(model) if targets == ["all-linear"] else targets,
         lora_dropout=0.0,
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's linear layers
         bias="none",
@@ -66,9 +68,32 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
             "its own matrix, which an adapter there would not reach. Leave them out",
             setting="trainer.lora.targets",
         )
+    if more := beyond_lora(adapter_config(model, base="")):
+        raise ConfigError(
+            f"trainer.lora.targets = {targets} names experts, whose weights are one parameter of the model: PEFT's "
+            f"adapter of them has {more}, which no sampler serves. Leave them out",
+            setting="trainer.lora.targets",
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad = _SIGN in name
         parameter.data = parameter.data.to(dtype)
+
+
+def _linear_layers(model: PreTrainedModel) -> str | list[str]:
+    """What `all-linear` stands for: as PEFT reads it, without the blocks that hold experts, their routers included.
+
+    PEFT would adapt fused experts as parameters of a rank of their own, and no sampler serves those.
+    """
+    paths = [name.split(".") for name, _ in model.named_modules()]
+    blocks = {path[-2] for path in paths if path[-1] == "experts" and len(path) > 1}
+    if not blocks:
+        return "all-linear"
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not blocks & set(name.split("."))
+    ]
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

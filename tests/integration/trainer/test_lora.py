@@ -10,22 +10,22 @@ from typing import Any
 import peft
 import pytest
 import torch
-from model_families import GEMMA2, GPT2, QWEN3, made, row
+from model_families import GEMMA2, GPT2, QWEN3, QWEN3_MOE, made, row
 from test_model_families import published, run, settings
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
-from rlbuffer.trainer.model.lora import add_adapter
+from rlbuffer.trainer.model.lora import adapter_config, adapter_state, add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
 from rlbuffer.trainer.model.selftest import separate_logprobs
 from rlbuffer.trainer.update.update import make_optimizer
-from rlbuffer.weights.adapters import state_of
+from rlbuffer.weights.adapters import beyond_lora, state_of
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.weights.model import build_model
+from rlbuffer.weights.model import build_model, load_into
 from rlbuffer.weights.serving import FileServer, make_app
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -41,7 +41,7 @@ def policy_of(output: Path, config: Any, step: int) -> PackedPolicy:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("config", [QWEN3, GPT2, GEMMA2], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("config", [QWEN3, GPT2, GEMMA2, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_an_adapter_is_published_in_pefts_layout_and_gives_the_trainers_logprobs(tmp_path: Path, config: Any) -> None:
     records = run(settings(tmp_path, config, lora=LORA))
     assert all(record["grad_norm"] > 0 for record in records)
@@ -66,7 +66,11 @@ def test_an_adapter_is_published_in_pefts_layout_and_gives_the_trainers_logprobs
         loaded: Any = peft.PeftModel.from_pretrained(plain, directory).eval()
         theirs = torch.cat([separate_logprobs(loaded.base_model.model, piece) for piece in ids.split([40, 9, 33])])
         trained = packed_forward(policy_of(tmp_path, config, 3))(ids, positions, cu_seqlens)
+        sampler = build_model(settings(tmp_path, config).model, seed=0).eval()
+        load_into(sampler, state_of(directory))  # as the samplers do that know no LoRA
+        ours = torch.cat([separate_logprobs(sampler, piece) for piece in ids.split([40, 9, 33])])
     torch.testing.assert_close(theirs, trained, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, trained, rtol=0, atol=1e-5)
     assert float((theirs - untrained).abs().max()) > 1e-4
 
 
@@ -136,6 +140,57 @@ def test_adapters_of_the_head_or_the_embeddings_are_refused(target: str) -> None
         f"trainer.lora.targets = ['q_proj', '{target}'] names the embeddings or the head: the head is computed in "
         "chunks of its own matrix, which an adapter there would not reach. Leave them out"
     )
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "phimoe": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_default_targets_of_a_model_with_experts_are_plain_lora(family: str) -> None:
+    model = with_experts(family)
+    weights = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    add_adapter(model, LoraSettings(**LORA), seed=0)
+    assert beyond_lora(adapter_config(model, base="x")) == ""
+    state = adapter_state(model.state_dict())
+    targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in state}
+    assert len(targets) >= 2 * 3, "attention of both layers"
+    for target in targets:
+        up, down = (state[f"base_model.model.{target}.lora_{side}.weight"] for side in "BA")
+        assert weights[f"{target}.weight"] == (up.shape[0], down.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("mixtral", ("q_proj", "w1", "w2", "w3")),
+        ("mixtral", ("w2",)),
+        ("qwen3_moe", ("q_proj", "gate_proj", "up_proj", "down_proj")),
+        ("qwen3_moe", ("down_proj",)),
+        ("qwen3_moe", ("q_proj", "gate")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_targets_that_are_fused_experts_are_refused(family: str, targets: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(with_experts(family), LoraSettings(rank=2, targets=targets), seed=0)
+    assert caught.value.setting == "trainer.lora.targets"
+
+
+def with_experts(family: str) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, **tokens, **EXPERTS[family])
+    return AutoModelForCausalLM.from_config(config)
 
 
 def test_targets_that_are_not_there_are_refused() -> None:
