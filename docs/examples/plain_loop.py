@@ -27,7 +27,7 @@ def loss_of(model, mb):
     ratio = torch.exp(logprobs[trained - 1] - mb.logprobs[trained])
     advantages = mb.advantages[trained]
     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    return -gain.sum() / mb.normalizers.loss_tokens
+    return -gain.sum() / max(1, mb.normalizers.loss_tokens)  # 0: nothing of the step is trained
 
 
 def main(url, run, path, output, steps):

@@ -39,7 +39,7 @@ class BufferGRPO(GRPOTrainer):
             "tool_mask": trained[:, 1:].long(),
             "advantages": advantages[:, 1:],
             "old_per_token_logps": logprobs[:, 1:],
-            "num_items_in_batch": torch.tensor(rows.normalizers.loss_tokens),  # of all ranks: loss_type "dapo"
+            "num_items_in_batch": torch.tensor(max(1, rows.normalizers.loss_tokens)),  # of all ranks: "dapo"
         }
 
 

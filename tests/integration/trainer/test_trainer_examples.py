@@ -8,9 +8,11 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
@@ -100,6 +102,19 @@ def test_trainer_and_accelerate_make_the_same_updates_of_the_same_steps_without_
     ours, theirs = change(by_trainer), change(by_accelerate)
     assert float(ours.abs().max()) > 1e-4
     assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_step_that_trains_nothing_has_a_loss_of_0_and_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`truncated = "mask"` makes one where every rollout was cut."""
+    (rollout,) = make_group(size=1, lengths=[8]).rollouts
+    nothing = replace(rollout, loss_mask=np.zeros(8, bool))
+    model = tiny()
+    loss = example(monkeypatch, "plain_loop").loss_of(model, rlbuffer.pack([nothing], [1.0], row_tokens=16).to("cpu"))
+    loss.backward()
+    assert loss.item() == 0.0
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients, "DDP waits for a gradient of every rank"
+    assert all(not gradient.any() for gradient in gradients)
 
 
 def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
