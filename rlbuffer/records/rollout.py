@@ -81,7 +81,8 @@ class Rollout:
     successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
     """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
-    """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token."""
+    """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token. The oldest
+    one is the rollout's age, also where its tokens are masked: leave out the span of a prefix that shall not age it."""
     turns: tuple[Turn, ...] = ()
     """Role that spoke each range of tokens: ascending, disjoint."""
     finish_reason: str = ""
