@@ -164,7 +164,7 @@ def _deviation(rewards: Rewards, epsilon: float) -> Rewards:
 
 
 def _are_negative(rewards: Rewards) -> NDArray[np.bool_]:
-    """Which groups have a reward below 0 that is not a rounded 0."""
+    """True for each group with a reward below 0 that is not a rounded 0."""
     are: NDArray[np.bool_] = rewards.min(-1, keepdims=True) < -FLAT_WITHIN * _size(rewards)
     return are
 

@@ -94,7 +94,7 @@ def mapped_state(directory: Path, *, base: Mapping[str, torch.Tensor] | None = N
 
 
 def beyond_lora(config: Mapping[str, Any]) -> str:
-    """What an ``adapter_config.json`` asks for that no sampler serves, as ``name = value``, or ""."""
+    """Finds an option of an ``adapter_config.json`` that no sampler serves. -> ``name = value``, or ""."""
     more = (name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain)
     return next((f"{name} = {config[name]!r}" for name in more), "")
 

@@ -49,7 +49,7 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
 
 
 def _change_of_rate(session: TrainerSession, step: int) -> str:
-    """What the learning rate does after `step`, where the schedule is not the one that it was trained by; or "".
+    """Says how the learning rate changes after `step`, where its schedule is another one now; else "".
 
     A run that has ended is given more steps, and its rate is no longer at its end.
     """

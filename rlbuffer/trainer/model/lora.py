@@ -80,7 +80,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
 
 
 def _linear_layers(model: PreTrainedModel) -> str | list[str]:
-    """What `all-linear` stands for: as PEFT reads it, without the blocks that hold experts, their routers included.
+    """The targets of `all-linear`: as PEFT reads it, without the blocks that hold experts, their routers included.
 
     PEFT would adapt fused experts as parameters of a rank of their own, and no sampler serves those.
     """
