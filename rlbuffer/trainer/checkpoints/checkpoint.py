@@ -210,7 +210,7 @@ def load(directory: Path, step: int, *, run: str) -> Checkpoint:
     try:
         checkpoint = Checkpoint(**{field.name: meta[field.name] for field in fields(Checkpoint)})
     except KeyError as error:
-        raise CheckpointError(f"{path / _META} cannot be loaded: {error} is missing") from error
+        raise CheckpointError(f"{path / _META} cannot be loaded: {error}") from error
     if checkpoint.run != run:
         raise CheckpointError(f"{path} belongs to run {checkpoint.run!r}, not {run!r}: use another trainer.output")
     return checkpoint
