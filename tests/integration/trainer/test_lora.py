@@ -183,9 +183,11 @@ def test_targets_that_are_fused_experts_are_refused(family: str, targets: tuple[
     with pytest.raises(ConfigError) as caught:
         add_adapter(with_experts(family), LoraSettings(rank=2, targets=targets), seed=0)
     assert caught.value.setting == "trainer.lora.targets"
-    assert str(caught.value).startswith(
+    option = str(caught.value).partition("adapter of them has ")[2].partition(", which")[0]
+    assert option.startswith("target_parameters = ")
+    assert str(caught.value) == (
         f"trainer.lora.targets = {list(targets)} names experts, whose weights are one parameter of the model: PEFT's "
-        "adapter of them has "
+        f"adapter of them has {option}, which no sampler serves. Leave them out"
     )
 
 
