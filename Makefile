@@ -5,7 +5,7 @@
 #   make mutations  small defects, one at a time: make mutations MUTATIONS="--count 80 --seed 2"
 #   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
 #   make servers  the integration tests on each server: .ci/servers DIR; make servers SERVERS="--more DIR"
-#   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
+#   make check   ruff, mypy --strict, import arrows, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
