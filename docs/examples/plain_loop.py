@@ -40,7 +40,7 @@ def main(url, run, path, output, steps):
     with rlbuffer.connect(url, run=run) as buffer:
         reader = buffer.reader(rank, world_size)
         if checkpoint.exists():
-            saved = torch.load(checkpoint)
+            saved = torch.load(checkpoint, weights_only=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             reader.load_state_dict(saved["reader"])

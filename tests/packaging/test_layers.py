@@ -242,7 +242,8 @@ def test_test_modules_have_names_of_their_own() -> None:
 
 
 def test_nothing_is_pickled() -> None:
-    """``pickle.UnpicklingError`` may be caught; nothing may be loaded from, or written as, pickled objects."""
+    """``pickle.UnpicklingError`` may be caught; nothing may be loaded from, or written as, pickled objects, but torch's
+    index of a checkpoint by the Unpickler that knows what it may name."""
     calls = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
@@ -252,4 +253,4 @@ def test_nothing_is_pickled() -> None:
         and isinstance(node.value, ast.Name)
         and node.value.id in {"pickle", "cloudpickle", "dill", "marshal"}
     ]
-    assert calls == []
+    assert [call.partition(":")[0] for call in calls] == ["rlbuffer/trainer/checkpoints/reading.py"]

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -39,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from rlbuffer.errors import CheckpointError
 from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.process.ranks import Ranks
+from rlbuffer.trainer.checkpoints.reading import CheckpointReader, PlainValues
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.weights.state import tied_names
 
@@ -220,17 +220,18 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
     """Loads parameters and optimizer state into `policy` and `optimizer`, in place. All ranks call it.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: it is of another model, or holds more than tensors and plain values.
     """
     tensors = _tensors(policy, optimizer)
     try:
-        known = FileSystemReader(path).read_metadata().state_dict_metadata
+        reader = CheckpointReader(path)
+        known = reader.read_metadata().state_dict_metadata
         own = {f"policy.{name}" for name in tensors["policy"]}
         differing = sorted(own ^ {name for name in known if name.startswith("policy.")})
         if differing:
-            raise CheckpointError(f"{path} is of another model than [model] describes: {', '.join(differing[:3])}")
+            raise ValueError(f"it is of another one: {', '.join(differing[:3])}")
         with _alone(ranks.world_size == 1) as options:
-            load_tensors(tensors, checkpoint_id=path, **options)
+            load_tensors(tensors, storage_reader=reader, planner=PlainValues(), **options)
         set_state_dict(
             policy,
             optimizer,
@@ -240,7 +241,7 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
         )
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{path} is of another model than [model] describes: {reason}") from error
+        raise CheckpointError(f"{path} cannot be loaded into the model that [model] describes: {reason}") from error
 
 
 def restore_random_state(path: Path, checkpoint: Checkpoint, *, rank: int) -> None:
@@ -267,14 +268,15 @@ def load_parameters(output: Path, step: int, *, of: str = "policy") -> dict[str,
     """
     path = path_of(output / "checkpoints", step)
     _verify(path)
-    kept = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = CheckpointReader(path)
+    kept = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in kept.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(f"{of}.")
     }
     with _alone(True) as options:
-        load_tensors(tensors, checkpoint_id=path, **options)
+        load_tensors(tensors, storage_reader=reader, planner=PlainValues(), **options)
     return {name.removeprefix(f"{of}."): tensor for name, tensor in tensors.items()}
 
 

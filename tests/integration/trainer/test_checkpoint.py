@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
 from rlbuffer.events.trainer import StepTrained, TrainerEvent, TrainerWarning
+from rlbuffer.process.files import sha256_of
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
@@ -162,8 +165,51 @@ def test_a_checkpoint_of_another_model_is_refused(
     with pytest.raises(CheckpointError) as error:
         restore(path_of(tmp_path, 3), *trained(dict(TINY_QWEN3) | change))
     said = str(error.value)
-    assert said.startswith(f"{path_of(tmp_path, 3)} is of another model than [model] describes: ")
+    assert said.startswith(f"{path_of(tmp_path, 3)} cannot be loaded into the model that [model] describes: ")
     assert reason in said
+
+
+class Trap:
+    """An object that creates a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("place", ["the index", "in the index", "a value"])
+def test_a_checkpoint_that_holds_code_is_refused_and_runs_nothing(tmp_path: Path, policy: Trained, place: str) -> None:
+    """The folder may be of somebody else; sizes and checksums are as that one wrote them."""
+    save(tmp_path / "checkpoints", made(3), *policy, keep=1)
+    path, trap = path_of(tmp_path / "checkpoints", 3), Trap(tmp_path / "trapped")
+    files = {name: path / name for name in (".metadata", "__0_0.distcp", "meta.json")}
+    index: Any = pickle.loads(files[".metadata"].read_bytes())
+    if place == "the index":
+        index = trap
+    elif place == "in the index":
+        index.planner_data["policy"] = trap
+    else:
+        value = io.BytesIO()
+        torch.save(trap, value)
+        key = next(key for key in index.storage_data if key.fqn.endswith(".lr"))
+        index.storage_data[key].offset = files["__0_0.distcp"].stat().st_size
+        index.storage_data[key].length = len(value.getvalue())
+        with files["__0_0.distcp"].open("ab") as shard:
+            shard.write(value.getvalue())
+    files[".metadata"].write_bytes(pickle.dumps(index))
+    meta = json.loads(files["meta.json"].read_text())
+    for name in meta["files"]:
+        meta["files"][name] = {"size": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
+    files["meta.json"].write_text(json.dumps(meta))
+    assert newest(path.parent) == (3, [])
+    with pytest.raises(CheckpointError):
+        restore(path, *trained(seed=1))
+    if place != "a value":
+        with pytest.raises(CheckpointError):
+            load_parameters(tmp_path, 3)
+    assert not trap.file.exists()
 
 
 def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained) -> None:
