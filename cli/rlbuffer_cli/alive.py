@@ -34,7 +34,10 @@ def _heard(who: str, run: str, redis: str | None, config: str | None) -> float |
     from rlbuffer.store.keys import Keys
 
     given = _file(config)
-    url = redis or os.environ.get("RLBUFFER_REDIS_URL") or given.get("redis_url") or ""
+    named = redis or os.environ.get("RLBUFFER_REDIS_URL")
+    url = named or given.get("redis_url") or ""
+    if not (named or config or os.environ.get("RLBUFFER_CONFIG")) and _has_password():
+        return None  # no password of the environment for a file that was only found here
     if not run or not url.startswith(SCHEMES):
         return None  # the run that was opened last is found by looking at all of them
     kind, _, name = who.partition(" ")
@@ -69,6 +72,10 @@ def _has_stopped(record: bytes) -> bool:
 def _file(config: str | None) -> Mapping[str, Any]:
     file = Path(config or os.environ.get("RLBUFFER_CONFIG") or "rlbuffer.toml")
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _has_password() -> bool:
+    return any(os.environ.get(f"RLBUFFER_REDIS_PASSWORD{end}") for end in ("", "_FILE"))
 
 
 def _password(given: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from rlbuffer.narration.nearest import did_you_mean, nearest
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"
+PASSWORDS = ("RLBUFFER_REDIS_PASSWORD", "RLBUFFER_REDIS_PASSWORD_FILE")
 OTHER_VARIABLES = frozenset(
     {
         "RLBUFFER_CONFIG",
@@ -136,6 +137,8 @@ def examine(
             sources[name] = flag
     if data.get("redis_url") == "":
         data["redis_url"] = None
+    if config is None and not environ.get("RLBUFFER_CONFIG") and sources.get("redis_url", "").startswith(f"{file}:"):
+        _keep_password(str(data["redis_url"] or ""), environ, sources["redis_url"], wrong)
     if str(data.get("deterministic", False)).lower() in ("true", "1", "yes", "on"):
         _determine(data, sources)
     settings = _validated(data, sources, wrong)
@@ -147,6 +150,17 @@ def examine(
         wrong.note(mistake.text, *mistake.settings)
     warnings = doubts(settings, places)
     return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=warnings, file=file), wrong
+
+
+def _keep_password(url: str, environ: Mapping[str, str], place: str, wrong: Mistakes) -> None:
+    """Notes that a password of the environment would go to an address that whoever made this folder has chosen."""
+    given = [name for name in PASSWORDS if environ.get(name)]
+    if url and given:
+        wrong.note(
+            f"{place}  redis_url is not given the password of {given[0]}: the file was found in the current folder, "
+            "and nobody named it. Set RLBUFFER_REDIS_URL or --redis to the address, or name the file by --config",
+            "redis_url",
+        )
 
 
 def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import redis
 from own_server import OwnServer
 
 import rlbuffer
+from rlbuffer.config.loading import load
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, ServerUnsuitable
 from rlbuffer_cli.main import main
@@ -121,6 +123,29 @@ def test_config_show_hides_passwords(
     shown = capsys.readouterr().out
     assert "***" in shown
     assert not [word for word in ("se@", "cr#", "et@", "other-secret") if word in shown]
+
+
+@pytest.mark.parametrize("variable", ["RLBUFFER_REDIS_PASSWORD", "RLBUFFER_REDIS_PASSWORD_FILE"])
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--run", "p", "--alive", "batcher"], ["serve"]])
+def test_a_password_of_the_environment_does_not_go_where_a_file_of_the_current_folder_points(
+    variable: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be somebody else's; whoever names its file, or the address, has seen it."""
+    secret = tmp_path / "password"
+    secret.write_text("s3cret")
+    monkeypatch.setenv(variable, str(secret) if variable.endswith("FILE") else "s3cret")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as strange:
+        strange.setblocking(False)
+        Path("rlbuffer.toml").write_text(f'redis_url = "redis://127.0.0.1:{strange.getsockname()[1]}"\n')
+        assert main(command) == 3
+        with pytest.raises(BlockingIOError):
+            strange.accept()
+    assert load("rlbuffer.toml").settings.redis_url
+    assert load(environ=os.environ | {"RLBUFFER_CONFIG": "rlbuffer.toml"}).settings.redis_url
+    assert load(flags={"redis_url": ("--redis", "redis://host")}).settings.redis_url == "redis://host"
+    monkeypatch.setenv("RLBUFFER_REDIS_URL", "redis://other")
+    assert load().settings.redis_url == "redis://other"
 
 
 def test_settings_do_not_show_the_address_in_a_traceback() -> None:
