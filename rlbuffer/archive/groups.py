@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, group_of
-from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
+from rlbuffer.archive.rows import BUFFER_BYTES, Source, payload_of, rollout_table, rows_in
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.archive.writer import write_file
 from rlbuffer.errors import InvalidRollout, PayloadError
@@ -105,11 +105,10 @@ def read_group_file(path: Path) -> Iterator[Group]:
         InvalidRollout: it is no such file, or a rollout of it is damaged; the message names the group.
     """
     try:
-        parquet = pq.ParquetFile(path)
+        parquet = pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
         if missing := [name for name in ROLLOUTS.names if name not in {*parquet.schema_arrow.names, "left_out"}]:
             raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
-        batches = (rows_of(batch) for batch in parquet.iter_batches(batch_size=256))
-        rows = (row for batch in batches for row in batch if row.get("left_out") is None)
+        rows = (row for row in rows_in(parquet) if row.get("left_out") is None)
         for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
             try:
                 yield _group(list(push))

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlbuffer.archive.drops import DroppedGroup, drop_of, record_of
-from rlbuffer.archive.rows import payload_of, rows_of
+from rlbuffer.archive.rows import BUFFER_BYTES, payload_of, rows_in
 from rlbuffer.archive.schema import (
     ARCHIVE_FORMAT,
     FORMAT_KEY,
@@ -330,11 +330,9 @@ class Archive:
         return rows
 
     def rows(self, file: str) -> Iterator[dict[str, Any]]:
-        """Every row of a file of rollouts, a row group at a time."""
+        """Every row of a file of rollouts, a few at a time."""
         with self._open(file) as parquet:
-            for index in range(parquet.num_row_groups):
-                for batch in parquet.read_row_group(index).to_batches():
-                    yield from rows_of(batch)
+            yield from rows_in(parquet)
 
     def _table(self, name: str, columns: Sequence[str] | None = None) -> Any:
         with self._open(name) as parquet:
@@ -342,7 +340,7 @@ class Archive:
 
     def _open(self, name: str) -> Any:
         try:
-            parquet = pq.ParquetFile(self.folder / name)
+            parquet = pq.ParquetFile(self.folder / name, buffer_size=BUFFER_BYTES)
         except (OSError, pa.ArrowInvalid) as error:
             raise ArchiveError(f"{self.folder / name} cannot be read: {error}") from None
         stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()

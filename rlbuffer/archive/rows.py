@@ -52,7 +52,11 @@ class Source:
 
 
 ROW_GROUP_BYTES = 64 * 2**20
-"""Payload bytes of a row group: each row group costs as much as a few hundred rollouts, and a reader holds one."""
+"""Payload bytes of a row group."""
+ROWS_AT_ONCE = 16
+"""Rows that a reader holds decoded."""
+BUFFER_BYTES = 2**20
+"""Bytes of a column that a reader has in memory before they are decoded."""
 
 
 def rollout_table(sources: Sequence[Source]) -> Any:
@@ -223,6 +227,13 @@ def payload_of(row: Mapping[str, Any]) -> bytes | None:
 def _unpacked(array: Mapping[str, Any]) -> NDArray[Any]:
     dtype, shape = np.dtype(array["dtype"]), array["shape"]
     return np.frombuffer(array["data"], dtype).reshape(shape) if array["data"] else np.zeros(shape, dtype)
+
+
+def rows_in(parquet: Any) -> Iterator[dict[str, Any]]:
+    """The rows of an open file of rollouts. A few are in memory at once, however many a row group has: whoever wrote
+    the file chose its row groups, and how well they are compressed."""
+    for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE):
+        yield from rows_of(batch)
 
 
 def rows_of(batch: Any) -> list[dict[str, Any]]:
