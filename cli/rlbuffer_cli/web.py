@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import sys
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
+from rlbuffer.process.web_servers import Asked, AskedServer
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render import html_views as views
 from rlbuffer_cli.render.html import POLICY, Sources, head, safe
@@ -25,8 +23,6 @@ from rlbuffer_cli.whole_run import WholeRun
 
 HOST = "127.0.0.1"
 SECRET_BYTES = 24
-BROWSER_SECONDS = 30.0
-"""Longest that a request may take to arrive."""
 PATIENCE_SECONDS_OF_A_PAGE = 2.0
 """A server that is away is said to be so after this time."""
 MOST_QUERY_FIELDS = 20
@@ -43,27 +39,20 @@ HEADERS = {
 }
 
 
-class Pages(ThreadingHTTPServer):
+class Pages(AskedServer):
     """The server of one run's pages, on a port of its own choice for 0."""
 
-    daemon_threads = True
-
     def __init__(self, run: WholeRun, port: int) -> None:
-        super().__init__((HOST, port), Handler)
+        super().__init__(HOST, port, Handler)
         run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
         self.run = run
         self.sources: Sources = sources_of(run.buffer)
         self.token = secrets.token_urlsafe(SECRET_BYTES)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Leaves a browser that has gone alone; a defect has its traceback, as everywhere."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
-
     @property
     def url(self) -> str:
         """The address of the first page."""
-        return f"http://{HOST}:{self.server_port}/{self.token}/"
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def page(self, name: str, query: dict[str, str]) -> Iterator[str] | None:
         """The pieces of a page; None where there is none of that name."""
@@ -83,25 +72,19 @@ class Pages(ThreadingHTTPServer):
         return views.workers(run.buffer) if name == "workers" else None
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Asked):
     """One request. Methods other than GET are none that it knows."""
 
     server: Pages
-    timeout: ClassVar[float] = BROWSER_SECONDS
-    server_version, sys_version = "rlbuffer", ""
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         """Answers with a page, in pieces; what it cannot read is a sentence."""
-        port = self.server.server_port
-        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
-            self._begin(HTTPStatus.FORBIDDEN)
-            return
-        address = urlsplit(self.path)
-        _, token, name = (*address.path.split("/", 2), "", "")[:3]
+        path, _, query = self.path.partition("?")
+        _, token, name = (*path.split("/", 2), "", "")[:3]
         page = None
         if hmac.compare_digest(token.encode(), self.server.token.encode()):
             try:
-                fields = parse_qsl(address.query, max_num_fields=MOST_QUERY_FIELDS)
+                fields = parse_qsl(query, max_num_fields=MOST_QUERY_FIELDS)
                 page = self.server.page(name, dict(fields))
                 first = next(page) if page is not None else ""  # what cannot be read fails before the headers go
             except (RlbufferError, ValueError) as error:
@@ -128,15 +111,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _begin(self, status: HTTPStatus) -> None:
         self.send_response(status)
+        self.end_headers()
+
+    def end_headers(self) -> None:
+        """Adds the headers of every page, of a refusal, too."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
-        self.end_headers()
+        super().end_headers()
 
     def _write(self, piece: str) -> None:
         self.wfile.write(piece.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: a line of the log would hold the token."""
 
 
 def serve_pages(run: WholeRun, port: int) -> int:

@@ -9,37 +9,29 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.metrics.histogram import as_json
 from rlbuffer.metrics.registry import METRICS, Values
+from rlbuffer.process.web_servers import Asked, AskedServer
 
 PORTS = 32
 """Ports that are tried from the one that is set: as many processes of one host share a setting."""
 LOOPBACK = "127.0.0.1"
-MOST_ASKERS = 16
-"""Connections at once; further ones are hung up on."""
-REQUEST_SECONDS = 5.0
-"""Time that an asker has for a request, and for taking its answer."""
 _log = logging.getLogger(__name__)
 
 
-class _Asked(BaseHTTPRequestHandler):
+class _Asked(Asked):
     """One request."""
 
-    timeout = REQUEST_SECONDS
     server: MetricsServer
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         """Answers one of the pages."""
         page = self.server.pages.get(self.path.partition("?")[0])
         if page is None:
@@ -62,11 +54,8 @@ class _Asked(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: a scrape every few seconds is no news."""
 
-
-class MetricsServer(socketserver.ThreadingTCPServer):
+class MetricsServer(AskedServer):
     """Answers from threads beside whatever the process does. A context manager.
 
     Args:
@@ -80,17 +69,11 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         OSError: it cannot be listened on.
     """
 
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-
     def __init__(
         self, listen: str, process: str, values: Callable[[], Values], common: Mapping[str, str] | None = None
     ) -> None:
         host, port = parse_listen(listen, setting="metrics.listen")
         host = host or LOOPBACK
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._room = threading.BoundedSemaphore(MOST_ASKERS)
         self._process, self._values, self._common = process, values, dict(common or {})
         self.pages: Mapping[str, tuple[str, Callable[[], bytes]]] = {
             "/metrics": ("text/plain; version=0.0.4", self._metrics),
@@ -98,7 +81,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         }
         for last in range(PORTS, 0, -1):
             try:
-                super().__init__((host, port), _Asked)
+                super().__init__(host, port, _Asked)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or last == 1 or not 0 < port < 65535:
@@ -122,24 +105,6 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     def _status(self) -> bytes:
         record = {"process": self._process, **self._common, "metrics": as_json(self._values())}
         return json.dumps(record, indent=1).encode() + b"\n"
-
-    # -- the server's own --------------------------------------------------------------------------------------------
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Takes a connection, unless there are too many."""
-        if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: an asker that went away is its own affair."""
 
     def __exit__(self, *args: object) -> None:
         self.shutdown()

@@ -117,12 +117,15 @@ def weights_among(files: Iterable[ListedFile]) -> ListedFile | None:
 
 
 def versions(directory: Path) -> dict[int, list[Path]]:
-    """The complete versions under `directory`: version -> directories (several when a step was trained again)."""
+    """The complete versions under `directory`: version -> directories (several when a step was trained again).
+
+    A link is none: what it leads to is nothing of this folder's.
+    """
     directories: dict[int, list[Path]] = {}
     if directory.is_dir():
         for path in sorted(directory.iterdir()):
             match = VERSION.match(path.name)
-            if match and path.is_dir():
+            if match and path.is_dir() and not path.is_symlink():
                 directories.setdefault(int(match[1]), []).append(path)
     return dict(sorted(directories.items()))
 

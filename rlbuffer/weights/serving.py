@@ -27,20 +27,17 @@ from aiohttp import web
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.process.web_servers import listen
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
 from rlbuffer.weights.layout import FILE, SERVED_NAME, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
-HEAD_SECONDS = 20.0
-"""A connection whose next request has not come by then is closed: whoever means to ask does so at once."""
 MOST_CONNECTIONS = 512
 MOST_OF_A_HOST = 64
 """Connections at once, all together and of one address (a proxy counts as one). Further ones are hung up on; a client
 asks again, and goes on from where it was."""
-SERVING_CLOSE_SECONDS = 2.0
-"""Time that answers under way have when the server closes; the client continues them elsewhere."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -86,7 +83,8 @@ class _Server:
         if self._cache is not None and not directory.is_dir():
             self._fetch(self._cache, version)
         path = directory / name
-        if path.is_symlink() or not path.is_file():
+        own = self._directory.resolve() / version / name  # neither the folder nor the file is a link to elsewhere
+        if path.resolve() != own or not path.is_file():
             raise web.HTTPNotFound(text="no such file\n")
         return web.FileResponse(path, chunk_size=1 << 20)
 
@@ -121,45 +119,6 @@ def _authorization(token: str) -> Any:
         return await handler(request)
 
     return check
-
-
-class _Bounds:
-    """Hangs up on connections above the limits and on those that do not ask, so that slow clients cannot hold every
-    descriptor of the process."""
-
-    def __init__(self, app: web.Application) -> None:
-        self._hosts: dict[Any, str] = {}
-        """Connection -> the address that it came from."""
-        self._timers: dict[Any, asyncio.TimerHandle] = {}
-        """Connection whose first request has not come -> when it is closed."""
-        app.on_response_prepare.append(self._asked)
-
-    def watch(self, server: Any) -> None:
-        """Watches the connections of `server` from now on."""
-        self._take, self._leave = server.connection_made, server.connection_lost
-        server.connection_made, server.connection_lost = self._made, self._lost
-
-    def _made(self, handler: Any, transport: Any) -> None:
-        self._take(handler, transport)
-        host = str((transport.get_extra_info("peername") or ("",))[0])
-        if len(self._hosts) >= MOST_CONNECTIONS or list(self._hosts.values()).count(host) >= MOST_OF_A_HOST:
-            transport.abort()
-            return
-        self._hosts[handler] = host
-        self._timers[handler] = asyncio.get_running_loop().call_later(HEAD_SECONDS, transport.abort)
-
-    def _lost(self, handler: Any, error: BaseException | None = None) -> None:
-        self._leave(handler, error)
-        self._hosts.pop(handler, None)
-        self._stop_timer(handler)
-
-    async def _asked(self, request: web.Request, response: web.StreamResponse) -> None:
-        self._stop_timer(request.protocol)
-
-    def _stop_timer(self, handler: Any) -> None:
-        timer = self._timers.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
 
 
 class FileServer:
@@ -223,17 +182,9 @@ class FileServer:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
-        bounds = _Bounds(self._app)
-        self._runner = web.AppRunner(
-            self._app,
-            handle_signals=False,
-            access_log=None,
-            shutdown_timeout=SERVING_CLOSE_SECONDS,
-            keepalive_timeout=HEAD_SECONDS,
+        self._runner = await listen(
+            self._app, self._host, self._port, most=MOST_CONNECTIONS, most_of_a_host=MOST_OF_A_HOST
         )
-        await self._runner.setup()
-        bounds.watch(self._runner.server)
-        await web.TCPSite(self._runner, self._host or None, self._port).start()
         self._port = self._runner.addresses[0][1]
 
 

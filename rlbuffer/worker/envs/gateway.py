@@ -18,6 +18,7 @@ import numpy as np
 
 from rlbuffer.config.sampling import why_not
 from rlbuffer.errors import PromptTooLong, UnknownParameter
+from rlbuffer.process.web_servers import listen
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -59,10 +60,7 @@ class Gateway:
         app = web.Application(client_max_size=2**28)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        self._runner = await listen(app, "127.0.0.1", 0)
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 

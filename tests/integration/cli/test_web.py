@@ -196,7 +196,7 @@ def test_only_requests_for_loopback_and_only_those_that_read_are_answered(visito
         (f"localhost:{port}", 200),
         ("evil.example", 403),
         (f"evil.example:{port}", 403),
-        ("127.0.0.1", 403),
+        ("127.0.0.1", 200),
     ):
         answer, _, body = visitor.get(Host=host)
         assert (answer, bool(body)) == (status, status == 200)

@@ -15,7 +15,8 @@ from rlbuffer.config.settings import MetricsSettings, RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.metrics import endpoint
-from rlbuffer.metrics.endpoint import MOST_ASKERS, MetricsServer, serving
+from rlbuffer.metrics.endpoint import MetricsServer, serving
+from rlbuffer.process.web_servers import MOST_AT_ONCE
 
 
 def get(url: str) -> tuple[int, str]:
@@ -99,6 +100,6 @@ def test_figures_that_fail_are_an_answer_and_the_next_one_is_whole(caplog: pytes
 def test_askers_that_say_nothing_do_not_keep_others_waiting() -> None:
     with MetricsServer("127.0.0.1:0", "serve", lambda: {"leader": 1}) as server, contextlib.ExitStack() as stack:
         address = ("127.0.0.1", port_of(server))
-        for _ in range(MOST_ASKERS - 1):
+        for _ in range(MOST_AT_ONCE - 1):
             stack.enter_context(socket.create_connection(address))
         assert get(f"{server.url}/metrics")[0] == 200

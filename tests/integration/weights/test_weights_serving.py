@@ -17,6 +17,7 @@ from weights_places import content, make_version, place
 
 from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.process import web_servers
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights import serving
 from rlbuffer.weights.cache import VersionCache
@@ -78,6 +79,7 @@ def test_a_file_is_given_in_ranges(tmp_path: Path) -> None:
         "/{name}/",
         "/.tmp-{name}/model.safetensors",
         "/v00000009-0123456789ab/model.safetensors",
+        "/v00000008-0123456789ab/secret.txt",
     ],
 )
 def test_nothing_but_the_files_of_complete_versions_is_given(tmp_path: Path, path: str) -> None:
@@ -88,12 +90,16 @@ def test_nothing_but_the_files_of_complete_versions_is_given(tmp_path: Path, pat
     (directory / "link.txt").symlink_to(tmp_path / "secret.txt")
     (directory / ".hidden").write_text("secret")
     (directory / "folder").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret.txt").write_text("secret")
+    (tmp_path / "weights" / "v00000008-0123456789ab").symlink_to(tmp_path / "elsewhere")
     half = tmp_path / "weights" / f".tmp-{directory.name}"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
     with FileServer(make_app(tmp_path / "weights"), ANY) as server:
         answer = httpx.get(server.url + path.format(name=directory.name))
         assert answer.status_code == 404
+        assert httpx.get(server.url).json()["versions"] == [directory.name]
         assert b"secret" not in answer.content.replace(b"secret.txt", b"")
         for method in ("PUT", "POST", "DELETE"):
             assert httpx.request(method, f"{server.url}/{directory.name}/config.json").status_code == 405
@@ -182,11 +188,11 @@ def is_hung_up(end: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("head", [b"", b"G", b"GET / HTTP/1.1\r\nHost: a\r\nX: "])
+@pytest.mark.parametrize("head", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_a_request_that_does_not_come_is_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(web_servers, "REQUEST_SECONDS", 0.2)
     with FileServer(make_app(tmp_path), ANY) as server, asking(server, head) as end:
         assert is_hung_up(end)
 
@@ -194,10 +200,13 @@ def test_a_request_that_does_not_come_is_hung_up_on(
 def test_a_connection_is_kept_for_the_next_request_and_then_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.5)
-    with FileServer(make_app(tmp_path), ANY) as server, asking(server, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as end:
+    monkeypatch.setattr(web_servers, "REQUEST_SECONDS", 0.5)
+    with (
+        FileServer(make_app(tmp_path), ANY) as server,
+        asking(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as end,
+    ):
         assert end.recv(4096).startswith(b"HTTP/1.1 200")
-        end.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = end.recv(4096)
         assert answer.startswith(b"HTTP/1.1 200")
         while answer:
@@ -208,7 +217,7 @@ def test_a_connection_is_kept_for_the_next_request_and_then_hung_up_on(
 def test_slow_clients_hold_a_bounded_number_of_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_SECONDS", 30.0)
+    monkeypatch.setattr(web_servers, "REQUEST_SECONDS", 30.0)
     monkeypatch.setattr(serving, limit, 4)
     with FileServer(make_app(tmp_path), ANY) as server:
         slow = [asking(server, b"GET ") for _ in range(20)]

@@ -1,0 +1,219 @@
+"""What the small web servers of a run have in common: how they treat whoever connects.
+
+On loopback a request must name this machine as its host, so that no page of the web reaches in by a name of its own
+(DNS rebinding). A request must be whole, and an answer must move on, within a time, however steadily bytes drip. What
+strangers send is never worth a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+REQUEST_SECONDS = 20.0
+"""Time for a whole request to arrive, from the connection's begin or the answer before."""
+ANSWER_SECONDS = 30.0
+"""Time for an asker to take some more of the answer."""
+MOST_AT_ONCE = 16
+"""Connections that have a thread; further ones are hung up on."""
+CLOSE_SECONDS = 2.0
+"""Time that answers under way have when a server closes."""
+_log = logging.getLogger(__name__)
+_strangers = logging.getLogger(f"{__name__}.strangers")
+"""Takes what aiohttp says of requests that are none, and says nothing."""
+_strangers.disabled = True
+
+
+def is_own(host: str) -> bool:
+    """A host, with a port or without, is this machine by a name that nobody else can give to it."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def may_ask(host: str, listens: str) -> bool:
+    """A request for `host` may be answered by a server that listens at the address `listens`."""
+    return not is_own(f"[{listens}]" if ":" in listens else listens) or is_own(host)
+
+
+def say_failure(error: BaseException | None) -> None:
+    """Says in a line that a request could not be answered; with its traceback where logs are of the level DEBUG."""
+    text = "a request could not be answered: %s: %s"
+    _log.warning(text, type(error).__name__, error, exc_info=_log.isEnabledFor(logging.DEBUG))
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+class _InTime(io.RawIOBase):
+    """The bytes of a connection until a time; TimeoutError from then on."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, time.monotonic() + REQUEST_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class Asked(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: AskedServer
+    server_version, sys_version = "rlbuffer", ""
+
+    def setup(self) -> None:
+        """Begins the time of the request."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_InTime(self.connection))
+
+    def parse_request(self) -> bool:
+        """Begins the time of the answer. -> False where there is nothing more to answer."""
+        if not super().parse_request():
+            return False
+        self.connection.settimeout(ANSWER_SECONDS)
+        if may_ask(self.headers.get("Host", ""), str(self.server.server_address[0])):
+            return True
+        self.send_response(HTTPStatus.FORBIDDEN)
+        self.end_headers()
+        return False
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a line would hold the path, which may be secret, and a scrape is no news."""
+
+
+class AskedServer(socketserver.ThreadingTCPServer):
+    """Answers each request in a thread, so many at once."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, handler: type[Asked]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Takes a connection, unless there are too many."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of an asker that went away."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            say_failure(error)
+
+
+# -- asyncio ---------------------------------------------------------------------------------------------------------
+class _Connections:
+    """Hangs up on connections above the limits and on those that do not ask in time, so that slow clients cannot hold
+    every descriptor of the process."""
+
+    def __init__(self, server: Any, *, most: int, most_of_a_host: int) -> None:
+        self._most, self._most_of_a_host = most, most_of_a_host
+        self._hosts: dict[Any, str] = {}
+        """Connection -> the address that it came from."""
+        self._timers: dict[Any, asyncio.TimerHandle] = {}
+        """Connection whose first request has not come -> when it is closed."""
+        self._take, self._leave = server.connection_made, server.connection_lost
+        server.connection_made, server.connection_lost = self._made, self._lost
+
+    def _made(self, handler: Any, transport: Any) -> None:
+        self._take(handler, transport)
+        host = str((transport.get_extra_info("peername") or ("",))[0])
+        if len(self._hosts) >= self._most or list(self._hosts.values()).count(host) >= self._most_of_a_host:
+            transport.abort()
+            return
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: the kernel sees that nothing is taken, also of sendfile
+            taken = transport.get_extra_info("socket")
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_SECONDS * 1000))
+        self._hosts[handler] = host
+        self._timers[handler] = asyncio.get_running_loop().call_later(REQUEST_SECONDS, transport.abort)
+
+    def _lost(self, handler: Any, error: BaseException | None = None) -> None:
+        self._leave(handler, error)
+        self._hosts.pop(handler, None)
+        self.has_asked(handler)
+
+    def has_asked(self, handler: Any) -> None:
+        """The first request of a connection is whole; for the next ones aiohttp has the time."""
+        timer = self._timers.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+
+async def listen(
+    app: web.Application, host: str, port: int, *, most: int = sys.maxsize, most_of_a_host: int = sys.maxsize
+) -> web.AppRunner:
+    """Serves an application of aiohttp, which was not served before, on the running loop.
+
+    Args:
+        most, most_of_a_host: connections at once, all together and of one address. Further ones are hung up on.
+    """
+    from aiohttp import web
+
+    bounds: _Connections
+
+    @web.middleware
+    async def guarded(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not may_ask(request.headers.get("Host", ""), host):
+            raise web.HTTPForbidden(text="this machine is asked by the name of another one\n")
+        async with asyncio.timeout(REQUEST_SECONDS):
+            await request.read()
+        bounds.has_asked(request.protocol)
+        try:
+            return await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            say_failure(error)
+            return web.Response(status=HTTPStatus.INTERNAL_SERVER_ERROR, text=f"{type(error).__name__}\n")
+
+    app.middlewares.insert(0, guarded)
+    runner = web.AppRunner(
+        app,
+        handle_signals=False,
+        access_log=None,
+        logger=_strangers,
+        shutdown_timeout=CLOSE_SECONDS,
+        keepalive_timeout=REQUEST_SECONDS,
+    )
+    await runner.setup()
+    bounds = _Connections(runner.server, most=most, most_of_a_host=most_of_a_host)
+    await web.TCPSite(runner, host or None, port).start()
+    return runner
