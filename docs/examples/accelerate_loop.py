@@ -56,7 +56,10 @@ def train(model, buffer, output, steps):
 
 
 def main(url, run, path, output, steps):
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # in eval mode: without dropout
+    # in eval mode: without dropout
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+    )
     with rlbuffer.connect(url, run=run) as buffer:
         train(model, buffer, output, steps)
 

@@ -32,7 +32,10 @@ def loss_of(model, mb):
 
 def main(url, run, path, output, steps):
     dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # in eval mode: without dropout
+    # in eval mode: without dropout
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+    )
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     rank, world_size = dist.get_rank(), dist.get_world_size()

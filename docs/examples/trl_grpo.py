@@ -61,7 +61,7 @@ def main(url, run, path, output, steps):
         logging_strategy="no",
         report_to=[],
     )
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True)
     with rlbuffer.connect(url, run=run) as buffer:
         train(model, buffer, buffer.reader(arguments.process_index, arguments.world_size), arguments, BufferGRPO)
 

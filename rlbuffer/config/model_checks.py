@@ -13,7 +13,7 @@ from typing import Any
 from rlbuffer.narration.nearest import did_you_mean, nearest
 from rlbuffer.narration.numbers import plural
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """Files of which a model's directory has one."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 """Files of which a tokenizer's directory has one."""
@@ -74,7 +74,9 @@ def wrong_directory(directory: Path) -> Iterator[str]:
             elif unknown_type(kind):
                 yield f"{file}: model_type {kind!r} {unknown_type(kind)}"
     if not any(next(directory.glob(pattern), None) for pattern in WEIGHTS):
-        yield f"{directory} has no weights (model.safetensors)"
+        pickled = ". pytorch_model.bin may hold code and is not read: save the model again with save_pretrained"
+        hint = pickled if next(directory.glob("pytorch_model*.bin"), None) else ""
+        yield f"{directory} has no weights (model.safetensors){hint}"
     yield from _wrong_weights(directory)
 
 

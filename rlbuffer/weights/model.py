@@ -69,7 +69,9 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
         if not directory.is_dir():
             raise ConfigError(f"model.path: {directory} is not a directory", setting="model.path")
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.path: {directory}: {error}", setting="model.path") from error
         model.train()
@@ -93,7 +95,7 @@ def model_from_config(config: Mapping[str, Any], *, dtype: torch.dtype = torch.f
     try:
         parsed: PretrainedConfig = AutoConfig.for_model(model_type, **values)
         make: Any = AutoModelForCausalLM  # its methods carry no types
-        model: PreTrainedModel = make.from_config(parsed, dtype=dtype)
+        model: PreTrainedModel = make.from_config(parsed, dtype=dtype, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise ConfigError(f"model.config: {error}", setting="model.config") from error
     model.train()

@@ -241,6 +241,24 @@ def test_test_modules_have_names_of_their_own() -> None:
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
+def test_no_model_and_no_tokenizer_brings_code_of_its_own() -> None:
+    """Nor does transformers ask on the terminal whether it may."""
+    lacking = []
+    for path in (*SOURCES, *sorted((ROOT / "docs" / "examples").glob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr not in ("from_pretrained", "from_config"):
+                continue
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            wanted = {"trust_remote_code": "False"}
+            if node.func.attr == "from_pretrained" and "Model" in ast.unparse(node.func.value):
+                wanted["use_safetensors"] = "True"
+            if not wanted.items() <= given.items():
+                lacking.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert lacking == []
+
+
 def test_nothing_is_pickled() -> None:
     """``pickle.UnpicklingError`` may be caught; nothing may be loaded from, or written as, pickled objects, but torch's
     index of a checkpoint by the Unpickler that knows what it may name."""

@@ -184,7 +184,9 @@ def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+            tokenizer = AutoTokenizer.from_pretrained(
+                settings.model.path, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError):
             tokenizer = None
     return (lambda tokens: "") if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))

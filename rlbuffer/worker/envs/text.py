@@ -38,7 +38,9 @@ class Text:
         try:
             from transformers import AutoTokenizer
 
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         except ImportError as error:
             raise ConfigError(f"a tokenizer needs transformers: pip install 'rlbuffer[train]' ({error})") from error
         except (OSError, ValueError) as error:
