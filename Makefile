@@ -9,6 +9,7 @@
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
+#   make lock    write deploy/requirements.lock, from which the container image is installed
 #   make bench   measure planning, the data path, batcher, leader and more (nothing timed is a test)
 
 PYTHON ?= python3
@@ -21,10 +22,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test clean
+.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test lock clean
 
 help:
-	@sed -n '2,14s/^# //p' Makefile
+	@sed -n '2,15s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -93,6 +94,14 @@ adapters-test: $(ADAPTERS)/.installed
 	  $(ADAPTERS)/bin/python -m pytest -W default -p no:cacheprovider tests/adapters \
 	    'tests/e2e/test_own_trainers.py::test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill[trl_grpo]' \
 	    $(ADAPTERS_TEST)
+
+# Resolved as for macOS, where torch needs no CUDA packages; hashes are of the files for every platform. torch itself is
+# left out: see deploy/Dockerfile.
+lock: $(BIN)/python
+	$(PIP) uv
+	printf 'hatchling\nuv\n' | MACOSX_DEPLOYMENT_TARGET=14.0 $(BIN)/uv pip compile --quiet pyproject.toml - --extra train --extra weights \
+	  --constraint constraints.txt --python-version 3.11 --python-platform macos --generate-hashes \
+	  --no-annotate --no-header --no-emit-package torch --upgrade --output-file deploy/requirements.lock
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
