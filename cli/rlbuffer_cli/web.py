@@ -14,7 +14,7 @@ from http import HTTPStatus
 from urllib.parse import parse_qsl
 
 from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
-from rlbuffer.process.web_servers import Asked, AskedServer
+from rlbuffer.process.web_servers import AskedRequest, AskedServer
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render import html_views as views
 from rlbuffer_cli.render.html import POLICY, Sources, head, safe
@@ -72,7 +72,7 @@ class Pages(AskedServer):
         return views.workers(run.buffer) if name == "workers" else None
 
 
-class Handler(Asked):
+class Handler(AskedRequest):
     """One request. Methods other than GET are none that it knows."""
 
     server: Pages

@@ -18,7 +18,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.metrics.histogram import as_json
 from rlbuffer.metrics.registry import METRICS, Values
-from rlbuffer.process.web_servers import Asked, AskedServer
+from rlbuffer.process.web_servers import AskedRequest, AskedServer
 
 PORTS = 32
 """Ports that are tried from the one that is set: as many processes of one host share a setting."""
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 _log = logging.getLogger(__name__)
 
 
-class _Asked(Asked):
+class _Asked(AskedRequest):
     """One request."""
 
     server: MetricsServer

@@ -1,4 +1,4 @@
-"""What the small web servers of a run have in common: how they treat whoever connects.
+"""The common ways of the small web servers of a run: how they treat whoever connects.
 
 On loopback a request must name this machine as its host, so that no page of the web reaches in by a name of its own
 (DNS rebinding). A request must be whole, and an answer must move on, within a time, however steadily bytes drip. What
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST_SECONDS = 20.0
 """Time for a whole request to arrive, from the connection's begin or the answer before."""
-ANSWER_SECONDS = 30.0
+TAKING_SECONDS = 30.0
 """Time for an asker to take some more of the answer."""
 MOST_AT_ONCE = 16
 """Connections that have a thread; further ones are hung up on."""
@@ -77,7 +77,7 @@ class _InTime(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-class Asked(BaseHTTPRequestHandler):
+class AskedRequest(BaseHTTPRequestHandler):
     """One request."""
 
     server: AskedServer
@@ -93,7 +93,7 @@ class Asked(BaseHTTPRequestHandler):
         """Begins the time of the answer. -> False where there is nothing more to answer."""
         if not super().parse_request():
             return False
-        self.connection.settimeout(ANSWER_SECONDS)
+        self.connection.settimeout(TAKING_SECONDS)
         if may_ask(self.headers.get("Host", ""), str(self.server.server_address[0])):
             return True
         self.send_response(HTTPStatus.FORBIDDEN)
@@ -111,7 +111,7 @@ class AskedServer(socketserver.ThreadingTCPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, handler: type[Asked]) -> None:
+    def __init__(self, host: str, port: int, handler: type[AskedRequest]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
         super().__init__((host, port), handler)
@@ -159,7 +159,7 @@ class _Connections:
             return
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: the kernel sees that nothing is taken, also of sendfile
             taken = transport.get_extra_info("socket")
-            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_SECONDS * 1000))
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKING_SECONDS * 1000))
         self._hosts[handler] = host
         self._timers[handler] = asyncio.get_running_loop().call_later(REQUEST_SECONDS, transport.abort)
 

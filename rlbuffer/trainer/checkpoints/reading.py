@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from rlbuffer.errors import CheckpointError
 
-NAMES = {
+INDEX_NAMES = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.serialization": {"_get_layout"},
@@ -42,7 +42,7 @@ NAMES = {
 
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in NAMES.get(module, ()):
+        if name not in INDEX_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is nothing of a checkpoint's")
         return super().find_class(module, name)
 

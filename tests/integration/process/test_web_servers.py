@@ -128,7 +128,7 @@ def test_a_request_that_drips_is_hung_up_on_however_steadily(
 
 
 def test_who_takes_nothing_of_an_answer_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_servers, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(web_servers, "TAKING_SECONDS", 1.0)
     version = tmp_path / "v00000001-0123456789ab"
     version.mkdir()
     with (version / "model.safetensors").open("wb") as file:
