@@ -30,8 +30,10 @@ def start(preload: Sequence[str]) -> ForkServerContext:
 
 
 def _shorten_sockets() -> None:
-    """Puts multiprocessing's sockets under /tmp where TMPDIR is too long for them, as a batch job's folder is: the kernel
-    takes 108 bytes (104 on macOS)."""
+    """Puts multiprocessing's sockets under /tmp where TMPDIR is too long for them, as a batch job's folder is.
+
+    The kernel takes 108 bytes, macOS 104.
+    """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > LONGEST_TMPDIR_BYTES:
         tempfile.tempdir = "/tmp"
