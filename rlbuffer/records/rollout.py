@@ -39,6 +39,8 @@ MAX_LOGPROB = np.float32(1e-3)
 MIN_LOGPROB = np.float32(-104.0)
 """In float32 e^-104 is 0: no sampler draws such a token. What is below is a stand-in for a logprob that is missing."""
 _LEAST, _MOST = float(MIN_LOGPROB), float(MAX_LOGPROB)
+AT_LIMIT = "length"
+"""The `finish_reason` of a rollout whose sampling a length limit ended: it is truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +54,7 @@ class Rollout:
             column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding) or below -104 (e^-104 is 0 in
             float32, so that nothing draws such a token); a reward or a float of a column is
             beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
-            cover the trained tokens; a version is negative.
+            cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated` is False.
 
     Example:
         >>> rollout = Rollout.from_completion(
@@ -87,8 +89,8 @@ class Rollout:
     """Role that spoke each range of tokens: ascending, disjoint."""
     finish_reason: str = ""
     """Reason why sampling ended: ``stop``, ``length``, ..."""
-    is_truncated: bool = False
-    """Sampling ended because a length limit was reached."""
+    is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment, return-value]
+    """A length limit ended sampling, or cut what was sampled. Not given: whether `finish_reason` is ``length``."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
     attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
@@ -129,7 +131,14 @@ class Rollout:
         put(self, "version_spans", as_spans(self.version_spans, self.loss_mask))
         put(self, "turns", as_turns(self.turns, length))
         put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
-        put(self, "is_truncated", as_flag("is_truncated", self.is_truncated))
+        at_limit = self.finish_reason == AT_LIMIT
+        is_given = self.is_truncated is not NOT_GIVEN
+        is_truncated = as_flag("is_truncated", self.is_truncated) if is_given else at_limit
+        if at_limit and not is_truncated:
+            raise InvalidRollout(
+                f"is_truncated: False, but finish_reason is {AT_LIMIT!r}: leave it out, or name another reason"
+            )
+        put(self, "is_truncated", is_truncated)
         if self.text is not None:
             put(self, "text", as_text("text", self.text))
         put(self, "metadata", read_only("metadata", self.metadata))

@@ -52,7 +52,7 @@ def rich_group() -> Group:
                 successes={"solved": True},
                 version_spans=(VersionSpan(7, 1, middle), VersionSpan(8, middle, length)),
                 turns=(Turn("user", 0, 1), Turn("assistant", 1, length, 0.5, {"tool": "π"})),
-                finish_reason="length",
+                finish_reason="length" if i == 1 else "stop",
                 is_truncated=i == 1,
                 columns={
                     "entropy": rng.random(length).astype(np.float32),

@@ -62,6 +62,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         turns.append(Turn(draw(texts), start, cut, reward, metadata))
         start = cut
     trailing = draw(st.lists(st.integers(0, 3), max_size=2))
+    finish_reason = draw(texts | st.just("length"))
     return Rollout(
         rollout_id=draw(texts),
         tokens=draw(hnp.arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))),
@@ -72,8 +73,8 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         successes=draw(st.dictionaries(texts, st.booleans(), max_size=3)),
         version_spans=tuple(spans),
         turns=tuple(turns) if draw(st.booleans()) else (),
-        finish_reason=draw(texts),
-        is_truncated=draw(st.booleans()),
+        finish_reason=finish_reason,
+        is_truncated=finish_reason == "length" or draw(st.booleans()),
         columns=draw(st.dictionaries(names, arrays((length, *trailing)), max_size=3)),
         attachments=draw(
             st.dictionaries(names, arrays(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0)), max_size=3)

@@ -263,7 +263,7 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
                 "successes": {},
                 "turns": (),
                 "finish_reason": "",
-                "is_truncated": False,
+                "is_truncated": {},  # not given: as finish_reason says
                 "columns": {},
                 "attachments": {},
                 "text": None,

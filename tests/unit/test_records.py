@@ -131,6 +131,7 @@ def test_a_logprob_that_no_sampler_draws_is_refused_by_column_and_position(colum
         ({"rewards": [1.0]}, "rewards: expected a mapping, got [1.0]"),
         ({"successes": {"solved": "false"}}, "successes.solved: expected true or false, got 'false'"),
         ({"is_truncated": 1}, "is_truncated: expected true or false, got 1"),
+        ({"is_truncated": None}, "is_truncated: expected true or false, got None"),
         ({"finish_reason": None}, "finish_reason: expected a string of at most 64 characters, got None"),
         ({"text": b"abc"}, "text: expected a string, got b'abc'"),
         ({"text": "ab\ud800"}, "text: not valid Unicode at position 2"),
@@ -205,6 +206,26 @@ def test_values_at_the_limits_are_accepted() -> None:
     assert rollout.version_spans == (VersionSpan(0, 0, 1), VersionSpan(2**53 - 1, 2, 4))
     assert rollout.turns == (Turn("user", 0, 0), Turn("assistant", 0, 4, 1.0, None))
     assert (rollout.min_policy_version, rollout.max_policy_version) == (0, 2**53 - 1)
+
+
+@pytest.mark.parametrize(("reason", "truncated"), [("length", True), ("stop", False), ("", False)])
+def test_a_rollout_is_truncated_where_its_finish_reason_says_so(reason: str, truncated: bool) -> None:
+    completion: dict[str, Any] = {
+        "prompt_ids": [1, 2],
+        "token_ids": [3],
+        "logprobs": [-0.5],
+        "reward": 1.0,
+        "policy_version": 0,
+    }
+    for rollout in (made(finish_reason=reason), Rollout.from_completion(**completion, finish_reason=reason)):
+        assert rollout.is_truncated is truncated
+        assert pickle.loads(pickle.dumps(rollout)) == rollout
+
+
+def test_a_rollout_that_stopped_by_itself_may_have_been_cut_and_one_at_a_limit_is_no_whole_one() -> None:
+    assert made(finish_reason="stop", is_truncated=True).is_truncated
+    with pytest.raises(InvalidRollout, match=r"^is_truncated: False.*'length'"):
+        made(finish_reason="length", is_truncated=False)
 
 
 @pytest.mark.parametrize(

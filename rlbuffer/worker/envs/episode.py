@@ -118,7 +118,6 @@ class Episode:
             version_spans=tuple(self._spans),
             turns=tuple(self._turns) if len(self._turns) > 2 else (),
             finish_reason=self.finish_reason,
-            is_truncated=self.finish_reason == "length",
             columns=columns,
             text=text,
             metadata=score.metadata,

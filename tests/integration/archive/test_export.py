@@ -86,7 +86,8 @@ def test_a_page_of_any_filter_is_harmless_and_fetches_nothing(
     evil = "</pre><script>alert(1)</script><img src=http://x/> \x1b[31m\u202e"
     rollouts = make_group(env="e", size=2, group_id="e.1").rollouts
     group = make_group(env="e", size=2, group_id="e.1", answer=evil)
-    group = replace(group, rollouts=tuple(replace(r, text=evil, finish_reason="length") for r in rollouts))
+    told = [replace(r, text=evil, finish_reason="length", is_truncated=True) for r in rollouts]
+    group = replace(group, rollouts=tuple(told))
     run.sequence += 1
     run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
     run.commit(entries=[entry for entry in run.pool() if entry.group_id == "e.1"])

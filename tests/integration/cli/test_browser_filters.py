@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     made.push("a.0")
     group = make_group(env="a", group_id="a.1", size=3)
-    cut = replace(group.rollouts[1], finish_reason="length", text="the answer is\n42")
+    cut = replace(group.rollouts[1], finish_reason="length", is_truncated=True, text="the answer is\n42")
     rollouts = (group.rollouts[0], cut, group.rollouts[2])
     made.sequence += 1
     made.store.push(
