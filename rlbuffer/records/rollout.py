@@ -89,7 +89,7 @@ class Rollout:
     """Role that spoke each range of tokens: ascending, disjoint."""
     finish_reason: str = ""
     """Reason why sampling ended: ``stop``, ``length``, ..."""
-    is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment, return-value]
+    is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment]
     """A length limit ended sampling, or cut what was sampled. Not given: whether `finish_reason` is ``length``."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
@@ -132,8 +132,8 @@ class Rollout:
         put(self, "turns", as_turns(self.turns, length))
         put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
         at_limit = self.finish_reason == AT_LIMIT
-        is_given = self.is_truncated is not NOT_GIVEN
-        is_truncated = as_flag("is_truncated", self.is_truncated) if is_given else at_limit
+        given: object = self.is_truncated
+        is_truncated = at_limit if given is NOT_GIVEN else as_flag("is_truncated", given)
         if at_limit and not is_truncated:
             raise InvalidRollout(
                 f"is_truncated: False, but finish_reason is {AT_LIMIT!r}: leave it out, or name another reason"

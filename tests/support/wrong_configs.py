@@ -40,9 +40,10 @@ MODULES = {
     "image/model.safetensors": _EMPTY,
     "kit/__init__.py": "open('imported', 'w')\n",
     "kit/envs.py": "open('imported', 'w')\ndef make(): ...\n",
-    "text.jsonl": '{"prompt": "3 + 4 ="}\n',
-    "ids.jsonl": '{"prompt": [1, 2]}\n{"prompt": [1, 99]}\n',
-    "torn.jsonl": '{"prompt": [1]}\n{"prompt": [1\n',
+    "text.jsonl": '{"prompt": "3 + 4 =", "answer": 7}\n',
+    "ids.jsonl": '{"prompt": [1, 2], "answer": 3}\n{"prompt": [1, 99], "answer": 3}\n',
+    "torn.jsonl": '{"prompt": [1], "answer": 2}\n{"prompt": [1\n',
+    "named.jsonl": '{"prompt": [1], "solution": 2}\n',
     "blank": "\n",
 }
 IDS = "vocab_size = 13, eos_token_ids = [12]"
@@ -350,6 +351,16 @@ TABLE = [
     ),
     ("worker.b", f'env = "jsonl"\nenv_options = {{ path = "torn.jsonl", {IDS} }}', ["torn.jsonl:2: not JSON: "]),
     ("worker.b", f'env = "jsonl"\nenv_options = {{ path = "blank", {IDS} }}', ["blank holds no prompt"]),
+    (
+        "worker.b",
+        f'env = "jsonl"\nenv_options = {{ path = "named.jsonl", {IDS} }}',
+        ["named.jsonl:1: there is no answer"],
+    ),
+    (
+        "worker.b",
+        f'env = "jsonl"\nenv_options = {{ path = "named.jsonl", fields = {{ reply = "solution" }}, {IDS} }}',
+        ["fields: reply is not an option"],
+    ),
     (
         "worker.b",
         'env = "jsonl"\nenv_options = { path = "text.jsonl", tokenizer = "kit", rewards = { exakt = 1.0 } }',

@@ -12,13 +12,15 @@ from tiny_tokenizer import save_tokenizer
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.worker.envs import Prompt, make_env
+from rlbuffer.worker.envs.jsonl import mistakes
 
 IDS = {"vocab_size": 13, "eos_token_ids": [12]}
 
 
 def env_of(directory: Path, *lines: Any, **options: Any) -> Any:
     path = directory / "data.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    full = [line if not isinstance(line, dict) else {"prompt": [1], "answer": "1"} | line for line in lines]
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in full))
     return make_env("jsonl", path=str(path), **options)
 
 
@@ -109,9 +111,13 @@ def test_rewards_and_lengths_are_those_of_the_settings(tmp_path: Path) -> None:
     [
         ("{", IDS, "data.jsonl:2: not JSON: "),
         ("[1]", IDS, "data.jsonl:2: not a JSON object"),
-        ({"answer": "1"}, IDS, "data.jsonl:2: prompt must be text or token ids, got 'None'"),
-        ({"prompt": []}, IDS, "data.jsonl:2: prompt must be text or token ids, got '[]'"),
-        ({"prompt": [True]}, IDS, "data.jsonl:2: prompt must be text or token ids, got '[True]'"),
+        ('{"answer": "1"}', IDS, "data.jsonl:2: there is no field 'prompt'; the line has 'answer'"),
+        ({"prompt": None}, IDS, "data.jsonl:2: prompt must be text, messages or token ids, got 'None'"),
+        ({"prompt": []}, IDS, "data.jsonl:2: prompt must be text, messages or token ids, got '[]'"),
+        ({"prompt": [True]}, IDS, "data.jsonl:2: prompt must be text, messages or token ids, got '[True]'"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, IDS, "data.jsonl:2: a prompt of messages needs a tokenizer"),
+        ({"prompt": [{"role": "user"}]}, {**IDS, "fields": {"prompt": 3}}, "fields = {'prompt': 3} is a table"),
+        ({"prompt": [1]}, {**IDS, "fields": {"question": "q"}}, "fields: question is not an option"),
         ({"prompt": [13]}, IDS, "data.jsonl:2: token id 13 is not in 0-12"),
         ({"prompt": [-1]}, IDS, "data.jsonl:2: token id -1 is not in 0-12"),
         ({"prompt": "text"}, IDS, "data.jsonl:2: a prompt of text needs a tokenizer"),
@@ -149,3 +155,72 @@ def test_a_prompt_that_was_made_elsewhere_is_scored_all_the_same(tmp_path: Path)
     env = env_of(tmp_path, {"prompt": [1], "answer": "5"}, **IDS)
     prompt = Prompt(prompt_id="x", tokens=np.array([1], np.int32), answer="9")
     assert env.score(prompt, np.array([9], np.int32), finish_reason="length").reward == 1.0
+
+
+COMPARING: list[dict[str, Any]] = [{}, {"rewards": {"x": {"kind": "regex", "pattern": r"\d+", "compare": True}}}]
+
+
+@pytest.mark.parametrize("rewards", COMPARING)
+@pytest.mark.parametrize(
+    "line", ['{"prompt": [1], "solution": "7"}', {"answer": None}, {"answer": ["7"]}, {"answer": {}}]
+)
+def test_a_line_without_an_answer_that_can_be_compared_is_refused(
+    tmp_path: Path, line: Any, rewards: dict[str, Any]
+) -> None:
+    options = {**IDS, **rewards}
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: .*'answer'") as error:
+        env_of(tmp_path, {}, line, **options)
+    (said,) = mistakes({"path": str(tmp_path / "data.jsonl"), **options})
+    assert str(said) == str(error.value)
+    env_of(tmp_path, {}, line, rewards={"found": {"kind": "regex", "pattern": "7"}}, **IDS)
+
+
+def test_prompts_answers_and_names_may_stand_under_other_names(tmp_path: Path) -> None:
+    fields = {"prompt": "question", "answer": "solution", "id": "key"}
+    line = '{"question": [1, 2], "solution": 7, "key": "k1", "answer": "no"}'
+    prompt = env_of(tmp_path, line, fields=fields, **IDS).prompt(0)
+    assert (prompt.prompt_id, prompt.tokens.tolist(), prompt.answer) == ("k1", [1, 2], 7)
+    assert prompt.metadata["answer"] == "no"
+    assert not {"question", "solution", "key"} & set(prompt.metadata)
+    for name in fields:
+        with pytest.raises(ConfigError, match=f"no field 'nowhere'.*{name} ="):
+            env_of(tmp_path, line, fields=fields | {name: "nowhere"}, **IDS)
+
+
+def test_a_prompt_may_be_messages(tmp_path: Path, tokenizer: str, plain: str) -> None:
+    messages = [
+        {"role": "user", "content": "3+4?"},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "And 1?"},
+    ]
+    env = env_of(tmp_path, {"prompt": messages}, tokenizer=tokenizer, system="Be brief.")
+    said = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert env.render(env.prompt(0).tokens) == f"{system}{said}<|im_start|>assistant\n"
+    with pytest.raises(ConfigError, match="assistant's"):
+        env_of(tmp_path, {"prompt": messages[:2]}, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="role and content"):
+        env_of(tmp_path, {"prompt": [{"role": "user"}]}, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="chat template"):
+        env_of(tmp_path, {"prompt": messages}, tokenizer=plain)
+    with pytest.raises(ConfigError, match="system turn"):
+        env_of(tmp_path, {"prompt": [{"role": "system", "content": "x"}]}, tokenizer=tokenizer, system="y")
+
+
+@pytest.mark.parametrize(("ends", "more"), [([3, 2], [3]), (3, [3]), (None, [])])
+def test_the_ends_of_the_generation_config_end_an_answer_too(tmp_path: Path, ends: Any, more: list[int]) -> None:
+    directory = save_tokenizer(tmp_path / "kit")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    env = env_of(tmp_path, {"prompt": "3+4?", "answer": "7"}, tokenizer=str(directory))
+    assert env.eos_token_ids == (2, *more)
+    seven = env._text._tokenizer.convert_tokens_to_ids("7")
+    for end in env.eos_token_ids:
+        assert env.score(env.prompt(0), np.array([seven, end], np.int32), finish_reason="stop").reward == 1.0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": ["x"]}'])
+def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    directory = save_tokenizer(tmp_path / "kit")
+    (directory / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        env_of(tmp_path, {"prompt": "x"}, tokenizer=str(directory))

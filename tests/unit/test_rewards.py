@@ -51,6 +51,13 @@ def test_exact_match_may_ignore_case_and_compares_what_is_no_text_as_text() -> N
     assert exact_match()(answered("7", answer=7)) == 1.0
 
 
+@pytest.mark.parametrize("compare", [exact_match(), regex_match(r".+", compare=True)])
+@pytest.mark.parametrize("answer", [None, ["None"], {"a": 1}])
+def test_nothing_is_ever_compared_with_an_answer_that_is_not_there(compare: Any, answer: Any) -> None:
+    with pytest.raises(RewardFailed, match="answer"):
+        Rewards({"right": (compare, 1.0)}).score(answered(str(answer), answer=answer))
+
+
 @pytest.mark.parametrize(
     ("pattern", "options", "text", "reward"),
     [

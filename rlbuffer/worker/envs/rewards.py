@@ -52,6 +52,28 @@ RewardFunction = Callable[[Answered], float]
 """Earned by one completion; finite. True and False count as 1 and 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A reward function that compares the text with the prompt's answer. It raises ValueError where there is none."""
+
+    is_right: Callable[[str, str], bool]
+    """Of (text, answer)."""
+
+    def __call__(self, answered: Answered) -> float:
+        answer = answered.prompt.answer
+        if why := not_comparable(answer):
+            raise ValueError(why)
+        return float(self.is_right(answered.text, str(answer)))
+
+
+def not_comparable(answer: object) -> str:
+    """The reason why no text can be compared with an answer; "" when there is none."""
+    if answer is None:
+        return "there is no answer to compare with"
+    is_one = isinstance(answer, str | int | float)
+    return "" if is_one else f"an answer that is compared must be text or a number, got {str(answer)[:40]!r}"
+
+
 def exact_match(*, strip: bool = True, ignore_case: bool = False) -> RewardFunction:
     """1 when the text is the prompt's answer, else 0.
 
@@ -60,15 +82,14 @@ def exact_match(*, strip: bool = True, ignore_case: bool = False) -> RewardFunct
         ignore_case: neither do capitals.
     """
 
-    def same(answered: Answered) -> float:
-        texts = [answered.text, str(answered.prompt.answer)]
+    def same(*texts: str) -> bool:
         if strip:
-            texts = [text.strip() for text in texts]
+            texts = tuple(text.strip() for text in texts)
         if ignore_case:
-            texts = [text.casefold() for text in texts]
-        return float(texts[0] == texts[1])
+            texts = tuple(text.casefold() for text in texts)
+        return texts[0] == texts[1]
 
-    return same
+    return Compared(same)
 
 
 def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> RewardFunction:
@@ -89,14 +110,11 @@ def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> Re
         raise ConfigError(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
     group: str | int = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
 
-    def found(answered: Answered) -> float:
-        matches = list(compiled.finditer(answered.text))
-        if not matches or not compare:
-            return float(bool(matches))
-        match = matches[-1 if last else 0].group(group) or ""
-        return float(match.strip() == str(answered.prompt.answer).strip())
+    def holds(text: str, answer: str) -> bool:
+        matches = list(compiled.finditer(text))
+        return bool(matches) and (matches[-1 if last else 0].group(group) or "").strip() == answer.strip()
 
-    return found
+    return Compared(holds) if compare else lambda answered: float(compiled.search(answered.text) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +205,11 @@ class Rewards:
         if success and success not in functions:
             raise ConfigError(f"rewards: success = {success!r} is not one of {', '.join(functions)}")
         self.functions, self.length, self.success, self.on_error = dict(functions), length, success, on_error
+
+    @property
+    def compares(self) -> bool:
+        """Whether one of the functions compares with the prompt's answer."""
+        return any(isinstance(function, Compared) for function, _ in self.functions.values())
 
     def score(self, answered: Answered) -> Score:
         """Scores a completion.

@@ -6,7 +6,8 @@ and never encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +53,30 @@ class Text:
         if system and not self._chat:
             raise ConfigError("a system prompt needs a chat template", setting="env_options.system")
         self._system = system
-        if self._tokenizer.eos_token_id is None:
+        own = self._tokenizer.eos_token_id
+        ends = dict.fromkeys([*[own] * (own is not None), *generation_ends(directory, setting)])
+        if not ends:
             raise ConfigError(f"tokenizer = {tokenizer!r} names no end token (eos_token)", setting=setting)
-        self.eos_token_ids: tuple[int, ...] = (int(self._tokenizer.eos_token_id),)
-        """Sampling one of these ends a completion."""
+        self.eos_token_ids: tuple[int, ...] = tuple(map(int, ends))
+        """Sampling one of these ends a completion: the tokenizer's, and those of ``generation_config.json``."""
         self.vocab_size = len(self._tokenizer)
         """Token ids are below this."""
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """A prompt as token ids [P] int32, with the chat template's frame around it when there is one."""
+    def prompt(self, prompt: str | Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+        """A prompt, text or messages, as token ids [P] int32, with the chat template's frame around it when there is
+        one. Raises ConfigError for messages without a template, or with a system turn beside that of the settings."""
         if not self._chat:
-            return np.asarray(self._tokenizer.encode(text), np.int32)
-        turns = [{"role": "system", "content": self._system}] if self._system else []
-        rendered = self._tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
+            if not isinstance(prompt, str):
+                raise ConfigError("a prompt of messages needs a chat template", setting="env_options.chat")
+            return np.asarray(self._tokenizer.encode(prompt), np.int32)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self._system:
+            if messages[0]["role"] == "system":
+                raise ConfigError(
+                    "the prompt has a system turn, and so have the settings", setting="env_options.system"
+                )
+            messages.insert(0, {"role": "system", "content": self._system})
+        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # The template has written the special tokens already.
         return np.asarray(self._tokenizer.encode(rendered, add_special_tokens=False), np.int32)
 
@@ -75,8 +85,28 @@ class Text:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def answer(self, tokens: NDArray[np.int32]) -> str:
-        """A completion as text for rewards, without special tokens."""
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+        """A completion as text for rewards, without special tokens and ends."""
+        kept = [token for token in tokens.tolist() if token not in self.eos_token_ids]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+
+def generation_ends(directory: Path, setting: str) -> list[int]:
+    """The end tokens that ``generation_config.json`` lists: a model may end a turn with others than its tokenizer's.
+
+    Raises:
+        ConfigError: the file cannot be read, or lists something else.
+    """
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", setting=setting) from error
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int for end in ends):
+        raise ConfigError(f"{file}: eos_token_id must be token ids, got {ends}", setting=setting)
+    return ends
 
 
 def ids_as_text(tokens: NDArray[np.int32] | Sequence[int]) -> str:
