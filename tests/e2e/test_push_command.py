@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,3 +63,62 @@ def test_a_file_with_one_bad_line_stores_nothing(home: Home, case: str) -> None:
     assert word in message
     with home.connect("default") as buffer:
         assert buffer.ledger().envs == {}
+
+
+def recorded(home: Home, *versions: int) -> Path:
+    """A file of groups as another run recorded them, one of each version."""
+    path = home.path / "recorded.jsonl"
+    lines = [line(i) for i in range(len(versions))]
+    for one, version in zip(lines, versions, strict=True):
+        spans = {"version_spans": [[version, 2, 3], [version + 1, 3, 4]]}
+        one["rollouts"] = [rollout | spans for rollout in one["rollouts"]]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def versions_of(home: Home, count: int) -> list[set[int]]:
+    with home.connect("default") as buffer:
+        groups = [buffer.group(f"g{i}") for i in range(count)]
+    return [{version for m in group.members for version in (m.min_version, m.max_version)} for group in groups]
+
+
+def at_version(home: Home, version: int) -> None:
+    with home.connect("default") as buffer:
+        buffer.reader().start()
+        buffer.policy().announce(version, location="", size=0, checksum="")
+
+
+def test_versions_that_the_run_has_not_made_or_left_behind_are_said_at_push(home: Home) -> None:
+    at_version(home, 6)
+    result = home.call("push", recorded(home, 0, 1, 5, 8, 9))
+    assert result.returncode == 0, result.stderr
+    (said,) = result.stderr.strip().splitlines()
+    assert all(part in said for part in ("2 groups", "9 to 10", "future", "0 to 1", "stale", "version 6"))
+    assert versions_of(home, 5)[4] == {9, 10}
+
+
+def test_versions_of_the_run_itself_are_no_word_worth(home: Home) -> None:
+    at_version(home, 6)
+    assert home.call("push", recorded(home, 5)).stderr == ""
+
+
+@pytest.mark.parametrize(("given", "becomes"), [("current", 3), ("2", 2), ("0", 0)])
+def test_recorded_groups_may_be_pushed_as_of_a_version_of_this_run(home: Home, given: str, becomes: int) -> None:
+    at_version(home, 3)
+    result = home.call("push", recorded(home, 4, 40), "--version", given)
+    assert result.returncode == 0, result.stderr
+    assert versions_of(home, 2) == [{becomes}, {becomes}]
+    assert ("stale" in result.stderr, "future" in result.stderr) == (True, False)
+
+
+def test_in_a_run_without_a_version_the_current_one_is_the_first(home: Home) -> None:
+    assert "future" in home.call("push", recorded(home, 4)).stderr
+    assert home.call("push", recorded(home, 4, 5), "--version", "current").returncode == 0
+    assert versions_of(home, 2)[1] == {0}
+
+
+@pytest.mark.parametrize("given", ["-1", "newest", "1.5", ""])
+def test_what_is_no_version_is_refused(home: Home, given: str) -> None:
+    result = home.call("push", recorded(home, 0), "--version", given)
+    assert result.returncode == 2
+    assert "version" in result.stderr

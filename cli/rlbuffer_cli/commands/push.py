@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo, say
 
 if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
     from rlbuffer.records.group import Group
 
 SAY_SECONDS = 5.0
@@ -27,6 +30,8 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 PARQUET_MAGIC = b"PAR1"
 """First bytes of a Parquet file."""
+Ages = tuple[str, str, int, int]
+"""Env, adapter, oldest and newest policy version of a group."""
 _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 
 
@@ -35,12 +40,19 @@ _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 @options.common
 @click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")
 @click.option("--done", is_flag=True, help="Nothing more comes of the file's envs: say so after the last group.")
+@click.option(
+    "--version",
+    metavar="N|current",
+    callback=lambda context, option, value: _version(value),
+    help="Push the groups as sampled by this policy version of the run; current: its newest, 0 before the first.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
 def command(
     file: str,
     given: options.Given,
     worker: str,
     done: bool,
+    version: int | str | None,
     as_json: bool,
 ) -> int:
     """Push groups from a JSON Lines or Parquet file.
@@ -49,6 +61,9 @@ def command(
     of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
     nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
     the run trains what is left and ends, once all its envs are done. `import` is another name of this command.
+
+    Groups keep the policy versions of the file, which are those of the run that sampled them. Those that this run has
+    not made, or that are too old for it, are dropped: a sentence says how many. --version makes them this run's own.
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
@@ -70,7 +85,7 @@ def command(
     loaded = given.load()
     settings = loaded.settings
     with Path(file).open("rb") as stream:
-        count, checksum = check_all(stream, file)
+        count, checksum, ages = check_all(stream, file)
         stream.seek(0)
         stored = duplicate = lost = 0
         envs: set[str] = set()
@@ -78,7 +93,11 @@ def command(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
         ) as buffer:
             writer = buffer.writer(worker, incarnation=checksum, on_retry=_Waiting())
-            for first, groups in _together(read_groups(stream, file)):
+            current = {adapter: newest_version(buffer, adapter) for _, adapter, *_ in ages}
+            own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
+            if sentence := not_the_runs(buffer, ages, current, own):
+                say(f"{file}: {sentence}", err=True)
+            for first, groups in _together(_as_sampled_by(own, read_groups(stream, file))):
                 try:
                     pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
@@ -111,6 +130,75 @@ def command(
     return 1 if lost else 0
 
 
+def _version(value: str | None) -> int | str | None:
+    if value is None or value == "current":
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is no policy version: a number from 0 on, or current")
+    return int(value)
+
+
+def newest_version(buffer: Buffer, adapter: str) -> int:
+    """The newest policy version of the run that may have sampled: the one of its last step, where none is announced."""
+    return max(0, buffer.policy().current(adapter).version, 0 if adapter else buffer.store.meta().step)
+
+
+def _as_sampled_by(versions: Mapping[str, Any] | None, groups: Iterator[Group]) -> Iterator[Group]:
+    """The groups as sampled by a version, which each adapter has its own of; as they are where there are none."""
+    for group in groups:
+        if versions is None:
+            yield group
+            continue
+        number = versions[group.adapter]
+        rollouts = [
+            replace(r, version_spans=tuple(span._replace(policy_version=number) for span in r.version_spans))
+            for r in group.rollouts
+        ]
+        yield replace(group, rollouts=tuple(rollouts))
+
+
+def not_the_runs(
+    buffer: Buffer, ages: Mapping[Ages, int], current: Mapping[str, int], own: Mapping[str, Any] | None
+) -> str:
+    """A sentence about the groups that the run drops by their versions, and those that it may; "" when there are none.
+
+    Args:
+        ages: what :func:`check_all` gave.
+        current: adapter -> the run's newest version.
+        own: adapter -> the version that the groups are pushed as; None: those of the file.
+    """
+    from rlbuffer.config.batcher import BatcherConfig
+
+    held = buffer.store.meta().config
+    config = BatcherConfig(**held) if held else buffer.settings.batcher
+    future: Counter[int] = Counter()
+    stale: Counter[int] = Counter()
+    last = 0
+    for (env, adapter, oldest, newest), count in ages.items():
+        oldest, newest = (own[adapter], own[adapter]) if own else (oldest, newest)
+        limit = config.for_env(env).max_age
+        last = max(last, oldest + limit + 1)
+        if newest > current[adapter]:
+            future[newest] += count
+        elif current[adapter] - oldest > limit:
+            stale[oldest] += count
+    dropped = [
+        f"{plural(sum(found.values()), 'group')} of policy version {_range(found)} will be dropped as {reason}"
+        for reason, found in (("future", future), ("stale", stale))
+        if found
+    ]
+    if dropped:
+        where = f'run "{buffer.run}" is at version {max(current.values())}, batcher.max_age is {config.max_age}'
+        return f"{', '.join(dropped)}: {where}. --version current pushes them as this run's own"
+    if own:
+        return f"what is not trained by step {last} will be dropped as stale: batcher.max_age is {config.max_age}"
+    return ""
+
+
+def _range(found: Mapping[int, int]) -> str:
+    return str(min(found)) if len(found) == 1 else f"{min(found)} to {max(found)}"
+
+
 def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
     """Groups for one call, and the number of the first: few enough that large ones do not fill the memory."""
     first, together, tokens = 1, list[Any](), 0
@@ -137,8 +225,8 @@ class _Waiting:
             say(f"waiting: {str(error).splitlines()[0]}", err=True)
 
 
-def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:
-    """Reads and encodes every group. -> (groups, sha256 of the file).
+def check_all(stream: IO[bytes], file: str) -> tuple[int, str, Counter[Ages]]:
+    """Reads and encodes every group. -> (groups, sha256 of the file, how many of them have which versions).
 
     Raises:
         InvalidRollout: the first bad line; the message begins with its place.
@@ -147,12 +235,14 @@ def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:
     from rlbuffer.wire.payload import encode_push
 
     digest = hashlib.sha256()
-    count = 0
+    ages: Counter[Ages] = Counter()
     for group in read_groups(stream, file, seen=digest.update, check=encode_push):
-        count += 1 if group else 0
-    if not count:
+        oldest = min(rollout.min_policy_version for rollout in group.rollouts)
+        newest = max(rollout.max_policy_version for rollout in group.rollouts)
+        ages[group.env, group.adapter, oldest, newest] += 1
+    if not ages:
         raise InvalidRollout(f"{file} holds no group")
-    return count, digest.hexdigest()
+    return ages.total(), digest.hexdigest(), ages
 
 
 def read_groups(
