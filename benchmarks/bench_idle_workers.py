@@ -163,7 +163,7 @@ def long_waited() -> Iterator[float]:
 class NoSampler:
     """Serves every version, and is never asked for a token: there are no tickets."""
 
-    version, vocab_size = -1, 1 << 30
+    version, vocab_size, context = -1, 1 << 30, 0
     wants_batches, is_ours = False, True
 
     async def load(self, policy: PolicyVersion) -> None:

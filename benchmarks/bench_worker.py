@@ -45,6 +45,7 @@ class Instant:
     wants_batches = False
     is_ours = True
     vocab_size = 50_000
+    context = 0
 
     def __init__(self) -> None:
         self.version = -1

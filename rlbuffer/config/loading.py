@@ -146,9 +146,12 @@ def examine(
     def places(*names: str) -> str:
         return places_of(names, sources)
 
-    for mistake in (*together(settings, places), *checks(settings, places, file)):
-        wrong.note(mistake.text, *mistake.settings)
     warnings = doubts(settings, places)
+    for mistake in (*together(settings, places), *checks(settings, places, file)):
+        if mistake.works:
+            warnings += (mistake.text,)
+        else:
+            wrong.note(mistake.text, *mistake.settings)
     return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=warnings, file=file), wrong
 
 

@@ -20,6 +20,8 @@ class Mistake:
     text: str
     settings: tuple[str, ...]
     """The settings that make it."""
+    works: bool = False
+    """It works all the same, though hardly as meant: a warning."""
 
 
 class Mistakes:

@@ -53,6 +53,15 @@ def config_of(directory: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens that prompt and completion may have together, by a model's config; 0 where it does not say."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        if isinstance(tokens := part.get("max_position_embeddings"), int):
+            return tokens
+    return 0
+
+
 def wrong_directory(directory: Path) -> Iterator[str]:
     """Every reason why a Hugging Face model cannot be loaded from `directory`."""
     if not directory.is_dir():

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlbuffer.config.mistakes import Mistake, Places, placed
 from rlbuffer.config.model_checks import (
     EXAMPLE,
     config_of,
+    context_of,
     router_loss,
     which_model,
     wrong_config,
@@ -46,6 +47,8 @@ EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
 """Parts that `rlbuffer run` starts."""
 FILE_OPTIONS: Mapping[str, tuple[str, ...]] = {"jsonl": ("path",)}
 """Options of envs that name a file."""
+MOST_LINES = 8
+"""Lines of a file that are named."""
 ENV_MEMBERS = ("vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
 """Members that an env must have; its name may come from its class."""
 PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -234,6 +237,28 @@ class _Look:
             setting = f"worker.{name}.sampler"
             yield self._say(setting, f"{setting} = {options.sampler!r} needs the module {module}: {_install(extra)}")
         yield from self.env(f"worker.{name}", options)
+        if options.env in FILE_OPTIONS:
+            yield from self.lengths(name, options)
+
+    def lengths(self, name: str, options: WorkerSettings) -> Iterator[Mistake]:
+        """Prompts of a file that leave no room for a completion: they are skipped."""
+        from rlbuffer.worker.envs.jsonl import too_long
+
+        row_tokens, model = self.settings.batcher.row_tokens, self.settings.model
+        context = context_of(config_of(Path(model.path).expanduser()) if model.path else model.config)
+        served = options.sampler_options.get("max_model_len")
+        limits = {"batcher.row_tokens": row_tokens, "the model's context": context, "max_model_len": served}
+        limit, what = min((n, what) for what, n in limits.items() if isinstance(n, int) and n > 0)
+        lines, count = too_long(options.env_options, limit)
+        if not lines:
+            return
+        shown = ", ".join(map(str, lines[:MOST_LINES])) + ", ..." * (len(lines) > MOST_LINES)
+        path, setting = options.env_options.get("path"), f"worker.{name}.env_options.path"
+        text = (
+            f"{setting}: {len(lines)} of {plural(count, 'prompt')} of {path} leave no room for a completion and are "
+            f"skipped: {what} is {limit} tokens (lines {shown})"
+        )
+        yield replace(self._say(setting, text), works=len(lines) < count)
 
     def env(self, section: str, options: WorkerSettings | EvaluationSettings) -> Iterator[Mistake]:
         """The env of a section, with its options."""

@@ -21,6 +21,7 @@ from rlbuffer.errors import (
     Aborted,
     GroupFailed,
     InvalidRollout,
+    PromptTooLong,
     RlbufferError,
     RunGone,
     SamplerUnavailable,
@@ -113,7 +114,7 @@ class Flights:
     async def start(self, tickets: list[Ticket]) -> None:
         """Asks for the tickets' prompts, closes those for which nothing is sampled, and sends the others off."""
         prompts = await self._prompts_of(tickets)
-        skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip)]
+        skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip | PromptTooLong)]
         await self._skip(skipped, prompts)
         if len(skipped) == len(tickets):
             return
@@ -122,7 +123,7 @@ class Flights:
         self._tasks |= {
             asyncio.create_task(self._fly(t, p))
             for t, p in zip(tickets, prompts, strict=True)
-            if not isinstance(p, Skip)
+            if not isinstance(p, Skip | PromptTooLong)
         }
 
     async def wait(self, watch: asyncio.Task[None]) -> None:
@@ -196,6 +197,9 @@ class Flights:
             return
         self._pulse.remove(tickets)
         self._pulse.skipped += len(tickets)
+        for error in prompts:
+            if isinstance(error, PromptTooLong):
+                self._messages.left_out(error)
         await asyncio.to_thread(self._settled, self._writer.skip, tickets)
         if self._skips:
             self._messages.waits(
@@ -224,7 +228,7 @@ class Flights:
             await self.release([ticket])
             self._messages.trouble(Trouble(error=f"{error}; asked again in {AWAY_SECONDS:g} s"))
             await asyncio.sleep(AWAY_SECONDS)
-        except (GroupFailed, InvalidRollout) as error:
+        except (GroupFailed, InvalidRollout, PromptTooLong) as error:
             reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
             await self._give_up(ticket, reason, error.__cause__ or error, function)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, SamplerUnavailable
+from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong, SamplerUnavailable
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group, Ticket
@@ -65,6 +65,7 @@ class GroupMaker:
         worker: the producer's name.
         temperature: instead of the settings'; 0 takes the likeliest token.
         assumed_temperature: what the trainer takes where a rollout does not say.
+        row_tokens: of a longer rollout nothing trains; 0: no limit.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class GroupMaker:
         worker: str,
         temperature: float | None = None,
         assumed_temperature: float = 1.0,
+        row_tokens: int = 0,
     ) -> None:
         self._env = env
         self._sampler = sampler
         self._settings = settings
         self._worker = worker
         self._assumed = assumed_temperature
+        self._row_tokens = row_tokens
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
             temperature=settings.temperature if temperature is None else temperature,
@@ -99,12 +102,19 @@ class GroupMaker:
         """The env's function that makes, plays or scores a rollout."""
 
     def prompt(self, number: int) -> Prompt:
-        """The env's prompt of ticket `number`. Raises what the env raises, TypeError and InvalidRollout."""
+        """The env's prompt of ticket `number`. Raises what the env raises, TypeError, InvalidRollout and
+        PromptTooLong: it leaves no room for a completion."""
         with self.work.doing("prompt"):
             prompt = self._env.prompt(number)
         if not isinstance(prompt, Prompt):
             raise TypeError(f"prompt() gave a {type(prompt).__name__} in place of a Prompt")
         check_prompt(prompt.tokens, self._sampler.vocab_size)
+        length = len(prompt.tokens)
+        for limit, what in ((self._sampler.context, "the model's context"), (self._row_tokens, "batcher.row_tokens")):
+            if 0 < limit <= length:
+                raise PromptTooLong(
+                    f"prompt {prompt.prompt_id} of {length} tokens leaves no room for a completion: {what} is {limit}"
+                )
         return prompt
 
     def end(self) -> None:

@@ -112,7 +112,14 @@ class _Worker:
         self._asks_for_all = False
         """The last ask for tickets brought the newest version along, and the next one will."""
         assumed = buffer.settings.trainer.temperature
-        self._maker = GroupMaker(env, job.sampler, job.settings, worker=job.name, assumed_temperature=assumed)
+        self._maker = GroupMaker(
+            env,
+            job.sampler,
+            job.settings,
+            worker=job.name,
+            assumed_temperature=assumed,
+            row_tokens=buffer.settings.batcher.row_tokens,
+        )
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
         self._messages = Messages(self._pulse, job.on_event)
         self._versions = Versions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rlbuffer.errors import PromptTooLong
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp, GroupPushed, VersionLoaded, WorkerEvent, WorkerWaits
 from rlbuffer.records.group import Group
@@ -53,6 +54,12 @@ class Messages:
         """Something is wrong, and the worker goes on."""
         self._pulse.error = event.error
         self.tell(event)
+
+    def left_out(self, error: PromptTooLong) -> None:
+        """A prompt is skipped: nothing can be sampled for it. Counted by kind; the first one is said."""
+        sentence, kind = f"{error}; such prompts are skipped and counted", type(error).__name__
+        if self._pulse.failures.note(kind, sentence):
+            self.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=""))
 
     def waits(self, what: str) -> None:
         """Notes what is waited for, and says it once it has lasted."""

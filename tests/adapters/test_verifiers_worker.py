@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 120.0
 class Sampler:
     """Calls the tool in a conversation's first turn and answers in its second; away for one request."""
 
-    wants_batches, is_ours, version, vocab_size = False, True, -1, 10_000
+    wants_batches, is_ours, version, vocab_size, context = False, True, -1, 10_000, 0
 
     def __init__(self, tokenizer: Path) -> None:
         self.calls, self.answers = Script(tokenizer, CALL), Script(tokenizer, "3")

@@ -39,6 +39,7 @@ class Scripted:
     is_ours = True
     version = 4
     vocab_size = 13
+    context = 0
 
     def __init__(self, *script: Completion | Exception) -> None:
         self.script = list(script)

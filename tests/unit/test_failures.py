@@ -56,7 +56,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 class Sampler:
     """Says two tokens."""
 
-    wants_batches, is_ours, version, vocab_size = False, True, 0, 13
+    wants_batches, is_ours, version, vocab_size, context = False, True, 0, 13, 0
 
     async def sample(self, prompt, *, n, sampling):
         tokens = np.array([3, 12], np.int32)

@@ -26,7 +26,7 @@ from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.rewards import Answered, make_rewards, not_comparable
-from rlbuffer.worker.envs.text import Text, ids_as_text
+from rlbuffer.worker.envs.text import Text, ids_as_text, lengths_at_least
 
 NO_TOKENIZER = "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"
 LOOKED_AT = 2**23
@@ -204,6 +204,29 @@ def mistakes(options: Mapping[str, Any]) -> Iterator[ConfigError]:
         if wrong:
             yield ConfigError(f"{options['path']}:{line.number}: {wrong}", setting="env_options.path")
             return
+
+
+def too_long(options: Mapping[str, Any], limit: int) -> tuple[list[int], int]:
+    """The lines whose prompts have `limit` tokens or more, and the number of prompts looked at: those at the beginning
+    of a large file. ([], 0) for a file that cannot be read. A chat template's frame is not counted."""
+    try:
+        lines, _ = _read(Path(str(options.get("path", ""))).expanduser(), options.get("fields"), most=LOOKED_AT)
+    except ConfigError:
+        return [], 0
+    texts: dict[int, str] = {}
+    found = []
+    for line in lines:
+        prompt = line.prompt
+        if _is_ids(prompt):
+            found += [line.number] * (len(prompt) >= limit)
+            continue
+        messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+        text = "\n".join(str(message.get("content")) for message in messages if isinstance(message, Mapping))
+        if len(text.encode()) >= limit:  # a token has one byte at least
+            texts[line.number] = text
+    lengths = lengths_at_least(Path(str(options.get("tokenizer", ""))).expanduser(), list(texts.values()))
+    found += [number for number, length in zip(texts, lengths, strict=True) if length >= limit]
+    return sorted(found), len(lines)
 
 
 def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:

@@ -71,6 +71,10 @@ class Sampler(Protocol):
         """Token ids that the loaded model knows are below this; 0 before the first load."""
 
     @property
+    def context(self) -> int:
+        """Tokens that prompt and completion may have together; 0: no limit, or not known yet."""
+
+    @property
     def wants_batches(self) -> bool:
         """True when prompts should come together, and the next ones after these are finished."""
 
@@ -112,7 +116,7 @@ class BatchSampler(Protocol):
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and completion may have together; 0: no limit."""
+        """The same as :attr:`Sampler.context`."""
 
     def load(self, policy: PolicyVersion) -> None:
         """Loads `policy` as :meth:`Sampler.load` does, while no batch is being sampled."""

@@ -48,6 +48,10 @@ class Batched:
     def vocab_size(self) -> int:
         return self._sampler.vocab_size
 
+    @property
+    def context(self) -> int:
+        return self._sampler.context
+
     async def load(self, policy: PolicyVersion) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._sampler.load, policy)
 

@@ -71,6 +71,10 @@ class OpenAISampler:
     def vocab_size(self) -> int:
         return self._vocab_size
 
+    @property
+    def context(self) -> int:
+        return min((e.context for e in self._endpoints if e.context), default=0)
+
     async def load(self, policy: PolicyVersion) -> None:
         directory = await asyncio.to_thread(open_weights, policy)
         shapes = await asyncio.to_thread(names_and_shapes, directory)

@@ -89,6 +89,10 @@ class VllmSampler:
     def vocab_size(self) -> int:
         return self._vocab_size
 
+    @property
+    def context(self) -> int:
+        return 0 if self._engine is None else int(self._engine.model_config.max_model_len)
+
     async def load(self, policy: PolicyVersion) -> None:
         directory = await asyncio.to_thread(open_weights, policy)
         async with self._loading:
