@@ -44,8 +44,9 @@ def command() -> None:
 def check(given: options.Given, purpose: str) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
 
-    Looks at models, modules and packages without importing any, and asks no server. Prompts in files are measured. Beside a trainer of your own no
-    [model] is needed: `--for serve` and `--for worker` leave out what only `rlbuffer train` wants.
+    Looks at models, modules and packages without importing any, and asks no server. Prompts in files are measured.
+    Beside a trainer of your own no [model] is needed: `--for serve` and `--for worker` leave out what only
+    `rlbuffer train` wants.
 
     \b
     Example:

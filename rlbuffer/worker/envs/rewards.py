@@ -57,7 +57,7 @@ class Compared:
     """A reward function that compares the text with the prompt's answer. It raises ValueError where there is none."""
 
     is_right: Callable[[str, str], bool]
-    """Of (text, answer)."""
+    """Comparison of (text, answer)."""
 
     def __call__(self, answered: Answered) -> float:
         answer = answered.prompt.answer
@@ -208,7 +208,7 @@ class Rewards:
 
     @property
     def compares(self) -> bool:
-        """Whether one of the functions compares with the prompt's answer."""
+        """True where one of the functions compares with the prompt's answer."""
         return any(isinstance(function, Compared) for function, _ in self.functions.values())
 
     def score(self, answered: Answered) -> Score:

@@ -91,7 +91,7 @@ class Text:
 
 
 def lengths_at_least(directory: Path, texts: Sequence[str]) -> list[int]:
-    """How many tokens each text has, by ``tokenizer.json`` alone; 0 where that cannot be read."""
+    """Tokens of each text, by ``tokenizer.json`` alone; 0 where that cannot be read."""
     try:
         from tokenizers import Tokenizer
 
