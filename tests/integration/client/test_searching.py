@@ -45,7 +45,7 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
     run.step()
     push(run, "b.2", {"text": "the answer is 42"})
     run.drop("stale", run.pool())
-    push(run, "b.3", {"finish_reason": "length", "reward": 0.75}, {"text": "</think> 42", "reward": 0.25})
+    push(run, "b.3", {"finish_reason": "length", "is_truncated": True, "reward": 0.75}, {"text": "</think> 42", "reward": 0.25})
     push(run, "b.4", {})
     with rlbuffer.connect(run.url, run=run.store.run) as opened:
         yield opened
@@ -55,7 +55,7 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
     ("where", "ids"),
     [
         ("stop:length", ["b.3", "a.0"]),
-        ("truncated:yes", ["a.0"]),
+        ("truncated:yes", ["b.3", "a.0"]),
         ("truncated:no rollout.reward<0.5 stop!=length", ["b.4", "b.3", "a.1", "b.2"]),
         ("rollout.logprob<0 state:packed", ["a.1", "a.0"]),
         ("rollout.logprob>0", []),
@@ -125,7 +125,7 @@ def test_a_rollout_whose_payload_is_gone_matches_nothing_that_is_in_it(run: Run,
     for key in run.payload_keys():
         run.client.delete(key)
     assert buffer.groups("stop!=length") == []
-    assert [view.group_id for view in buffer.groups("truncated:yes")] == ["a.0"]
+    assert [view.group_id for view in buffer.groups("truncated:yes")] == ["b.3", "a.0"]
 
 
 def test_no_rollout_of_the_pool_is_unpacked_for_what_its_push_says(
