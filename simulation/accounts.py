@@ -47,6 +47,10 @@ class Pending:
         """Its rollouts."""
         return {r.rollout_id for r in payload.decode_info(self.metadata).rollouts}
 
+    def oldest(self) -> int:
+        """The oldest version that sampled it."""
+        return min(r.min_version for r in payload.decode_info(self.metadata).rollouts)
+
     def lengths(self) -> dict[int, tuple[int, int]]:
         """Rollouts and tokens by length: k for more than 2^(k-1) and at most 2^k tokens."""
         sums: dict[int, tuple[int, int]] = {}

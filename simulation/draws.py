@@ -104,6 +104,9 @@ ODD_SERVERS = (0.15, 0.05)
 QUOTAS = 0.1
 """Share of the seeds with quotas."""
 QUOTA_BYTES = (8000, 12000)
+AWAY = 0.05
+"""Share of the seeds in which the trainer ends for a while, and the server is started again meanwhile."""
+AWAY_SECONDS = (4.0, 8.0)
 SLOW = (0.0, 0.02, 0.1)
 PACES: Mapping[str, tuple[Any, ...]] = {
     "lease_seconds": (0.6, 1.0),
@@ -153,6 +156,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["left"] = values["reset"] and later.random() < 0.5
     shapes = random.Random(f"shapes {seed}")
     values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in ODD_SERVERS)
+    values["away"] = _away(seed) if mutation is None and not (is_spoilt or values["ends"] or values["said"]) else 0.0
     values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile
@@ -236,6 +240,12 @@ def _clock_steps(seed: int) -> tuple[tuple[float, float], ...]:
     if back.random() < CLOCK_STEPS_BACK:
         steps += ((back.uniform(0.1, 1.0), back.choice(CLOCK_STEP_BACK_SECONDS)),)
     return steps
+
+
+def _away(seed: int) -> float:
+    """Draws for how many seconds no trainer is there; 0.0 for none."""
+    dice = random.Random(f"away {seed}")
+    return dice.uniform(*AWAY_SECONDS) if dice.random() < AWAY else 0.0
 
 
 def _scorers(seed: int) -> int:

@@ -9,10 +9,15 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
+from rlbuffer.batcher.admission import START_TICKETS
+from rlbuffer.batcher.age import oldest_version
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.pool import CLOSING_REASONS
 from simulation.accounts import Pending
+from simulation.network import Network
+from simulation.rollouts import SMALLEST_TOKENS
 from simulation.server import Command, Server
+from simulation.values import StreamId
 
 GROWING_SCRIPTS = frozenset({"PUSH", "TICKET"})
 """All that may be refused at the memory limit."""
@@ -22,11 +27,15 @@ class Fences(ABC):
     """Checks of a script's reply, after what it changed was taken into the accounts."""
 
     server: Server
+    network: Network
     keys: Keys
+    pool: dict[StreamId, Pending]
     _before: Any
     """Tickets of the env before the script: number -> expiry."""
     _leader: tuple[bytes, int]
     """Owner, until when."""
+    _closed: dict[str, tuple[int, str]]
+    """Group -> when it was closed, by what."""
     _left: dict[bytes, Pending]
     """Pushes that left the pool in this event, by payload key."""
 
@@ -114,3 +123,21 @@ class Fences(ABC):
             self.fail(
                 "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
             )
+        if given:
+            self._check_window(args[1].decode(), out | given)
+
+    def _check_window(self, env: str, out: set[bytes]) -> None:
+        """What is pending and can still train, plus the tickets that are out, is at most what the steps can hold in
+        which it can train: more would be sampled for nothing, without end."""
+        config = self.network.plan.config
+        step = self.field(self.keys.meta, b"step") + 1
+        oldest = 0 if self.network.plan.adapters else oldest_version(step, config.max_age)  # they count own steps
+        groups = {name.decode() for name in out}
+        for entry in self.pool.values():
+            if entry.env == env and entry.group not in self._closed and entry.oldest() >= oldest:
+                groups.add(entry.group.removeprefix(f"{env}."))
+        rows = max(self.network.plan.world_sizes) * config.micro_batches_per_rank * config.rows_per_micro_batch
+        tokens = rows * config.row_tokens // SMALLEST_TOKENS
+        most = (1 + config.max_age) * max(START_TICKETS, config.step_groups or config.step_rollouts or tokens)
+        if len(groups) > most:
+            self.fail("window", f"{len(groups)} groups of {env} are out or pending, at most {most} can train")

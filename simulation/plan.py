@@ -27,6 +27,7 @@ SHOWN_DRAWS = (
         "left",
         "spread",
         "older",
+        "away",
     ),
 )
 """Draws that a plan names when they are on."""
@@ -143,6 +144,8 @@ class Plan:
     """Payloads lie on shards of their own, where no script reaches them."""
     older: bool = field(default=False)
     """The trainer is of a version that counted no lengths."""
+    away: float = field(default=0.0)
+    """Seconds for which no trainer is there: it ends, and the server is started again soon after."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:

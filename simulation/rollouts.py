@@ -16,6 +16,8 @@ from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
 SHAPES = 12
+SMALLEST_TOKENS = 16
+"""Of a group: two rollouts of 8."""
 KEPT_ROLLOUTS = 10_000
 """Groups, or bytes of them, that are kept from seed to seed: a few kB each."""
 _K = TypeVar("_K")

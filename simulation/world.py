@@ -133,7 +133,7 @@ class World:
         with installed(self.scheduler, self.dice, constants):
             try:
                 self._begin()
-                self._run(self.plan.fault_seconds + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0))
+                self._run(self.plan.fault_seconds + self.plan.away + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0))
                 self._heal()
                 self._judge()
             finally:
@@ -191,6 +191,8 @@ class World:
             later(begin + self.dice.uniform(0.2, 1.5), partial(self._refuse, ""))
         if plan.reset:
             later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self.reset)
+        if plan.away:
+            later(plan.fault_seconds * self.rare_dice.uniform(0.4, 0.8), self._leave)
         if plan.full:
             begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
             later(begin, partial(self._set_full, True))
@@ -270,6 +272,18 @@ class World:
             self.note("the server is started again")
             self.server.restart()
             self.network.generation += 1
+
+    def _leave(self) -> None:
+        """The trainer ends; the server comes back without it, while groups are being sampled."""
+        self.note("the trainer ends, and nobody starts it again for a while")
+        self.trainer.is_held = True
+        self.trainer.end()
+        self.scheduler.after(self.rare_dice.uniform(0.05, 0.5), self.restart)
+        self.scheduler.after(self.plan.away, self._come_back)
+
+    def _come_back(self) -> None:
+        self.trainer.is_held = False
+        self.trainer.begin()
 
     def reset(self) -> None:
         """Somebody deletes the run."""

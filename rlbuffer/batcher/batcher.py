@@ -285,6 +285,18 @@ class Batcher:
             self.set_published(version)
         return allowances.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
 
+    def sweep(self, step: int) -> tuple[Drop, ...]:
+        """Lets go what is too old for `step`, and so for every later one. -> what must be dropped.
+
+        `next` does so, too. Ask here while `step` may not be committed yet: what comes meanwhile must not pile up.
+        """
+        pool, known = self._pool, self._known
+        for env in list(pool.envs):
+            for adapter in list(pool.envs[env].lanes):
+                if not known.lags(env, adapter, step):  # else the newest version is what is old: it is waited for
+                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
+        return tuple(pool.drops.values())
+
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod
     def _state(
@@ -299,10 +311,7 @@ class Batcher:
         pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
         self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
         pool.sweep_future(lambda adapter: known.own_step(adapter, step))
-        for env in list(pool.envs):
-            for adapter in list(pool.envs[env].lanes):
-                if not known.lags(env, adapter, step):  # else the newest version is what is old: it is waited for
-                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
+        self.sweep(step)
         if self._selector is not None:
             pool.rank(self._selector, rng)
 

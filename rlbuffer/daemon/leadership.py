@@ -142,7 +142,6 @@ class Leadership:
             self._pending.restore()
             while self._pending.ingest(block_seconds=0.0):
                 self._stay()
-        self._pending.close_tickets()
         self._pending.quotas.settle()
         taken_over = LeaderReady if self._is_first else ReadAgain
         self._teller.emit(
@@ -180,24 +179,18 @@ class Leadership:
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(trainer)
-        self._pending.close_tickets()
         return self.ended is None
 
     def _lead(self, trainer: Attempt) -> None:
         meta, batcher = self._meta, self._pending.batcher
         self._is_idle = trainer.number == 0 or (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-        if trainer.number == 0:
-            self._say(waiting.NO_TRAINER)
-            return
-        if not self._has_heard and not self._hears(trainer):
-            is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-            word = waiting.for_word(meta.step, ATTEMPT_SECONDS)
-            self._say(self._trainer_sentence(trainer) if is_silent else word)
+        unknown = self._unknown(trainer)
+        if unknown:
+            # Nothing that is sampled now is known to train, and an allowance of before lets workers go on without end.
+            self._publish({})
+            self._say(unknown)
             return
         policies = trainer.policies
-        if not policies:
-            self._say(waiting.NO_VERSION)
-            return
         self._memory.joined(self._token, trainer)
         self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
@@ -205,6 +198,7 @@ class Leadership:
         self._envs.update_pauses()
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
+            self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
             self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
             return
@@ -224,6 +218,16 @@ class Leadership:
             self._say(self._end_of(trainer) or trouble + (waiting.not_normal(said) if trouble else said) + more)
             return
         self._commit(decision, decision.plan, trainer, started)
+
+    def _unknown(self, trainer: Attempt) -> str:
+        """The sentence for a trainer whose place is not known yet, or whose weights nobody can sample from; else ""."""
+        if trainer.number == 0:
+            return waiting.NO_TRAINER
+        if not self._has_heard and not self._hears(trainer):
+            is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
+            word = waiting.for_word(self._meta.step, ATTEMPT_SECONDS)
+            return self._trainer_sentence(trainer) if is_silent else word
+        return "" if trainer.policies else waiting.NO_VERSION
 
     def _end_of(self, trainer: Attempt) -> str:
         """The sentence for a trainer that has made its steps and left; "" while it is there, or left otherwise."""
