@@ -44,7 +44,10 @@ def delete(server: Keyspace, args: Args) -> Any:
 def pexpire(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None:
         return 0
-    server.expiry[args[1]] = server.now_ms() + int(args[2])
+    until = server.now_ms() + int(args[2])
+    if args[3:] == [b"LT"] and server.expiry.get(args[1], until + 1) <= until:
+        return 0
+    server.expiry[args[1]] = until
     server.changes.append(("ttl", args[1], None))
     return 1
 

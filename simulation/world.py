@@ -133,7 +133,9 @@ class World:
         with installed(self.scheduler, self.dice, constants):
             try:
                 self._begin()
-                self._run(self.plan.fault_seconds + self.plan.away + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0))
+                self._run(
+                    self.plan.fault_seconds + self.plan.away + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0)
+                )
                 self._heal()
                 self._judge()
             finally:

@@ -188,9 +188,10 @@ class Buffer:
         make a writer of its own.
 
         `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
-        `ticket_seconds` is how long a ticket stays out without `renew` (60 s): who renews in the background may take
-        less, so that the prompts of a worker that dies are taken up sooner. `section` is the ``[worker.NAME]`` that it
-        was started for: a run whose supervisor waits for it does not end before it has taken tickets.
+        `ticket_seconds` is how long a ticket stays out without `renew` (60 s, at most 900): who renews in the
+        background may take less, so that the prompts of a worker that dies are taken up sooner. `section` is the
+        ``[worker.NAME]`` that it was started for: a run whose supervisor waits for it does not end before it has taken
+        tickets.
         """
         epoch = self.store.open_run().epoch
         return Writer(

@@ -19,6 +19,7 @@ from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.rollout import lacks_logprobs
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
+from rlbuffer.store.moves.tickets import LONGEST_TICKET_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Asked
 
@@ -107,6 +108,11 @@ class Writer:
         terms = terms or Terms()
         self._config = terms.config
         self.ticket_seconds = TICKET_SECONDS if terms.ticket_seconds is None else terms.ticket_seconds
+        if not 0 < self.ticket_seconds <= LONGEST_TICKET_SECONDS:
+            raise ValueError(
+                f"Writer: ticket_seconds = {self.ticket_seconds:g} must be above 0 and at most "
+                f"{LONGEST_TICKET_SECONDS:g}: renew tickets (`renew`) while you sample for longer"
+            )
         """How long tickets stay out without renewal."""
         self._section = terms.section
         self._limit: int | None = None

@@ -56,6 +56,10 @@ class Tenure:
     """Keeps what retires."""
     since: float | None = None
     """Server time when it began; None: with the next leadership."""
+    began: float = 0.0
+    """Monotonic seconds when it began."""
+    word: int = 0
+    """When the trainer had spoken last by then, by the server's clock, which may be set back: a change counts."""
     has_heard: bool = False
     """The trainer has said in it what it has trained, or is silent: the server's steps are its steps."""
 
@@ -93,6 +97,8 @@ class Leadership:
         self._losses = tenure.losses
         self._archive = tenure.archive
         self._since = store.now() if tenure.since is None else tenure.since
+        self._began = time.monotonic() if tenure.since is None else tenure.began
+        self._word = store.trainer().seen_ms if tenure.since is None else tenure.word
         self._meta = store.meta()
         self._wishes = WishWatch(store, asked, self._meta)
         self._pending = Pending(store, config, teller, token=self._token, since=self._since)
@@ -121,7 +127,14 @@ class Leadership:
     @property
     def tenure(self) -> Tenure:
         """State that a leadership that follows this one goes on with."""
-        return Tenure(losses=self._losses, archive=self._archive, since=self._since, has_heard=self._has_heard)
+        return Tenure(
+            losses=self._losses,
+            archive=self._archive,
+            since=self._since,
+            began=self._began,
+            word=self._word,
+            has_heard=self._has_heard,
+        )
 
     def take_over(self) -> None:
         """Everything comes from the server.
@@ -258,7 +271,8 @@ class Leadership:
         word: versions may be out there that are not known here, and only the next attempt, or the one that lives, can
         begin another line of them.
         """
-        has_spoken = trainer.seen_ms >= 1000 * self._since or trainer.now > self._since + ATTEMPT_SECONDS
+        is_silent = time.monotonic() - self._began > ATTEMPT_SECONDS
+        has_spoken = is_silent or trainer.seen_ms not in (0, self._word)
         self._has_heard = has_spoken and trainer.server in ("", self._store.server_id())
         return self._has_heard
 

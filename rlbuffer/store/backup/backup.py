@@ -24,13 +24,12 @@ from rlbuffer.process.files import rename_for_good
 from rlbuffer.store.backup.format import BACKUP_FORMAT, FrameWriter
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.moves.run import parse_meta
+from rlbuffer.store.moves.steps import HOLD_SECONDS, LONGEST_HOLD_MS
 from rlbuffer.store.session import answers, ranged, text
 
 if TYPE_CHECKING:
     from rlbuffer.store.redis_store import RedisStore
 
-HOLD_SECONDS = 60.0
-"""A hold that is not renewed for this long is over: a backup that died must not keep the memory full."""
 WINDOW_BYTES = 32 * 2**20
 """Payloads read at a time."""
 BACKUP_PAGE = 200
@@ -108,7 +107,7 @@ class _Hold:
         """Raises BackupError when it had run out: something may have been swept. RunGone: everything was."""
         now = self._store.now()
         until = self._store.look(lambda client: client.zscore(self._store.keys.holds, self._name))
-        if until is None or float(until) <= 1000 * now:
+        if until is None or not 0 < float(until) - 1000 * now <= LONGEST_HOLD_MS:
             self.check_run()  # what deletes a run deletes its holds
             raise BackupError(
                 f"the backup of run {self._store.run!r} stood still for over {HOLD_SECONDS:g} s, and its payloads were "
@@ -132,7 +131,7 @@ class _Hold:
         def hold(client: Any) -> None:
             with client.pipeline(transaction=True) as pipe:
                 pipe.zadd(key, {self._name: until})
-                pipe.pexpire(key, round(2000 * HOLD_SECONDS))
+                pipe.pexpire(key, LONGEST_HOLD_MS)
                 pipe.execute()
 
         self._store.look(hold)

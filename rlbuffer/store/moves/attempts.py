@@ -96,7 +96,7 @@ class TrainerMoves(Session):
             seen_ms=number(b"seen"),
             claim=fields.get(b"claim", b""),
             server=text(fields.get(b"server", b"")),
-            seen_seconds_ago=max(0.0, now - number(b"seen") / 1000),
+            seen_seconds_ago=abs(now - number(b"seen") / 1000),  # later than now: before the clock was set back
             now=now,
             announced=versions,
         )

@@ -32,9 +32,12 @@ class EvaluationMoves(Session):
         def claim(client: Any) -> bool:
             if client.set(key, owner, nx=True, px=milliseconds):
                 return True
-            if client.get(key) != owner.encode():
-                return False
-            return bool(client.pexpire(key, milliseconds))
+            holder = client.get(key)
+            if holder == owner.encode():
+                return bool(client.pexpire(key, milliseconds))
+            if holder not in (None, _DONE):  # a clock that was set back since lets it run for longer than it was given
+                client.pexpire(key, milliseconds, lt=True)
+            return False
 
         return self.look(claim)
 

@@ -32,10 +32,23 @@ class ClaimMoves(Session):
         reply = self.look(claim)
         gone = frozenset(e for e, entry in zip(entry_ids, reply[::3], strict=True) if not entry)
         claimed = frozenset(e for e, holder in zip(entry_ids, reply[2::3], strict=True) if holder == owner.encode())
+        self._clamp([key for key, holder in zip(keys, reply[2::3], strict=True) if holder], milliseconds)
         if gone:
             self.release_scoring(sorted(gone & claimed), owner=owner)
         self.renew_scoring(sorted(claimed - gone), owner=owner, ttl_seconds=ttl_seconds)
         return claimed - gone, gone
+
+    def _clamp(self, keys: Sequence[str], milliseconds: int) -> None:
+        """No claim runs for longer than it was given for: one that would is of a clock that was set back since."""
+
+        def clamp(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.pexpire(key, milliseconds, lt=True)
+                return answers(pipe)
+
+        if keys:
+            self.look(clamp)
 
     def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
         milliseconds = max(1, round(1000 * ttl_seconds))

@@ -49,7 +49,7 @@ class Telemetry(Session):
             beat = heartbeat_of(value)
             if beat is not None:
                 at, record = beat
-                out[text(name)] = {**record, "seconds_ago": max(0.0, now - at / 1000)}
+                out[text(name)] = {**record, "seconds_ago": abs(now - at / 1000)}
         return out
 
     def set_waiting(self, who: str, sentence: str) -> None:

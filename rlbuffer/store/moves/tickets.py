@@ -14,8 +14,13 @@ from rlbuffer.store.moves.telemetry import beat_args
 from rlbuffer.store.records import Asked, Sources, policy_of
 from rlbuffer.store.session import Session, raise_first, text
 
+LONGEST_TICKET_SECONDS = 900.0
+"""Longest that a ticket may be out without being renewed."""
 _END = re.compile(r"=?([0-9]{1,15})\Z")
 """Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
+
+
+_LONGEST_MS = round(1000 * LONGEST_TICKET_SECONDS)
 
 
 class TicketMoves(Session):
@@ -61,7 +66,7 @@ class TicketMoves(Session):
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Keys and arguments of TICKET."""
         keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
-        return keys, ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section)
+        return keys, ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section, _LONGEST_MS)
 
     def _numbers(self, env: str, reply: Sequence[Any]) -> list[int]:
         if reply and not isinstance(reply[0], int):

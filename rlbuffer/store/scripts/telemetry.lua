@@ -45,7 +45,8 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 if redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. record) == 1 then
   for _, other in ipairs(redis.call('HRANDFIELD', hash_key, 8)) do
     local at = tonumber(string.match(redis.call('HGET', hash_key, other), '^(%d+) ') or '0')
-    if at < now - tonumber(forgotten_after) then redis.call('HDEL', hash_key, other) end
+    -- What was said later than now was said by a clock that has been set back since.
+    if math.abs(now - at) > tonumber(forgotten_after) then redis.call('HDEL', hash_key, other) end
   end
 end
 return {'OK'}

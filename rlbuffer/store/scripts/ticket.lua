@@ -6,13 +6,15 @@
 --       4 ends (hash: see DONE)
 -- ARGV  1 'take'   2 env   3 how many at most   4 time to live, ms
 --       5 how many tickets the env has in all, as the worker knows it; '' no end   6 the worker's section; '' for none
+--       7 longest time to live, ms: what would be out for longer was given by a clock that has been set back since. It
+--         lives from now on as this worker's do, time enough for whoever holds it to renew it
 -- Reply the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out. When many
 -- workers have died at once, it is the lowest of the 256 that expired first: looking at 10,000 takes 15 ms. None is new
 -- when what stands for the next number is no number.
 --       {'DONE'} when the env has an end, all its numbers were given, and none is out
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
 local tickets_key, allowance_key, numbers_key, ends_key = unpack(KEYS)
-local _, env, most, ttl, size, section = unpack(ARGV, 1, 6)
+local _, env, most, ttl, size, section, longest = unpack(ARGV, 1, 7)
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -32,6 +34,10 @@ local left = math.huge
 if ending ~= '' then
   left = (tonumber(string.match(ending, '^=?(%d+)$')) or 0) - (tonumber(redis.call('HGET', numbers_key, env) or '0') or 0)
   if left <= 0 and redis.call('ZCARD', tickets_key) == 0 then return {'DONE'} end
+end
+local beyond = string.format('(%.0f', now + tonumber(longest))
+for _, ticket in ipairs(redis.call('ZRANGEBYSCORE', tickets_key, beyond, '+inf', 'LIMIT', 0, 256)) do
+  redis.call('ZADD', tickets_key, expiry, ticket)
 end
 local out = redis.call('ZCOUNT', tickets_key, '(' .. clock, '+inf')
 -- '*' stands for envs that the leader does not know yet: without it a new env could never send its first group.

@@ -27,8 +27,9 @@ if meta[1] ~= seen_epoch then return {'CHANGED', meta[1]} end
 local last, keep, retired = tonumber(meta[2] or '0'), tonumber(kept_step), tonumber(meta[3] or '0')
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'digest', 'oldest_kept', 'seen')
 local forced = force == '1'
-if trainer[1] and not forced and now - tonumber(trainer[5] or '0') < tonumber(silent_ms) then
-  return {'ALIVE', string.format('%.0f', now - tonumber(trainer[5] or '0'))}
+local silent = math.abs(now - tonumber(trainer[5] or '0'))  -- later than now: before the clock was set back
+if trainer[1] and not forced and silent < tonumber(silent_ms) then
+  return {'ALIVE', string.format('%.0f', silent)}
 end
 if keep > last then return {'BEYOND', string.format('%.0f', last)} end
 if keep < retired and not forced then return {'RETIRED', string.format('%.0f', retired)} end

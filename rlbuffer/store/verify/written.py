@@ -15,6 +15,7 @@ from rlbuffer.store.moves.evaluations import evaluation_of
 from rlbuffer.store.moves.ledger import foreign_fields
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.moves.telemetry import heartbeat_of
+from rlbuffer.store.moves.tickets import LONGEST_TICKET_SECONDS
 from rlbuffer.store.session import answers, number, ranged, text
 from rlbuffer.store.verify.snapshot import Findings, Verified
 
@@ -31,7 +32,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 """First word of a control key -> its type."""
-LONGEST_TICKET_MS = 7 * 86_400_000
+LONGEST_TICKET_MS = round(1000 * LONGEST_TICKET_SECONDS)
 """A ticket that is out for longer than this was not given by TICKET."""
 SHOWN_NAMES = 5
 """Values of one key that are named, when there are more."""

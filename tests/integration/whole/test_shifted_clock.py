@@ -163,3 +163,61 @@ def test_what_is_pending_and_who_pushed_it_outlive_eight_days(shifted: tuple[Run
     assert not served.said("drop")
     assert run.store.verify().findings == ()
     served.close()
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Waits for it: things that were given for a second lapse after one."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_the_dead_hold_lapses_though_the_clock_was_set_back(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    run, shift = shifted
+    store = run.store
+    shift(HALF_AN_HOUR)
+    run.step("a.9")
+    run.push("a.8")
+    (entry,) = run.pool()
+    attempt = store.attempt(uuid="dead", world_size=1, resume_step=0)
+    store.report(attempt.number, epoch=run.meta.epoch, trained=1, digest="", oldest_kept=1)
+    store.heartbeat("worker", "dead", {})
+    store.set_allowances(run.token, {"a": 2})
+    assert store.take_tickets("a", 2, ttl_seconds=1.0) == [0, 1]
+    assert store.claim_scoring([entry.entry_id], owner="dead", ttl_seconds=1.0)[0] == {entry.entry_id}
+    assert store.claim_evaluation("a", 1, owner="dead", ttl_seconds=1.0)
+    run.client.zadd(store.keys.holds, {"dead": 1000 * store.now() + 1000})
+    shift(0.0)
+    assert (store.trainer().seen_seconds_ago or 0.0) > HALF_AN_HOUR / 2
+    assert store.heartbeats("worker")["dead"]["seconds_ago"] > HALF_AN_HOUR / 2
+    until(lambda: store.take_tickets("a", 2, ttl_seconds=1.0) == [0, 1])
+    until(lambda: bool(store.claim_scoring([entry.entry_id], owner="other", ttl_seconds=1.0)[0]))
+    until(lambda: store.claim_evaluation("a", 1, owner="other", ttl_seconds=1.0))
+    run.lead()
+    assert store.retire(run.token, 1) == 1  # its payload is swept
+
+
+def test_a_trainer_is_heard_though_the_clock_was_set_back_since_the_takeover(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    run, shift = shifted
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    run.push("a.0")
+    run.push("a.1")
+    shift(HALF_AN_HOUR)
+    served = Served(run, word_seconds=1e9)
+    served.serve(CONFIG)
+    served.wait_for(lambda: run.store.waiting().get("batcher"))
+    assert run.store.meta().step == 0
+    shift(0.0)
+
+    def is_heard() -> bool:
+        run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+        return run.store.meta().step == 1
+
+    served.wait_for(is_heard)
+    served.close()
