@@ -21,6 +21,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rlbuffer.batcher.budget import Deficits
+
 START_TICKETS = 8
 """Groups of an env before any is known: enough to keep a few workers busy, few enough to be no loss."""
 DOUBTS = 2.0
@@ -67,10 +69,10 @@ def groups_per_step(
 
     A step is `groups` groups, or `rollouts` rollouts, or else `tokens` tokens.
     """
-    known = {e: s.mean for e, s in supply.items() if s.mean is not None and s.share > 0}
+    fallback = _average([s.mean for s in supply.values() if s.mean is not None and s.share > 0])
     rates: dict[str, float] = {}
     for env, s in supply.items():
-        mean = s.mean or _average(list(known.values()))
+        mean = s.mean or fallback
         if s.share > 0 and mean is not None:
             rates[env] = s.share / mean[0]
         elif s.share > 0 and groups is not None:
@@ -79,7 +81,6 @@ def groups_per_step(
         unit, limit = dict.fromkeys(rates, 1.0), float(groups)
     else:
         index = 1 if rollouts is None else 2
-        fallback = _average(list(known.values()))
         unit = {e: (supply[e].mean or fallback or (1.0, 1.0, 1.0))[index] for e in rates}
         limit = float(tokens if rollouts is None else rollouts)
     total = sum(rates[e] * unit[e] for e in rates)
@@ -107,29 +108,22 @@ def missing(
         return dict.fromkeys(envs, 1)
     means = {env: s.mean or average or (1.0, 1.0, 1.0) for env, s in envs.items()}
     limit = float(groups if groups is not None else rollouts if rollouts is not None else tokens)
-    owed = {env: s.owed for env, s in envs.items()}
+    turns = Deficits({env: s.owed for env, s in envs.items()}, {env: s.share for env, s in envs.items()})
+    for env, mean in means.items():
+        turns.offer(env, mean[0])
     picked, filled, doubt = dict.fromkeys(envs, 0), 0.0, 0.0
-    while envs and filled + DOUBTS * math.sqrt(doubt) < limit:
-        env = min(envs, key=lambda e: _deadline(owed[e], means[e][0], envs[e].share, e))
-        size = means[env][0]
+    while filled + DOUBTS * math.sqrt(doubt) < limit and (env := turns.turn()) is not None:
         is_there = picked[env] < envs[env].ready
         amounts = (is_there and envs[env].ready_mean) or means[env]
         filled += 1.0 if groups is not None else max(1.0, amounts[1 if rollouts is None else 2])
         if by_tokens and not is_there:
             doubt += envs[env].spread ** 2
         picked[env] += 1
-        for other, s in envs.items():
-            owed[other] += s.share * size
-        owed[env] -= size
+        turns.charge(env, means[env][0])
     # Groups that nobody has seen yet may turn out several times as large: before they have, a few of every env.
     is_known = all(s.mean is not None for s in envs.values())
     most = {env: picked[env] if is_known else max(1, picked[env] // 4) for env in envs}
     return {env: max(0, min(most[env], picked[env] - s.pending)) for env, s in envs.items()}
-
-
-def _deadline(owed: float, size: float, share: float, env: str) -> tuple[bool, float, float, str]:
-    """The order in which envs give their next groups, as in :func:`rlbuffer.batcher.selection.select`."""
-    return owed + share * size <= 1e-9 * size, (size - owed) / share, -share, env
 
 
 def allowances(
@@ -145,13 +139,14 @@ def allowances(
     still train. That is what keeps a step from waiting for a group that nobody may sample, however wrong the means.
     `open_step` is what :func:`missing` found, of the envs whose groups can serve the open step alone.
     """
-    out = {}
+    out, is_open = {}, any(open_step.values())
+    awaited = frozenset(awaited)
     for env, s in supply.items():
         groups = math.ceil(per_step.get(env, 0.0) * s.window - 1e-9) - s.pending if s.window > 0 else 0
         is_awaited = env in awaited
         if env in open_step and s.window > 0:
             groups = open_step[env]
-            is_awaited = is_awaited and not any(open_step.values())
+            is_awaited = is_awaited and not is_open
         least = 1 if is_awaited and s.window > 0 and s.share > 0 else 0
         out[env] = max(groups, least, 0)
     return out

@@ -18,9 +18,9 @@ def awaited_envs(known: Situation, trial: Trial, step: int) -> list[str]:
         return trial.short + trial.lent
     selected = {g.env for g in trial.groups}
     exhausted = [e for e in trial.exhausted if e not in known.done]
-    idle = known.paused | known.done
+    idle = known.paused | known.done | set(exhausted)
     envs = [e for e in known.known() if e not in idle and not budget.is_off(known.config, e, step)]
-    unheard = [e for e in envs if e not in selected and e not in exhausted]
+    unheard = [e for e in envs if e not in selected]
     return exhausted + [e for e in unheard if not known.env(e).ready_groups]
 
 

@@ -14,8 +14,7 @@ Time: `now` is any clock that does not run backwards, the same one in `add` and 
 the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
 starts the timeouts again, so time in which no batcher ran does not count.
 
-Cost: a step touches the groups that it selects or drops, and running sums of the others
-(:mod:`rlbuffer.batcher.pool_index`).
+Cost: a step touches the groups that it selects or drops, and sums of the others (:mod:`rlbuffer.batcher.pool_index`).
 """
 
 from __future__ import annotations
@@ -214,10 +213,6 @@ class Batcher:
         """The store made these drops: forgets them. Until then `next` repeats them."""
         self._pool.confirm(drops)
 
-    def pending_tokens(self, env: str) -> int:
-        """Tokens of the env's valid rollouts that wait to be trained, forming and ready."""
-        return self._pool.pending_tokens(env)
-
     # -- what to do ---------------------------------------------------------------------------------------------------
     def next(self, step: int, *, world_size: int, now: float, rng: np.random.Generator) -> Decision:
         """Decides about `step`: a plan, or why there is none yet; and what must be dropped in either case.
@@ -286,13 +281,10 @@ class Batcher:
         return allowances.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
 
     def sweep(self, step: int) -> tuple[Drop, ...]:
-        """Lets go what is too old for `step`, and so for every later one. -> what must be dropped.
-
-        `next` does so, too. Ask here while `step` may not be committed yet: what comes meanwhile must not pile up.
-        """
+        """Lets go what is too old for `step`, where `next` may not be asked yet. -> what must be dropped."""
         pool, known = self._pool, self._known
-        for env in list(pool.envs):
-            for adapter in list(pool.envs[env].lanes):
+        for env, its in list(pool.envs.items()):
+            for adapter in list(its.lanes):
                 if not known.lags(env, adapter, step):  # else the newest version is what is old: it is waited for
                     pool.sweep_stale(env, known.own_step(adapter, step), adapter)
         return tuple(pool.drops.values())
@@ -302,18 +294,17 @@ class Batcher:
     def _state(
         step: int, at: float, accounts: Mapping[str, budget.EnvAccount], adapted: adapters.AdapterAccounts
     ) -> dict[str, Any]:
-        state = budget.dump(accounts) | adapted.dump() | {"step": step}
-        return state | {"at": at} if math.isfinite(at) else state
+        return budget.dump(accounts) | adapted.dump() | {"step": step} | ({"at": at} if math.isfinite(at) else {})
 
     def _let_go_what_is_over(self, step: int, now: float, rng: np.random.Generator) -> None:
         """Drops or closes what time and age have overtaken, and ranks what became ready."""
-        pool, known = self._pool, self._known
-        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
-        self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
-        pool.sweep_future(lambda adapter: known.own_step(adapter, step))
+        known = self._known
+        self._pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
+        self._waits_since = min(self._waits_since, self._pool.now)  # no step waits for a clock that was set back
+        self._pool.sweep_future(lambda adapter: known.own_step(adapter, step))
         self.sweep(step)
         if self._selector is not None:
-            pool.rank(self._selector, rng)
+            self._pool.rank(self._selector, rng)
 
     def _look(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> tuple[Trial, Collection[str]]:
         """One trial, what it teaches about who is waited for, and the envs that need at least one ticket."""

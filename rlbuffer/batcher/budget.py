@@ -10,14 +10,20 @@ Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at, fraction_at
 from rlbuffer.errors import RlbufferError
 
+ROUNDING = 1e-9
+"""Share of a group below which a deficit is nothing."""
 MEAN_WINDOW = 64
 """Trained groups over which an env's mean group is remembered: long enough to be steady, short enough to follow."""
 
@@ -135,11 +141,79 @@ def shares(
     return {e: out[e] / total if total else 0.0 for e in sorted(out)}
 
 
-def charge(deficits: MutableMapping[str, float], fractions: Mapping[str, float], env: str, size: float) -> None:
-    """Moves the deficits for one selected group: everyone is credited, `env` pays."""
-    for name, fraction in fractions.items():
-        deficits[name] += fraction * size
-    deficits[env] -= size
+class Deficits:
+    """What each env is owed while groups are selected one by one, and whose turn it is.
+
+    All envs are looked at for every group, so they are arrays: a thousand cost little more than ten. Each env's sums
+    are those that it would have by itself, in the same order, to the last bit.
+
+    Args:
+        owed: env -> what it is owed before; 0 where it is not named.
+        shares: env -> share, summing to 1.
+    """
+
+    __slots__ = ("_gains", "_least", "_limits", "_owed", "_places", "_shares", "_sizes", "_watches", "envs")
+
+    def __init__(self, owed: Mapping[str, float], shares: Mapping[str, float]) -> None:
+        self.envs = sorted(shares, key=lambda env: (-shares[env], env))
+        """Of equals the first one has its turn: the larger share, then by name."""
+        self._places = {env: place for place, env in enumerate(self.envs)}
+        self._shares = np.array([shares[env] for env in self.envs], np.float64)
+        self._owed = np.array([owed.get(env, 0.0) for env in self.envs], np.float64)
+        nothing = np.full(len(self.envs), np.inf)
+        self._sizes, self._gains, self._least = nothing, nothing.copy(), nothing.copy()
+        """Of the group that an env gives next; what it is credited for it, and what is nothing beside it."""
+        self._limits = nothing.copy()
+        self._watches = False
+
+    def offer(self, env: str, size: float | None) -> None:
+        """The env's next group is of this size; None: it has none."""
+        place, size = self._places[env], math.inf if size is None else size
+        self._sizes[place], self._least[place] = size, ROUNDING * size
+        self._gains[place] = size if size == math.inf else self._shares[place] * size
+
+    def turn(self) -> str | None:
+        """The env that gives the next group, of those that have one: whose deficit would reach it soonest."""
+        if not self.envs:
+            return None
+        deadlines = (self._sizes - self._owed) / self._shares
+        # An env that is ahead of its share by more than its next group waits, unless nobody else has anything.
+        waits = self._owed + self._gains <= self._least
+        place = int(np.where(waits, math.inf, deadlines).argmin())
+        if waits[place]:
+            place = int(deadlines.argmin())
+        return self.envs[place] if self._sizes[place] < math.inf else None
+
+    def charge(self, env: str, size: float) -> None:
+        """One group is selected: everyone is credited, `env` pays."""
+        self._owed += self._shares * size
+        self._owed[self._places[env]] -= size
+
+    def watch(self, env: str, limit: float) -> None:
+        """The env is short once it is owed more than `limit`."""
+        self._limits[self._places[env]], self._watches = limit, True
+
+    def short(self) -> list[str]:
+        """The watched envs that are short, the neediest first."""
+        if not self._watches:
+            return []
+        places = np.flatnonzero(self._owed > self._limits)
+        return sorted((self.envs[place] for place in places), key=lambda env: (-self[env], env))
+
+    def places(self, envs: Iterable[str]) -> NDArray[np.intp]:
+        """Where these envs stand in `owed`."""
+        return np.array([self._places[env] for env in envs], np.intp)
+
+    def owed(self, places: NDArray[np.intp]) -> NDArray[np.float64]:
+        """What these are owed."""
+        return self._owed[places]
+
+    def __getitem__(self, env: str) -> float:
+        return float(self._owed[self._places[env]])
+
+    def all(self) -> dict[str, float]:
+        """Env -> what it is owed now."""
+        return dict(zip(self.envs, self._owed.tolist(), strict=True))
 
 
 def settle(
@@ -158,15 +232,15 @@ def settle(
     out = {env: replace(account) for env, account in accounts.items()}
     for env in fractions:
         out.setdefault(env, EnvAccount())
-    deficits = {env: out[env].deficit for env in fractions}
+    deficits = Deficits({env: out[env].deficit for env in fractions}, fractions)
     total = 0
     for env, tokens, rollouts in groups:
         size = size_of(unit, tokens=tokens, rollouts=rollouts)
         total += size
-        charge(deficits, fractions, env, size)
+        deficits.charge(env, size)
         out[env].learn(tokens, rollouts, size)
     largest = max(account.largest for account in out.values())
-    for env, deficit in deficits.items():
+    for env, deficit in deficits.all().items():
         out[env].deficit = deficit
         out[env].clamp(fractions[env] * total, largest)
     return out

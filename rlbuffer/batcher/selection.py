@@ -14,12 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rlbuffer.batcher.adapters import Queue
-from rlbuffer.batcher.budget import charge, size_of
-from rlbuffer.batcher.groups import GroupState
+import numpy as np
 
-_ROUNDING = 1e-9
-"""Share of a group below which a deficit is nothing."""
+from rlbuffer.batcher.adapters import Queue
+from rlbuffer.batcher.budget import Deficits, size_of
+from rlbuffer.batcher.groups import GroupState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,51 +171,61 @@ def select(
         overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. Their
             deficits from earlier steps are left out of the trial: else nothing could go before them.
     """
-    trial = Trial(deficits={env: deficits.get(env, 0.0) for env in fractions})
-    owed = trial.deficits
+    trial = Trial()
+    owed = {env: deficits.get(env, 0.0) for env in fractions}
     heads = {env: candidates[env].head if env in candidates else None for env in fractions if fractions[env] > 0}
     left_out = {env: max(0.0, owed[env]) for env in overdue if env in heads and heads[env] is None}
-    for env, size in left_out.items():
-        owed[env] -= size
-    waited = [env for env in budgeted if env not in excused]
+    turns = Deficits(owed | {env: owed[env] - size for env, size in left_out.items()}, fractions)
+    waited = {env for env in budgeted if env not in excused and env in fractions}
+    places, means_of = turns.places(waited), np.array([means[env] for env in waited])
     by_rows, capacity, least = limits.by_rows, limits.tokens, close_fill * limits.tokens
     shares = _Shares(limits)
+
+    def put(env: str, head: GroupState | None) -> None:
+        heads[env] = head
+        turns.offer(env, None if head is None else size_of(unit, tokens=head.tokens, rollouts=head.rollouts))
+        if head is None and env in waited:
+            turns.watch(env, means[env])
+
+    for env, head in heads.items():
+        put(env, head)
     while True:
-        trial.short = _short(heads, owed, means, waited)
+        trial.short = turns.short()
         if trial.short:
             trial.ended = Ended.SHORT
             break
-        group = _next(heads, owed, fractions, unit)
-        if group is None:
+        env = turns.turn()
+        group = heads[env] if env is not None else None
+        if env is None or group is None:
             trial.ended = Ended.EMPTY
             break
-        env = group.env
         if group.used and shares.is_past_used(group):
-            heads[env] = None  # all that come after it were used, too
+            put(env, None)  # all that come after it were used, too
             continue
         is_flat = limits.flat is not None and group.is_flat
         if limits.flat is not None and is_flat and shares.is_past_flat(group, limits.flat):
             trial.surplus.append(group)
             candidates[env].skip()
-            heads[env] = candidates[env].head
+            put(env, candidates[env].head)
             continue
         if by_rows and shares.is_past_rows(group) and trial.groups:
             trial.ended = Ended.FULL
             break
         shares.add(group, is_flat=is_flat)
         trial.add(group)
-        charge(owed, fractions, env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
+        turns.charge(env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
         candidates[env].take()
-        heads[env] = candidates[env].head
+        put(env, candidates[env].head)
         if trial.tokens >= capacity if by_rows else limits.is_counted(len(trial.groups), trial.rollouts):
             trial.ended = Ended.FULL if by_rows else Ended.COUNT
             break
-        if by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
+        if by_rows and trial.tokens >= least and bool((turns.owed(places) <= means_of).all()):
             trial.balanced = len(trial.groups)
+    trial.deficits = turns.all()
     for env, size in left_out.items():
-        owed[env] += size
-    _name_overdue(trial, _short(heads, owed, means, left_out))
-    trial.lent = _short(heads, owed, means, [env for env in budgeted if env in excused])
+        trial.deficits[env] += size
+    _name_overdue(trial, _short(heads, trial.deficits, means, left_out))
+    trial.lent = _short(heads, trial.deficits, means, {env for env in budgeted if env in excused})
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial
 
@@ -226,22 +235,6 @@ def _name_overdue(trial: Trial, late: Collection[str]) -> None:
     trial.short += [env for env in late if env not in trial.short]
     if late and trial.ended is Ended.EMPTY:
         trial.ended = Ended.SHORT
-
-
-def _next(
-    heads: Mapping[str, GroupState | None], owed: Mapping[str, float], fractions: Mapping[str, float], unit: str
-) -> GroupState | None:
-    """The group that goes next, of those at the head of their env."""
-    best, first = None, (True, 0.0, 0.0, "")
-    for env, group in heads.items():
-        if group is None:
-            continue
-        size, share = size_of(unit, tokens=group.tokens, rollouts=group.rollouts), fractions[env]
-        # An env that is ahead of its share by more than its next group waits, unless nobody else has anything.
-        rank = (owed[env] + share * size <= _ROUNDING * size, (size - owed[env]) / share, -share, env)
-        if best is None or rank < first:
-            best, first = group, rank
-    return best
 
 
 def _short(

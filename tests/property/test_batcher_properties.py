@@ -41,7 +41,7 @@ def test_shares_hold_within_one_group_over_200_random_steps(unit: str, seed: int
     given_by = dict.fromkeys(budgets, 0)
     for step in range(1, 201):
         for env in budgets:
-            while batcher.pending_tokens(env) < 12_000:
+            while batcher._pool.pending_tokens(env) < 12_000:
                 name = f"{env}.{len(sizes)}"
                 lengths = rng.integers(1, 600, int(rng.integers(1, 5)))
                 sizes[name] = {"tokens": int(lengths.sum()), "rollouts": len(lengths), "groups": 1}[unit]

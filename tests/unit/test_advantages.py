@@ -159,7 +159,7 @@ def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mi
         ask(made)
     assert str(error.value).startswith(f"batcher.envs.a.advantage = 'estimators_of_a_test:answer' {why}")
     assert error.value.setting == "batcher.envs.a.advantage"
-    assert made.pending_tokens("a") == 100  # nothing is dropped because of it
+    assert made._pool.pending_tokens("a") == 100  # nothing is dropped because of it
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
+import random
+
 import pytest
 
 from rlbuffer.batcher.budget import (
     MEAN_WINDOW,
+    ROUNDING,
+    Deficits,
     EnvAccount,
-    charge,
     dump,
     has_budget,
     known_envs,
@@ -51,9 +54,43 @@ def test_a_step_waits_only_for_envs_with_a_share_by_name(env, expected):
 
 
 def test_charging_moves_what_is_owed_but_never_creates_any():
-    deficits = {"a": 0.0, "b": 0.0}
-    charge(deficits, {"a": 0.7, "b": 0.3}, "a", 100)
-    assert deficits == pytest.approx({"a": -30, "b": 30})
+    deficits = Deficits({}, {"a": 0.7, "b": 0.3})
+    deficits.charge("a", 100)
+    assert deficits.all() == pytest.approx({"a": -30, "b": 30})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_envs_take_turns_as_each_would_by_itself_to_the_last_bit(seed):
+    """Written out env by env, as it is meant: sums in another order would let ties come out otherwise."""
+    dice = random.Random(seed)
+    parts = {f"e{i}": dice.choice((1.0, dice.random())) for i in range(dice.randrange(1, 40))}
+    shares = {env: part / sum(parts.values()) for env, part in parts.items()}
+    owed = {env: dice.choice((0.0, dice.uniform(-50, 50))) for env in shares}
+    sizes = {env: dice.choice((16, dice.randrange(1, 60))) for env in shares}
+    deficits = Deficits(owed, shares)
+    for env, size in sizes.items():
+        deficits.offer(env, size)
+    while sizes:
+        env = min(
+            sizes,
+            key=lambda e: (
+                owed[e] + shares[e] * sizes[e] <= ROUNDING * sizes[e],
+                (sizes[e] - owed[e]) / shares[e],
+                -shares[e],
+                e,
+            ),
+        )
+        assert deficits.turn() == env
+        for other in owed:
+            owed[other] += shares[other] * sizes[env]
+        owed[env] -= sizes[env]
+        deficits.charge(env, sizes[env])
+        assert deficits.all() == owed
+        sizes[env] = dice.choice((None, 16, dice.randrange(1, 60)))
+        deficits.offer(env, sizes[env])
+        if sizes[env] is None:
+            del sizes[env]
+    assert deficits.turn() is None
 
 
 @pytest.mark.parametrize(

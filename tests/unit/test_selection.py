@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlbuffer.batcher import selection
 from rlbuffer.batcher.adapters import Queue
 from rlbuffer.batcher.closing import longest_fit, needs_more_rows
 from rlbuffer.batcher.selection import Limits, select
@@ -54,6 +55,19 @@ def test_an_env_ahead_of_its_share_by_more_than_its_next_group_waits_while_other
     assert names(trial)[0] == "b0"  # though a's next group would be owed sooner: 20 / 0.9 against 50 / 0.1
     alone = run({"a": groups("a", 2, 10)}, fractions={"a": 0.9, "b": 0.1}, deficits={"a": -10.0, "b": 10.0})
     assert names(alone) == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_a_group_costs_no_look_at_every_other_env(monkeypatch, budgeted):
+    looks, sizes = [], selection.size_of
+    monkeypatch.setattr(selection, "size_of", lambda *args, **values: looks.append(1) or sizes(*args, **values))
+    ready = {f"{i:03}": [group(f"{i:03}.{n}", 10) for n in range(2)] for i in range(200)}
+    for env, items in ready.items():
+        for item in items:
+            item.env = env
+    trial = run(ready, limits=Limits(rows=400, row_tokens=10), budgeted=list(ready) if budgeted else ())
+    assert len(trial.groups) == 400
+    assert len(looks) <= 2 * (len(trial.groups) + len(ready))
 
 
 @pytest.mark.parametrize(("count", "ended", "selected"), [(9, "empty", 9), (10, "full", 10), (11, "full", 10)])
