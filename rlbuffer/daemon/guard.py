@@ -63,6 +63,8 @@ class Guard:
         """Payload of nobody -> when it was first seen so."""
         self._again: dict[str, float] = {}
         """Those of this round."""
+        self.strays: int | None = None
+        """Bytes of payloads of nobody that a round has left while memory is short; None before there was one."""
         self._weighed: set[str] = set()
         """Entries whose payloads were found as heavy as their metadata says."""
 
@@ -92,6 +94,7 @@ class Guard:
     def _look(self, is_pressed: bool) -> None:
         """One page of a round, once a round is due."""
         now = time.monotonic()
+        self.strays = self.strays if is_pressed else None
         pause = PRESSED_ROUND_SECONDS if is_pressed else ROUND_SECONDS
         if not self._cursor:
             if now < min(self._next_round, self._next_round - ROUND_SECONDS + pause):
@@ -109,6 +112,7 @@ class Guard:
             self._seen, self._again = self._again, {}
             self._next_round = now + ROUND_SECONDS
             self._sweep(now - (PRESSED_STRAY_SECONDS if is_pressed else STRAY_SECONDS))
+            self.strays = sum(self._store.weights(list(self._seen))) if is_pressed else None
 
     def _sweep(self, before: float) -> None:
         """Removes what was first seen before then, and is still nobody's.

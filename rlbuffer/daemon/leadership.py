@@ -188,7 +188,7 @@ class Leadership:
             self._stay()
             return False
         self._retire(trainer)
-        self._guard.turn(self._memory.share)
+        self._guard.turn(self._memory.newest_share)
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(trainer)
@@ -327,7 +327,7 @@ class Leadership:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
             self._store.retire(self._token, self._meta.retired, since=self._losses)
-        if self._memory.relieve(self._token, trainer, self._meta, self._archive):
+        if self._memory.relieve(self._token, trainer, self._meta, self._archive, strays=self._guard.strays):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:

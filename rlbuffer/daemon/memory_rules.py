@@ -69,6 +69,8 @@ class Pressure:
     def __init__(self) -> None:
         self.limit = 0
         """maxmemory in bytes; 0: none."""
+        self.newest_share = 0.0
+        """Of the last look, whatever was unlinked since."""
         self._looks: list[int] = []
         self._is_retiring = False
         self._asked = 0
@@ -96,6 +98,7 @@ class Pressure:
     def look(self, used: int, limit: int) -> None:
         """Takes in what the server said, in bytes."""
         self.limit = limit
+        self.newest_share = used / limit if limit else 0.0
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
 
     def freed(self) -> None:
@@ -103,7 +106,7 @@ class Pressure:
         self._looks = []
 
     # -- 85 % ------------------------------------------------------------------------------------------------------
-    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int]) -> int | None:
+    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int], strays: int = 0) -> int | None:
         """The last step to retire early now, None when nothing has to go.
 
         As many of the oldest as it takes to come near :data:`ENOUGH_SHARE`, by what they take on the server; then it is
@@ -113,10 +116,12 @@ class Pressure:
             retired: last retired step.
             done: last step that the trainer is through with.
             sizes: step -> bytes; after one that is not named, the server is looked at again.
+            strays: bytes of payloads that are nobody's, which go first.
         """
         used = self.used
         if used is None or not self.limit:
             return None
+        used -= strays
         if used >= EARLY_SHARE * self.limit:
             self._is_retiring = True
         elif used < ENOUGH_SHARE * self.limit:

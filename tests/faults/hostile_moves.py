@@ -186,7 +186,8 @@ class Attacker(Pushes):
         args = [self._value() for _ in range(dice.choice((3, 8, 15)))]
         args[0] = dice.choice((*ACTIONS, seen.epoch, "", *NUMBERS))
         if name == "ticket":  # with sound numbers it takes real tickets
-            args[:6] = ["take", self._env(), dice.choice(NUMBERS), dice.choice((1, 60_000, 10**15)), self._value(), ""]
+            args[:5] = ["take", self._env(), dice.choice(NUMBERS), dice.choice((1, 60_000, 10**15)), self._value()]
+            args[5:7] = ["", 900_000]
         return ("EVALSHA", sha1(script_text(name).encode(), usedforsecurity=False).hexdigest(), len(keys), *keys, *args)
 
     def _pairs(self, names: Sequence[str]) -> list[Any]:
