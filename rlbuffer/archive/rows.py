@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.columns import REQUIRED_COLUMNS
+from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire.arrays import Details
@@ -168,7 +168,7 @@ def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, prob
         "payload_key": ref.payload_key,
         "index": ref.index,
         "pushed_ms": ref.pushed_ms,
-        "advantage": None if source.rank is None else ref.advantage,
+        "advantage": None if source.rank is None else _advantage(ref, parts),
         "rollout_id": info.rollout_id,
         "length": info.length,
         "prompt_tokens": info.prompt_tokens,
@@ -193,6 +193,13 @@ def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, prob
         "created": source.created,
         "raw": None if parts is not None or source.data is None else bytes(source.data),
     }
+
+
+def _advantage(ref: PartRollout, parts: PayloadParts | None) -> float:
+    """The one that trained; of a payload that cannot be read the one that was planned."""
+    return (
+        ref.advantage if parts is None else trained_advantage(ref.advantage, parts.columns, parts.required["loss_mask"])
+    )
 
 
 def _packed(arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:

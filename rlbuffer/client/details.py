@@ -14,6 +14,7 @@ from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.narration.nearest import several_ids
+from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
@@ -143,7 +144,9 @@ def _view_of(
         rollout_id=info.rollout_id,
         reward=info.reward,
         rewards=info.rewards,
-        advantage=advantage,
+        advantage=trained_advantage(advantage, rollout.columns, rollout.loss_mask)
+        if advantage is not None and rollout is not None
+        else advantage,
         length=info.length,
         loss_tokens=info.loss_tokens,
         prompt_tokens=info.prompt_tokens,

@@ -54,7 +54,7 @@ ROLLOUT_NUMBERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of a rollout that are compared as numbers -> attribute of its view."""
-PAYLOAD_FIELDS = frozenset({"stop", "text", "rollout.logprob"})
+PAYLOAD_FIELDS = frozenset({"stop", "text", "rollout.logprob", "rollout.advantage"})
 """Fields for which a rollout's payload is read."""
 FILTER_FIELDS = (*TEXT_FIELDS, *NUMBERS, *ROLLOUT_TEXTS, *ROLLOUT_NUMBERS)
 SEARCHED_CHARACTERS = 65_536

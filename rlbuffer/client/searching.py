@@ -1,7 +1,8 @@
 """Groups that a filter chooses: those that `inspect` lists, `drop` drops, and `Buffer.groups` returns.
 
-Most terms are answered by what the pool and the steps say of a group. Where a term is about text or the reason why
-sampling ended, payloads are read, a page of groups at a time, of groups for which everything else holds.
+Most terms are answered by what the pool and the steps say of a group. Where a term is about text, the reason why
+sampling ended, logprobs or advantages, payloads are read, a page of groups at a time, of groups for which everything
+else holds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.texts import HasTokens
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
+from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.states import State
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
@@ -130,12 +132,13 @@ def matching(
         yield from groups
         return
     cheap = [t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS]
-    of_step = Filter(terms=tuple(t for t in cheap if t.field == "rollout.advantage"))
-    of_info = Filter(terms=tuple(t for t in cheap if t.field != "rollout.advantage"))
+    is_of_step = any(term.field == "rollout.advantage" for term in chosen.rollout_terms)
     text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
     dropped: list[tuple[GroupView, _Source]] = []
     known = _but_dropped(groups, dropped)
-    candidates = ((group, refs) for group in known if (refs := _candidates(group[1], of_info, of_step)))
+    candidates = (
+        (group, refs) for group in known if (refs := _candidates(group[1], Filter(terms=tuple(cheap)), is_of_step))
+    )
     if len(cheap) == len(chosen.rollout_terms):
         yield from (group for group, _ in candidates)
     else:
@@ -177,7 +180,9 @@ def _by_payloads(
         for group, refs in page:
             step, payloads = group[0].step, list(islice(data, len(refs)))
             surviving = [
-                (ref, its) for ref, its in zip(refs, payloads, strict=True) if _may_match(its, glance, text_of)
+                (ref, its)
+                for ref, its in zip(refs, payloads, strict=True)
+                if _may_match(its, glance, text_of, ref.advantage)
             ]
             members = (rollout_view(ref, step, None, its) for ref, its in surviving)
             if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
@@ -187,10 +192,10 @@ def _by_payloads(
 class _Glance:
     """The fields of a payload that filters ask for, named as in :class:`RolloutView`; nothing else is checked."""
 
-    def __init__(self, parts: PayloadParts, text_of: TextOf | None) -> None:
+    def __init__(self, parts: PayloadParts, text_of: TextOf | None, planned: float) -> None:
         self.finish_reason = parts.finish_reason
         self.tokens = parts.required["tokens"]
-        self._parts, self._text_of = parts, text_of
+        self._parts, self._text_of, self._planned = parts, text_of, planned
 
     @property
     def text(self) -> str | None:
@@ -200,17 +205,23 @@ class _Glance:
         return self._text_of(self)
 
     @property
+    def advantage(self) -> float:
+        """The one that it trains with."""
+        return trained_advantage(self._planned, self._parts.columns, self._parts.required["loss_mask"])
+
+    @property
     def logprob_mean(self) -> float | None:
         """Mean over the trained tokens."""
         return logprob_mean(self._parts.required["logprobs"], self._parts.required["loss_mask"])
 
 
-def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None) -> bool:
-    """False for a payload that is not there, is damaged or does not match; at an eighth of the cost of decoding it."""
+def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None, planned: float) -> bool:
+    """False for a payload that is not there, is damaged or does not match; at an eighth of the cost of decoding it.
+    `planned` is the advantage that its step has for the rollout."""
     if data is None:
         return False
     try:
-        return glance.matches_rollout(_Glance(split(data), text_of))
+        return glance.matches_rollout(_Glance(split(data), text_of, planned))
     except PayloadError:
         return False
 
@@ -230,14 +241,14 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
     return replace(member, text=text_of(member.rollout))
 
 
-def _candidates(sources: GroupSource, of_info: Filter, of_step: Filter) -> list[PartRollout]:
-    """Rollouts of the group for which the terms that need no payload hold: those about what was pushed, and those about
-    what its step made of it."""
+def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[PartRollout]:
+    """Rollouts of the group for which the terms that need no payload hold; none of a pending one that `is_of_step`: a
+    step must hold it."""
     refs: list[PartRollout] = []
     for source in sources:
         if isinstance(source, PartRollout):
-            refs += [source] * (of_info.matches_rollout(source.info) and of_step.matches_rollout(source))
-        elif source.info is not None and not of_step.terms:
+            refs += [source] * of_info.matches_rollout(source.info)
+        elif source.info is not None and not is_of_step:
             indices = [i for i, numbers in enumerate(numbers_of(source.info)) if of_info.matches_rollout(numbers)]
             refs += [stand_in(source, i, source.info.rollouts[i]) for i in indices]
     return refs

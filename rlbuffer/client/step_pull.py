@@ -21,6 +21,7 @@ from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import dealt_to
 from rlbuffer.packing.slabs import IGNORE_INDEX, Layout, Slab, lay_out
 from rlbuffer.process.garbage_collection import without_garbage_collection
+from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
@@ -138,11 +139,13 @@ class StepPull:
         for slab in slabs:
             self._fill(slab, rollouts, pulled, schema, masks=header.masks_truncated)
         arrays = {i: its for i, its in pulled.loose.items() if not isinstance(its, str)}
+        masked = rollouts.column("is_truncated") if header.masks_truncated else (False,) * len(rollouts)
+        own = {i: its for i, its in arrays.items() if not masked[i]}
         facts = ItemFacts(
             spans=pulled.spans,
             advantages=rollouts.column("advantage"),
             own_advantages=own_advantages(arrays),
-            samples=Samples(rollouts, pulled.groups, arrays),
+            samples=Samples(rollouts, pulled.groups, arrays, _trained(own, rollouts)),
         )
         damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.loose.items()) if isinstance(wrong, str)]
         step = Step(
@@ -217,15 +220,27 @@ class Samples:
         rollouts: PartRollouts,
         groups: Mapping[str, bytes | None],
         arrays: Mapping[int, Rollout | RolloutArrays],
+        advantages: Mapping[int, float],
     ) -> None:
         self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.column("payload_key")
+        self._advantages = advantages
         self._attachments = {i: its.attachments for i, its in arrays.items() if its.attachments}
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
         """A function that makes the records of these rollouts."""
         groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
         attachments = {item: self._attachments[item] for item in items if item in self._attachments}
-        return partial(_samples, self._rollouts, items, groups, attachments)
+        return partial(_samples, self._rollouts, items, groups, attachments, self._advantages)
+
+
+def _trained(arrays: Mapping[int, Rollout | RolloutArrays], rollouts: PartRollouts) -> dict[int, float]:
+    """Rollout -> its advantage, of those that bring their own."""
+    planned = rollouts.column("advantage")
+    return {
+        i: trained_advantage(planned[i], its.columns, its.loss_mask)
+        for i, its in arrays.items()
+        if "advantages" in its.columns
+    }
 
 
 def _samples(
@@ -233,6 +248,7 @@ def _samples(
     items: Sequence[int],
     groups: Mapping[str, bytes | None],
     attachments: Mapping[int, Mapping[str, Any]],
+    advantages: Mapping[int, float],
 ) -> tuple[Sample, ...]:
     answers = {key: _answer(group) for key, group in groups.items()}
     return tuple(
@@ -242,7 +258,7 @@ def _samples(
             env=ref.env,
             reward=ref.info.reward,
             rewards=ref.info.rewards,
-            advantage=ref.advantage,
+            advantage=advantages.get(item, ref.advantage),
             policy_versions=(ref.info.min_version, ref.info.max_version),
             answer=answers[ref.payload_key],
             prompt_tokens=ref.info.prompt_tokens,

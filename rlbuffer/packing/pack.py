@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
@@ -86,7 +87,7 @@ def _sample(rollout: Rollout, advantage: float) -> Sample:
         env="",
         reward=rollout.reward,
         rewards=rollout.rewards,
-        advantage=advantage,
+        advantage=trained_advantage(advantage, rollout.columns, rollout.loss_mask),
         policy_versions=(rollout.min_policy_version, rollout.max_policy_version),
         answer=None,
         prompt_tokens=rollout.prompt_tokens,

@@ -40,7 +40,7 @@ class Sample:
     rewards: Mapping[str, float]
     """Named components of the reward."""
     advantage: float
-    """One number, broadcast to its trained tokens unless a column ``advantages`` has one each."""
+    """One number, broadcast to its trained tokens; where a column ``advantages`` has one each, their mean."""
     policy_versions: tuple[int, int]
     """(oldest, newest)."""
     answer: Any
