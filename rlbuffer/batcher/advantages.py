@@ -136,6 +136,10 @@ BY_ROWS = frozenset({"rloo", "grpo", "dr_grpo", "max_rl", "reinforce"})
 """Those that take many groups of one size at once, [groups, n], and give each what it gets alone, to the bit."""
 
 
+OF_DIFFERENCES = frozenset({"rloo", "grpo", "dr_grpo", "opo"})
+"""Those that give 0 to equal rewards. Where rewards differ, they give it to none, or to those at the mean."""
+
+
 def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
     """``advantages / (std of all of a step's rewards over n - 1, + 1e-4)``: every prompt by the same number.
 

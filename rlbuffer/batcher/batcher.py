@@ -34,6 +34,7 @@ from rlbuffer.batcher.pool_index import PoolIndex
 from rlbuffer.batcher.selection import Limits, Trial, select
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
+from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.info import GroupInfo
@@ -58,6 +59,7 @@ class Batcher:
     Args:
         config: the settings; changing them means a new batcher.
         state: `Decision.state` of the last committed step; None starts a new run.
+        needs_advantage: as far as is known, the trainer's loss learns nothing where the advantage is 0.
 
     Raises:
         RlbufferError: the state was written by another version.
@@ -78,9 +80,14 @@ class Batcher:
         >>> batcher.committed(decision.plan)
     """
 
-    def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: BatcherConfig, state: Mapping[str, Any] | None = None, *, needs_advantage: bool = True
+    ) -> None:
         self._config = config
-        self._pool = PoolIndex(config)
+        estimators = step_plan.load_estimators(config)
+        self.teaching = Teaching(config, needs_advantage=needs_advantage, estimators=estimators)
+        """Judges whether a group teaches anything; to ask."""
+        self._pool = PoolIndex(config, self.teaching)
         self.pools: Mapping[str, EnvPool] = self._pool.envs
         """env -> its pending groups, with running sums; to look at."""
         self._patience = Patience(config)
@@ -98,7 +105,6 @@ class Batcher:
         self._waits_since = self._at
         self._decided: _Decided | None = None
         self._selector = load_selector(config)
-        self._estimators = step_plan.load_estimators(config)
 
     # -- what happened ------------------------------------------------------------------------------------------------
     def add(
@@ -231,7 +237,7 @@ class Batcher:
         pool, patience, known = self._pool, self._patience, self._known
         self._let_go_what_is_over(step, now, rng)
         limits = known.limits(world_size)
-        fractions = known.fractions(step)
+        fractions, waits_to_learn = known.fractions(step), 0
         patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
         while True:
             trial, awaited = self._look(step, limits, fractions)
@@ -239,15 +245,16 @@ class Batcher:
             closed = closed or self._close_rest(step, limits, fractions, world_size)
             if closed is None:
                 break
-            advantages, untrainable = step_plan.advantages_of(closed.laid_out, self._config, self._estimators)
+            advantages, untrainable = step_plan.advantages_of(closed.laid_out, self._config, self.teaching.estimators)
             for group, why in untrainable:  # nobody can train them: the step is made of others
                 pool.drop(group, Reason.INVALID, why)
             if untrainable:
                 continue
-            if closed.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.END) or step_plan.teaches(closed.groups, advantages):
+            teaches = closing.teaches(closed, pool)
+            if teaches:
                 break
-            if not self._drop_flat_rest(closed):
-                closed = None
+            if teaches is False:
+                waits_to_learn, closed = len(closed.groups), None
                 break
         drops = tuple(pool.drops.values())
         if closed is not None:
@@ -257,7 +264,7 @@ class Batcher:
             plan=None,
             state=self._state(self._step, self._at, known.accounts, known.adapters),
             drops=drops,
-            waiting=explaining.sentence(known, step, trial, limits, fractions),
+            waiting=explaining.sentence(known, step, trial, limits, fractions, waits_to_learn),
             allowances=allowances.allow(known, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
             is_over=known.is_over,
@@ -337,6 +344,7 @@ class Batcher:
             limits=limits,
             unit=config.unit,
             close_fill=config.close_fill,
+            teaches=self.teaching.of,
             excused=self._patience.excused(self._pool.now),
             overdue=self._patience.overdue(self._pool.now),
         )
@@ -359,16 +367,6 @@ class Batcher:
             self._pool.let_go(paused=known.paused)
         return None
 
-    def _drop_flat_rest(self, closed: closing.Closed) -> bool:
-        """The last step would only move the learning rate: it waits on, or goes when there is nothing to wait for.
-
-        -> True when groups went, and another look may find a step.
-        """
-        fresh = [group for group in closed.groups if not group.used and closed.closed_by is not ClosedBy.TIMEOUT]
-        for group in fresh:
-            self._pool.drop(group, Reason.FLAT, "nothing more comes, and no rollout of what is left has an advantage")
-        return bool(fresh)
-
     def _plan(
         self,
         step: int,
@@ -384,8 +382,9 @@ class Batcher:
         accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
         progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
+        flat = sum(not self.teaching.of(group) for group in groups)
         plan = step_plan.step_plan(
-            step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress
+            step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress, flat
         )
         self._decided = _Decided(step, plan.group_ids, accounts, accounted, now)
         known.short = frozenset()

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.pool_index import PoolIndex
 from rlbuffer.batcher.selection import Ended, Limits, Trial
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.step_plan import plan_groups
+from rlbuffer.batcher.teaching import UNTRAINED
 from rlbuffer.packing.planner import fewest_rows
-from rlbuffer.records.states import ClosedBy
+from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Plan
 
 Planner = Callable[[Sequence[GroupState]], Plan]
@@ -75,6 +77,27 @@ def close_as_it_is(
     count, plan = longest_fit(groups, planner, config.micro_batches_per_rank)
     kept = groups[:count]
     return Closed(kept, kept, plan, closed_by)
+
+
+def teaches(closed: Closed, pool: PoolIndex) -> bool | None:
+    """Whether a step teaches anything: True, it can be committed; False, it waits for more; None, groups were dropped,
+    and another look may find a step.
+
+    A step of which no token is trained is never committed: it would divide by 0. One that is full may be flat: that is
+    the setting's to say. One that is not would only move the learning rate: it waits on, or goes when there is nothing
+    to wait for.
+    """
+    teaching = pool.teaching
+    if not any(map(teaching.trains, closed.groups)):
+        for group in closed.groups:
+            pool.drop(group, Reason.FLAT, UNTRAINED)
+        return None
+    if closed.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.END) or any(map(teaching.of, closed.groups)):
+        return True
+    fresh = [group for group in closed.groups if not group.used and closed.closed_by is ClosedBy.END]
+    for group in fresh:
+        pool.drop(group, Reason.FLAT, f"nothing more comes, and {teaching.flatness(group)}")
+    return None if fresh else False
 
 
 def _name(group: GroupState) -> tuple[str, int, str]:

@@ -12,8 +12,15 @@ from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import plural
 
 
-def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
-    """The reason why `step` is not made: the pauses, a version, the env that is short, or the one whose turn it is."""
+def sentence(
+    known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float], waits_to_learn: int
+) -> str:
+    """The reason why `step` is not made: the pauses, a version, the env that is short, or the one whose turn it is.
+
+    `waits_to_learn` groups would be a step by now, if any of them taught anything.
+    """
+    if waits_to_learn:
+        return waiting.to_learn(step, waits_to_learn, known.config.fill_timeout_seconds or 0.0)
     if known.is_last:
         paused = sorted(env for env in known.paused if not known.is_finished(env))
         return waiting.for_paused(paused) if paused else waiting.for_end(step - 1)

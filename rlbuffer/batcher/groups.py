@@ -57,6 +57,7 @@ class GroupState:
         "adapter",
         "arrived",
         "env",
+        "flatness",
         "group_id",
         "is_closed",
         "max_version",
@@ -96,6 +97,8 @@ class GroupState:
         self.needs: frozenset[str] = frozenset()
         self.is_closed = False
         """Ready: takes no more rollouts."""
+        self.flatness: str | None = None
+        """Why it teaches nothing, "" when it teaches; None until it is judged (:mod:`rlbuffer.batcher.teaching`)."""
         self.tokens = 0
         """Of the valid rollouts."""
         self.min_version = 0
@@ -146,7 +149,7 @@ class GroupState:
         return self._ids
 
     @property
-    def is_flat(self) -> bool:
+    def has_equal_rewards(self) -> bool:
         """True when the rewards of the valid rollouts tell nothing apart."""
         if self._members is None and self._whole is not None:
             return self._whole[1].totals.is_flat

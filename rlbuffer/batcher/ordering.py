@@ -1,8 +1,9 @@
 """The order of an env's groups where it is not a matter of versions: by priority.
 
-`priority` takes the groups with the largest variance in reward first: with rewards of 0 and 1 that is p (1 - p), most
-where a prompt is solved half of the time, nothing where it is always or never solved and the advantage is 0. Among
-equals the newer version goes first, then the one that was ready first.
+`priority` takes the groups that teach most first, as far as can be told without their payloads: by the variance of
+what `flat_by` judges, which is the reward. With rewards of 0 and 1 that is p (1 - p), most where a prompt is solved
+half of the time. Those that teach whatever their rewards are go before all others, those that teach nothing behind
+them. Among equals the newer version goes first, then the one that was ready first.
 
 The user's own selector is a callable named by a dotted path, ``package.module:name`` (a class is called without
 arguments first)::
@@ -47,14 +48,16 @@ class Candidate:
     max_policy_version: int
     uses: int
     """Steps that trained it before."""
+    lesson: float = 0.0
+    """What it teaches, by :meth:`rlbuffer.batcher.teaching.Teaching.lesson`; below 0: nothing."""
 
 
 Selector = Callable[[Candidate, np.random.Generator], float]
 
 
-def by_variance(group: Candidate, rng: np.random.Generator) -> float:
-    """The variance of the rewards, over n."""
-    return float(np.var(group.rewards)) if group.rewards else 0.0
+def by_lesson(group: Candidate, rng: np.random.Generator) -> float:
+    """What the group teaches."""
+    return group.lesson
 
 
 def load_selector(config: BatcherConfig) -> Selector | None:
@@ -65,15 +68,17 @@ def load_selector(config: BatcherConfig) -> Selector | None:
     """
     order = config.order
     if order == "priority":
-        return by_variance
+        return by_lesson
     if ":" not in order:
         return None
     made: Selector = load("batcher.order", order, "(group, rng)")
     return made
 
 
-def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator, order: str) -> float:
-    """The selector's answer, checked.
+def priority_of(
+    group: GroupState, selector: Selector, rng: np.random.Generator, order: str, lesson: float = 0.0
+) -> float:
+    """The selector's answer, checked. `lesson` is what the group teaches.
 
     Raises:
         ConfigError: it raised, or gave something else than a number.
@@ -89,6 +94,7 @@ def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator,
         min_policy_version=group.min_version,
         max_policy_version=group.max_version,
         uses=group.used,
+        lesson=lesson,
     )
     try:
         answer = selector(candidate, rng)

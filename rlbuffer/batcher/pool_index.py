@@ -16,6 +16,7 @@ from rlbuffer.batcher.age import age_at, is_future, oldest_version
 from rlbuffer.batcher.env_pool import EnvPool
 from rlbuffer.batcher.groups import GroupState, Rejected, drop_part
 from rlbuffer.batcher.ordering import Selector, priority_of
+from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig, remembered_steps
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.info import GroupInfo
@@ -30,8 +31,9 @@ steps."""
 class PoolIndex:
     """All pending groups, tombstones of closed ones, and drops that the store has not confirmed yet."""
 
-    def __init__(self, config: BatcherConfig) -> None:
+    def __init__(self, config: BatcherConfig, teaching: Teaching) -> None:
         self.config = config
+        self.teaching = teaching
         self.ranks = config.order == "priority" or ":" in config.order
         """Priorities decide the order, not versions."""
         self.envs: dict[str, EnvPool] = {}
@@ -166,7 +168,7 @@ class PoolIndex:
 
     def _finish(self, group: GroupState, env: EnvPool) -> None:
         """The group takes no more rollouts: it is ready, or nobody wants it."""
-        if self.config.flat == "drop" and group.is_flat:
+        if self.config.flat == "drop" and not self.teaching.of(group):
             self.drop_flat(group)
             return
         self._unform(group)
@@ -194,10 +196,9 @@ class PoolIndex:
                     self.drop(group, Reason.VOID, "nothing more comes that it could be trained again with")
 
     def drop_flat(self, group: GroupState) -> None:
-        """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
+        """Drops a group that teaches nothing: it, or more of its kind, is not wanted."""
         rest = "" if self.config.flat == "drop" else f", and a step holds at most {self.config.flat:g} of flat groups"
-        who = f"all {group.rollouts} rollouts have" if group.rollouts > 1 else "its only rollout has"
-        self.drop(group, Reason.FLAT, f"{who} reward {group.reward:g}{rest}")
+        self.drop(group, Reason.FLAT, self.teaching.flatness(group) + rest)
 
     def consume(self, group_ids: Iterable[str]) -> None:
         """A commit consumed these groups: forgets them, or keeps them for another use.
@@ -295,7 +296,7 @@ class PoolIndex:
             if self._groups.get(group.group_id) is not group:
                 continue
             try:
-                priority = priority_of(group, selector, rng, self.config.order)
+                priority = priority_of(group, selector, rng, self.config.order, self.teaching.lesson(group))
             except InvalidRollout as error:
                 self.drop(group, Reason.INVALID, str(error))
                 continue

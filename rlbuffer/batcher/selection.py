@@ -10,7 +10,7 @@ Nothing is moved here. A trial walks the ready groups from the front, on copies 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -153,6 +153,7 @@ def select(
     limits: Limits,
     unit: str,
     close_fill: float,
+    teaches: Callable[[GroupState], bool],
     excused: Collection[str] = (),
     overdue: Collection[str] = (),
 ) -> Trial:
@@ -167,6 +168,7 @@ def select(
         limits: how much the step may hold.
         unit: tokens | rollouts | groups.
         close_fill: from this share of the tokens on a balanced step need not wait for one group too many.
+        teaches: tells whether a group teaches anything; one that does not is flat.
         excused: envs of `budgeted` that it does not wait for now.
         overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. Their
             deficits from earlier steps are left out of the trial: else nothing could go before them.
@@ -202,7 +204,7 @@ def select(
         if group.used and shares.is_past_used(group):
             put(env, None)  # all that come after it were used, too
             continue
-        is_flat = limits.flat is not None and group.is_flat
+        is_flat = limits.flat is not None and not teaches(group)
         if limits.flat is not None and is_flat and shares.is_past_flat(group, limits.flat):
             trial.surplus.append(group)
             candidates[env].skip()

@@ -130,9 +130,13 @@ def advantages_of(
     return advantages.astype(np.float32), []
 
 
-def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
-    """True when at least one rollout of these groups has an advantage, and tokens to train."""
-    return bool(np.any(advantages * _numbers(groups)["loss_tokens"]))
+def trained_tokens(groups: Sequence[GroupState], config: BatcherConfig) -> NDArray[np.int64]:
+    """[rollouts] int64, group by group: the tokens of each that a step trains."""
+    numbers = _numbers(groups)
+    tokens = numbers["loss_tokens"].astype(np.int64)
+    if config.truncated == "mask":
+        tokens[_are_truncated(numbers)] = 0
+    return tokens
 
 
 def _are_truncated(numbers: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -148,23 +152,22 @@ def step_plan(
     closed_by: ClosedBy,
     config: BatcherConfig,
     progress: Mapping[str, AdapterProgress],
+    flat: int = 0,
 ) -> StepPlan:
-    """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted."""
-    masks = config.truncated == "mask"
-    numbers = _numbers(groups)
-    loss_tokens = numbers["loss_tokens"][~_are_truncated(numbers)] if masks else numbers["loss_tokens"]
+    """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted. `flat` of
+    them teach nothing."""
+    masks, loss_tokens = config.truncated == "mask", trained_tokens(groups, config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
         rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
         advantages=advantages,
         plan=rows,
-        normalizers=Normalizers(
-            loss_tokens=int(loss_tokens.sum(dtype=np.int64)), rollouts=len(numbers), groups=len(groups)
-        ),
+        normalizers=Normalizers(loss_tokens=int(loss_tokens.sum()), rollouts=len(loss_tokens), groups=len(groups)),
         tokens=sum(group.tokens for group in groups),
         closed_by=closed_by,
         entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
         adapters=progress,
         masks_truncated=masks,
+        flat=flat,
     )

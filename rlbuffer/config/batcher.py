@@ -110,8 +110,8 @@ class BatcherConfig(_Section):
     group_timeout_seconds: float = 300.0
     """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
     flat: Annotated[str | float, PlainValidator(read_flat)] = "keep"
-    """Groups whose rewards differ by at most 1e-6 of the largest: keep (dropping can starve an env that is solved),
-    drop, or the share of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
+    """Groups that teach nothing, as where rewards differ by at most 1e-6 of the largest: keep (dropping can starve an
+    env that is solved), drop, or the share of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
     oversized: Literal["drop", "truncate"] = "drop"
     """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"
@@ -162,6 +162,10 @@ class BatcherConfig(_Section):
     quota. Not set: no limit but the server's memory."""
     worker_quota_bytes: int | None = field(default=None, kw_only=True)
     """The same for the pending pushes of one worker process."""
+    flat_by: str = field(default="", kw_only=True)
+    """Number by which a group is flat where all rollouts have it: the name of one of their `rewards`, or `reward`, the
+    whole one. Not set: no trained token has an advantage, no column `advantages` brings one, and the trainer's loss
+    needs one (`kl_beta` and `columns` of ``[trainer.loss]`` say that it does not)."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import shared_gpus
+from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.memory_needs import capacity_bytes
 from rlbuffer.config.mistakes import Places
 from rlbuffer.config.settings import RunSettings, WorkerSettings
@@ -145,8 +146,14 @@ def _one_env_twice(settings: RunSettings, places: Places) -> Iterator[str]:
 def _wasted_rollouts(settings: RunSettings, places: Places) -> Iterator[str]:
     """Groups without an advantage, and rollouts that the batcher drops."""
     batcher = settings.batcher
+    if batcher.flat != "keep" and not batcher.flat_by and not needs_advantage(settings.trainer.loss):
+        which = "trainer.loss.kl_beta" if settings.trainer.loss.kl_beta else "trainer.loss.columns"
+        yield (
+            f"batcher.flat = {batcher.flat!r} drops nothing: with {which} a group teaches whatever its rewards are. "
+            f"batcher.flat_by = 'reward' drops it by its rewards all the same ({places('batcher.flat', which)})."
+        )
     for worker, options in settings.worker.items():
-        if options.group_size == 1:
+        if options.group_size == 1 and needs_advantage(settings.trainer.loss):
             yield (
                 f"worker.{worker}.group_size = 1: advantages compare the rollouts of a group, so all of them are 0 "
                 f"({places(f'worker.{worker}.group_size')})."

@@ -121,6 +121,12 @@ def uses_old(loss: LossChoice) -> bool:
     return any(CORRECTION_FACTS[name].needs_old for name in corrections_of(loss))
 
 
+def needs_advantage(loss: LossChoice) -> bool:
+    """False where a token without an advantage has a gradient all the same: by the KL to the reference, or a teacher in
+    its place, or by the columns that a loss of the user's own learns from. Of a loss that says nothing it is True."""
+    return not loss.kl_beta and not loss.columns
+
+
 def mistakes(loss: LossChoice) -> Iterator[ConfigError]:
     """A loss that there is not, corrections of ratios that correct nothing, settings that nothing reads."""
     try:

@@ -29,6 +29,7 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "min_group_size": "it counts for groups that are pending, too",
         "group_timeout_seconds": "it counts for groups that are forming, too",
         "flat": "pending groups are judged anew",
+        "flat_by": "pending groups are judged anew",
         "oversized": "writers follow within 30 s; until then what is too long drops",
         "advantage": "from the next step on, for groups that are pending, too",
         "advantage_scale": "from the next step on, for groups that are pending, too",

@@ -49,6 +49,8 @@ class _Push:
     """Newest version that could be sampled from then."""
     is_new: bool
     """A scorer did not put it into the place of another."""
+    teaches: bool | None
+    """None of a part of a group, and of one that waits for a scorer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class _Sums:
     rollouts: int
     on_policy: int
     truncated: int
-    is_flat: bool
+    teaches: bool | None
     rewards: Mapping[str, Moments]
     """Label of a named reward -> its moments; ``reward`` is the whole one."""
 
@@ -131,9 +133,9 @@ class Figures:
 
     def arrived(self, entry: PoolEntry) -> None:
         """A push was read while this process leads. What a takeover reads was counted by the leader before."""
-        if self.leads and entry.info is not None:
+        if self._batcher is not None and entry.info is not None:
             newest = self.published.get(entry.info.adapter, -1)
-            self._note(_Push(entry.info, newest, not entry.replaces))
+            self._note(_Push(entry.info, newest, not entry.replaces, self._batcher.teaching.of_push(entry.info)))
 
     def dropped(self, entries: Iterable[PoolEntry]) -> None:
         """Pushes will not be trained."""
@@ -235,7 +237,7 @@ class Figures:
                 rollouts=len(flags),
                 on_policy=sum([version >= push.newest for version in oldest]),
                 truncated=sum([bool(its & IS_TRUNCATED) for its in flags]),
-                is_flat=info.totals.is_flat,
+                teaches=push.teaches,
                 rewards={name: moments_of(values) for name, values in named.items()},
             )
         )
@@ -291,6 +293,7 @@ class Figures:
         """The env's last pushes, and how many there were."""
         envs = self._envs
         windows = {name: list(env.window) for name, env in envs.items() if env.window}
+        judged = {name: [p.teaches for p in its if p.teaches is not None] for name, its in windows.items()}
         rollouts = {name: sum(push.rollouts for push in its) for name, its in windows.items()}
         rewards = {
             env: {name: merged(p.rewards[name] for p in its if name in p.rewards) for name in _names(its)}
@@ -304,7 +307,7 @@ class Figures:
             "reward_std": {env: {name: spread(its) for name, its in named.items()} for env, named in rewards.items()},
             "on_policy_ratio": {name: sum(p.on_policy for p in its) / rollouts[name] for name, its in windows.items()},
             "truncated_ratio": {name: sum(p.truncated for p in its) / rollouts[name] for name, its in windows.items()},
-            "flat_ratio": {name: fmean(p.is_flat for p in its) for name, its in windows.items()},
+            "flat_ratio": {name: fmean(not told for told in its) for name, its in judged.items() if its},
         }
 
     def _batches(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
@@ -101,7 +102,8 @@ class Leadership:
         self._word = store.trainer().seen_ms if tenure.since is None else tenure.word
         self._meta = store.meta()
         self._wishes = WishWatch(store, asked, self._meta)
-        self._pending = Pending(store, config, teller, token=self._token, since=self._since)
+        learns = needs_advantage(trainer.loss)
+        self._pending = Pending(store, config, teller, token=self._token, since=self._since, needs_advantage=learns)
         self._guard = Guard(store, config, self._pending, teller, token=self._token, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
@@ -260,7 +262,7 @@ class Leadership:
         if known != step and not self._store.set_ended(self._token, step, self._sources.known.written):
             return False
         self.ended = step
-        self._teller.emit(RunEnded(step=step, sentence=waiting.at_end(step)))
+        self._teller.emit(RunEnded(step=step, sentence=waiting.at_end(step), drops=self._teller.drops))
         return True
 
     def _hears(self, trainer: Attempt) -> bool:
@@ -368,7 +370,7 @@ class Leadership:
             seconds = time.perf_counter() - started
             self._memory.committed(header, self._meta)
             self._teller.figures.committed(plan, used, header, seconds)
-            self._teller.step(header, round(1000 * seconds, 2))
+            self._teller.step(header, round(1000 * seconds, 2), plan.flat)
         self._teller.settled()
 
     def _say(self, sentence: str) -> None:

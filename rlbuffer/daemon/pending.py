@@ -35,6 +35,7 @@ class Pending:
         teller: hears of every drop.
         token: the leader's fencing token.
         since: server time of the takeover, Unix seconds.
+        needs_advantage: as :class:`~rlbuffer.batcher.batcher.Batcher` takes it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pending:
         *,
         token: int,
         since: float,
+        needs_advantage: bool,
     ) -> None:
         self._store = store
         self._config = config
@@ -63,7 +65,7 @@ class Pending:
         self.read_until = float("-inf")
         """Monotonic seconds; everything that was pushed before is read."""
         self.quotas = Quotas(config)
-        self.batcher = Batcher(config, state=_state(store))
+        self.batcher = Batcher(config, state=_state(store), needs_advantage=needs_advantage)
         self.batcher.close(store.closed_groups())
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.daemon.figures import Figures
@@ -92,9 +92,15 @@ class Teller:
         totals[0] += rollouts
         totals[1] += tokens
 
-    def step(self, header: StepHeader, build_ms: float) -> None:
-        """A step was committed: one event with all that was dropped since the last one."""
-        self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops))
+    @property
+    def drops(self) -> Mapping[str, Sequence[int]]:
+        """reason -> (rollouts, tokens) that were dropped since the last step."""
+        return self._drops
+
+    def step(self, header: StepHeader, build_ms: float, flat: int) -> None:
+        """A step was committed: one event with all that was dropped since the last one. `flat` of its groups teach
+        nothing."""
+        self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops, flat=flat))
         self._has_stepped = True
         self.settled()
 

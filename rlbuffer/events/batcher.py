@@ -98,6 +98,8 @@ class RunEnded(Event):
     event = "ended"
     step: int
     sentence: str
+    drops: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """reason -> (rollouts, tokens) that were dropped since the last step."""
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -135,6 +137,8 @@ class StepCommitted(Event):
     """Milliseconds from the first look at the pool to the commit."""
     drops: Mapping[str, Sequence[int]]
     """reason -> (rollouts, tokens) that were dropped since the last step."""
+    flat: int = 0
+    """Groups of it that teach nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,9 +75,20 @@ def step_line(event: StepCommitted) -> str:
         f"age {header.age:.1f} max {header.max_age}",
         " ".join(f"{env} {percent(share)}" for env, share in shares(header.envs).items()),
         drops_text(event.drops),
+        _flat_text(event),
         f"{event.build_ms:.0f} ms",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def _flat_text(event: StepCommitted) -> str:
+    """``2 of 8 groups teach nothing``; "" where all teach."""
+    groups, header = len(event.header.group_ids), event.header
+    if event.flat < groups or not groups:
+        return f"{event.flat} of {groups} groups teach nothing" if event.flat else ""
+    alone = header.rollouts == groups
+    why = "each group is one rollout, with nothing to compare it with" if alone else "no rollout has an advantage"
+    return f"! it teaches nothing: {why}"
 
 
 class ServeNarrator:
@@ -136,7 +147,7 @@ class ServeNarrator:
                 self._say(_recovery(event))
             case RunEnded():
                 self._waiting("")
-                self._say(event.sentence)
+                self._say("  ".join(part for part in (event.sentence, drops_text(event.drops)) if part))
             case StandingBy():
                 self._waiting("")
                 self._say(f"standing by: another batcher leads this run ({event.owner}); takes over when it stops")

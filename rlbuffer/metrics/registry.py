@@ -135,7 +135,7 @@ SERVE = (
             "ratio",
             "env",
             "buffer/frac_flat",
-            "Pushes among the last 256 whose rewards are all equal: they teach nothing.",
+            "Whole groups among the last 256 pushes that teach nothing.",
         ),
         (
             "used_in_batch_ratio",

@@ -97,6 +97,12 @@ def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, publi
     return first + _trainer(published, need)
 
 
+def to_learn(step: int, groups: int, timeout: float) -> str:
+    """The time to fill is over, and what is ready teaches nothing."""
+    ready = "the group that is ready teaches nothing" if groups == 1 else f"none of {groups} groups teaches anything"
+    return f"Step {step} has waited for fill_timeout_seconds = {timeout:g}, but {ready}: it waits on for one that does."
+
+
 def not_normal(sentence: str) -> str:
     """The sentence of :func:`for_share` or :func:`for_groups` where people are warned of a worker: it calms nobody."""
     return sentence.removesuffix(_NORMAL)

@@ -37,7 +37,7 @@ class Reason(StrEnum):
     SMALL = "small"
     """Too few of its rollouts came in time, or a scorer did not."""
     FLAT = "flat"
-    """Its rewards tell nothing apart, and no more of such groups are wanted."""
+    """It teaches nothing, and no more of such groups are wanted."""
     OVERSIZED = "oversized"
     """It is longer than a row."""
     INVALID = "invalid"

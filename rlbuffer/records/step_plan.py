@@ -247,6 +247,8 @@ class StepPlan:
     """Adapter -> how far it is with this step, of all that were trained so far."""
     masks_truncated: bool = False
     """No token of a truncated rollout is trained."""
+    flat: int = 0
+    """Groups of it that teach nothing."""
 
 
 @dataclass(frozen=True, slots=True)

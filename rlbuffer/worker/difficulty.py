@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
@@ -35,10 +36,11 @@ class Difficulty:
         store: where the marks are.
         env: the env's name.
         settings: `skip_visits`, `skip_failed`, `skip_solved`, `skip_retry`.
+        teaching: says what a group is judged by.
     """
 
-    def __init__(self, store: VisitStore, env: str, settings: WorkerSettings) -> None:
-        self._store, self._env, self._settings = store, env, settings
+    def __init__(self, store: VisitStore, env: str, settings: WorkerSettings, teaching: Teaching) -> None:
+        self._store, self._env, self._settings, self._teaching = store, env, settings, teaching
 
     def reasons(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> list[str]:
         """The reason why each ticket's prompt is skipped; "" when it is to be sampled.
@@ -63,12 +65,15 @@ class Difficulty:
     def note(self, group: Group) -> None:
         """Remembers how a group went. A server that is full takes no note, and the prompt is visited once more."""
         visits = self._settings.skip_visits
-        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-        if not visits or not rewards:
+        judged = self._teaching.judged(group.rollouts)
+        if not visits or not judged:
             return
-        if min(rewards) >= self._settings.skip_solved:
+        columns = {name for rollout in group.rollouts for name in rollout.columns}
+        if self._teaching.anyway(group.rollouts, columns):
+            mark = MIXED
+        elif min(judged) >= self._settings.skip_solved:
             mark = SOLVED
-        elif max(rewards) <= self._settings.skip_failed:
+        elif max(judged) <= self._settings.skip_failed:
             mark = FAILED
         else:
             mark = MIXED

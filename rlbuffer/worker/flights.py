@@ -16,7 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
+from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.client.writer import Writer, given_up
+from rlbuffer.config.losses import needs_advantage
 from rlbuffer.errors import (
     Aborted,
     GroupFailed,
@@ -78,7 +80,9 @@ class Flights:
         """What the writer last waited for."""
         self._writer: Writer
         self._tasks: set[asyncio.Task[None]] = set()
-        self._difficulty = Difficulty(job.buffer.store, job.env.name, job.settings)
+        run = job.buffer.settings
+        teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
+        self._difficulty = Difficulty(job.buffer.store, job.env.name, job.settings, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rlbuffer.batcher.teaching import Teaching
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
@@ -29,8 +31,9 @@ class Marks(dict[str, str]):
         self[prompt_id] = marks
 
 
-def difficulty(marks: Marks, **settings: float) -> Difficulty:
-    return Difficulty(marks, "math", WorkerSettings(**{"env": "math", "skip_visits": 2, "skip_retry": 0.0, **settings}))
+def difficulty(marks: Marks, teaching: Teaching | None = None, **settings: float) -> Difficulty:
+    own = WorkerSettings(**{"env": "math", "skip_visits": 2, "skip_retry": 0.0, **settings})
+    return Difficulty(marks, "math", own, teaching or Teaching(BatcherConfig(64)))
 
 
 def reasons(filter_: Difficulty, *numbers: int, prompt_id: str = "p") -> list[str]:

@@ -126,7 +126,7 @@ OBJECTS: list[tuple[Event, str]] = [
         batcher.RunRecovered(epoch=2, step=1, forgotten=3, void=4, groups=5, entries=6),
         '{"event": "recovery", "epoch": 2, "step": 1, "forgotten": 3, "void": 4, "groups": 5, "entries": 6}',
     ),
-    (batcher.RunEnded(step=3, sentence="s"), '{"event": "ended", "step": 3, "sentence": "s"}'),
+    (batcher.RunEnded(step=3, sentence="s"), '{"event": "ended", "step": 3, "sentence": "s", "drops": {}}'),
     (batcher.StepWaits(sentence="s"), '{"event": "waiting", "sentence": "s"}'),
     (batcher.CureNeeded(sentence="s"), '{"event": "trouble", "sentence": "s"}'),
     (
@@ -249,7 +249,7 @@ def test_a_committed_step_is_its_header_and_what_was_dropped_since_the_last() ->
     event = batcher.StepCommitted(header=HEADER, build_ms=1.5, drops={"stale": [2, 30]})
     keys = list(as_object(event))
     assert keys[:4] == ["event", "step", "epoch", "digest"]
-    assert keys[-2:] == ["build_ms", "drops"]
+    assert keys[-3:] == ["build_ms", "drops", "flat"]
     assert step_line(event).startswith("step 7  ")
     assert step_line(event).endswith("  dropped 2: 2 stale (30 tok)  2 ms")
 

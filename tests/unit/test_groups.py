@@ -128,9 +128,9 @@ def test_a_drop_takes_all_entries_with_everything_they_hold():
 
 
 @pytest.mark.parametrize(("rewards", "flat"), [((1, 1, 1), True), ((1, 1, 0.5), False), ((0.25,), True)])
-def test_a_group_without_variance_is_flat(rewards, flat):
+def test_a_group_without_variance_has_equal_rewards(rewards, flat):
     state, _ = state_of(part(*(rollout(f"r{i}", reward=r) for i, r in enumerate(rewards))))
-    assert state.is_flat is flat
+    assert state.has_equal_rewards is flat
 
 
 def test_of_equally_common_reasons_the_first_in_the_tables_counts():

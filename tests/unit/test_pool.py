@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, PoolIndex
+from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import REMEMBERED_STEPS, BatcherConfig
 from rlbuffer.testing import make_group
 
 
 def pool(**settings: object) -> PoolIndex:
-    return PoolIndex(BatcherConfig(row_tokens=1000, **settings))  # type: ignore[arg-type]
+    config = BatcherConfig(row_tokens=1000, **settings)  # type: ignore[arg-type]
+    return PoolIndex(config, Teaching(config))
 
 
 def add(made: PoolIndex, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:

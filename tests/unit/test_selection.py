@@ -31,6 +31,7 @@ def run(ready, *, fractions=None, deficits=None, limits=None, budgeted=(), means
         limits=limits or Limits(rows=10, row_tokens=10),
         unit=unit,
         close_fill=close_fill,
+        teaches=lambda group: True,
     )
 
 

@@ -1,0 +1,80 @@
+"""The leader knows what teaches: by the columns that groups bring, and by its trainer's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.testing import make_group
+
+pytest_plugins = ("store_fixtures",)
+
+OWN: Mapping[str, Any] = {"name": "teacher:loss", "columns": ("teacher_logprobs",)}
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def push(run: Run, group_id: str, columns: tuple[str, ...], size: int = 3) -> None:
+    group = make_group(env="a", group_id=group_id, size=size, rewards=[0.0] * size)
+    rollouts = tuple(
+        replace(r, columns={name: np.where(r.loss_mask, -0.5, 0).astype(np.float32) for name in columns})
+        for r in group.rollouts
+    )
+    run.sequence += 1
+    run.store.push(
+        replace(group, rollouts=rollouts), producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "loss", "trains"),
+    [
+        ((), {}, False),
+        (("teacher_logprobs",), {}, False),  # the trainer may be anybody's: nothing is guessed of it
+        (("advantages",), {}, True),
+        (("teacher_logprobs",), OWN, True),
+        (("ref_logprobs",), {"kl_beta": 0.1}, True),
+    ],
+)
+def test_at_the_end_of_the_data_what_teaches_trains_and_what_does_not_is_named(
+    served: Served, columns: tuple[str, ...], loss: Mapping[str, Any], trains: bool
+) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=9, max_age=8), settings=RunSettings(trainer={"loss": loss}))
+    for n in range(2):
+        push(run, f"a.{n}", columns)
+    run.store.say_done("a", epoch=run.meta.epoch)
+    if trains:
+        step = served.wait_for(lambda: served.said("step"))[0]
+        assert (step["closed_by"], step["rollouts"], step["flat"]) == ("end", 6, 0)
+    else:
+        ended = served.wait_for(lambda: served.said("ended"))[0]
+        assert (ended["step"], ended["drops"]["flat"][0]) == (0, 6)
+    assert run.store.verify().ok
+
+
+def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=8))
+    for n in range(2):
+        push(run, f"a.{n}", (), size=1)
+    step = served.wait_for(lambda: served.said("step"))[0]
+    assert (step["flat"], len(step["group_ids"])) == (2, 2)
