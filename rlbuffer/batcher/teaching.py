@@ -9,7 +9,7 @@ run, the worker's skipping of prompts and the figures ask here. The first of the
    (:func:`rlbuffer.config.losses.needs_advantage`): it teaches, whatever its rewards are.
 4. Else it teaches where a trained token has an advantage, by its env's estimator.
 
-Rewards within 1e-6 of each other count as equal.
+Rewards closer together than 1e-6 of the largest count as equal.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,28 @@ def test_a_prompt_is_skipped_when_its_last_visits_all_went_one_way(marks: str, r
 def test_a_visit_is_marked_by_its_lowest_and_highest_reward(rewards: tuple[float, ...], mark: str) -> None:
     marks = Marks()
     difficulty(marks).note(group(*rewards))
+    assert marks == {"p": mark}
+
+
+@pytest.mark.parametrize(
+    ("columns", "named", "needs", "flat_by", "mark"),
+    [
+        (("teacher_logprobs",), 0.0, True, "", "s"),
+        (("advantages",), 0.0, True, "", "m"),
+        ((), 0.0, False, "", "m"),
+        (("advantages",), 0.0, False, "acc", "f"),
+        ((), 0.0, True, "acc", "f"),
+        ((), 0.5, True, "acc", "m"),
+    ],
+)
+def test_a_visit_whose_group_teaches_whatever_its_rewards_are_is_no_reason_to_skip(
+    columns: tuple[str, ...], named: float, needs: bool, flat_by: str, mark: str
+) -> None:
+    marks, solved = Marks(), group(1.0, 1.0)
+    its = {name: np.zeros(2, np.float32) for name in columns}
+    rollouts = tuple(replace(rollout, columns=its, rewards={"acc": named}) for rollout in solved.rollouts)
+    teaching = Teaching(BatcherConfig(64, flat_by=flat_by), needs_advantage=needs)
+    difficulty(marks, teaching).note(replace(solved, rollouts=rollouts))
     assert marks == {"p": mark}
 
 

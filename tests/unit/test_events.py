@@ -254,6 +254,19 @@ def test_a_committed_step_is_its_header_and_what_was_dropped_since_the_last() ->
     assert step_line(event).endswith("  dropped 2: 2 stale (30 tok)  2 ms")
 
 
+def test_a_step_that_teaches_nothing_or_not_all_says_so() -> None:
+    groups = ("a.0", "a.1")
+
+    def line(flat: int, rollouts: int) -> str:
+        header = dataclasses.replace(HEADER, group_ids=groups, rollouts=rollouts)
+        return step_line(batcher.StepCommitted(header=header, build_ms=1.5, drops={}, flat=flat))
+
+    assert "teach" not in line(0, 8)
+    assert "1 of 2 groups teach nothing" in line(1, 8)
+    assert "! it teaches nothing: no rollout" in line(2, 8)
+    assert "! it teaches nothing: each group is one rollout" in line(2, 2)
+
+
 def test_a_trained_step_has_only_what_was_measured_of_it() -> None:
     plain = list(as_object(TRAINED))
     assert plain[:2] == ["event", "step"]

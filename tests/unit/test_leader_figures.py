@@ -67,6 +67,16 @@ def test_pushes_become_means_spreads_and_shares() -> None:
     assert values["prompt_reward"]["math"].as_object()["count"] == 2
 
 
+def test_what_teaches_is_no_flat_group_and_a_part_of_a_group_is_not_judged() -> None:
+    figures = leading()
+    flat, own = (make_group(env="math", rewards=[1.0, 1.0], seed=seed) for seed in (0, 1))
+    rollouts = [replace(r, columns={"advantages": np.full(r.length, 0.5, np.float32)}) for r in own.rollouts]
+    part = make_group(env="math", rewards=[1.0], planned_size=4, seed=2)
+    for number, group in enumerate((flat, replace(own, rollouts=rollouts), part)):
+        figures.arrived(entry_of(group.info(), number))
+    assert figures.values()["flat_ratio"] == {"math": 1 / 2}
+
+
 def test_a_scored_push_in_the_place_of_another_is_no_second_group() -> None:
     figures = leading()
     bare = make_group(env="math", rewards=[None, None], needs=["reward"], seed=0).info()
