@@ -307,7 +307,7 @@ class Figures:
             "reward_std": {env: {name: spread(its) for name, its in named.items()} for env, named in rewards.items()},
             "on_policy_ratio": {name: sum(p.on_policy for p in its) / rollouts[name] for name, its in windows.items()},
             "truncated_ratio": {name: sum(p.truncated for p in its) / rollouts[name] for name, its in windows.items()},
-            "flat_ratio": {name: fmean(not told for told in its) for name, its in judged.items() if its},
+            "flat_ratio": {name: fmean(not teaches for teaches in its) for name, its in judged.items() if its},
         }
 
     def _batches(self) -> dict[str, Any]:

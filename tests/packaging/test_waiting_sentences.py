@@ -22,6 +22,7 @@ ARGUMENTS = {
     "failed": (5, 1, "run.log"),
     "for_step": (7,),
     "for_dead": ("math", 9.0),
+    "to_learn": (7, 2, 10.0),
     "for_scorer": ("math", "ref_logprobs", 12, 0),
     "for_damaged": (8, 8, "8 of env math by math-0"),
     "all_paused": (["math"],),
