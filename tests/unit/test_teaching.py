@@ -56,7 +56,6 @@ CASES = [
     ("no baseline", group_of(FLAT), {"advantage": "reinforce"}, True, True),
     ("no baseline, nothing won", group_of([0.0] * 4), {"advantage": "reinforce"}, True, False),
     ("lengths", group_of([1.0] * 4, lengths=(10, 20, 25, 25)), {"advantage": "length_penalty"}, True, True),
-    ("rewards that the estimator leaves out", group_of([-1.0, 0.0, -1.0, 0.0]), {"advantage": "max_rl"}, True, False),
     (
         "an estimator of one's own",
         group_of([0.0, 0.1, 0.2, 0.3], named=[0.0] * 4),
