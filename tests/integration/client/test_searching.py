@@ -45,7 +45,12 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
     run.step()
     push(run, "b.2", {"text": "the answer is 42"})
     run.drop("stale", run.pool())
-    push(run, "b.3", {"finish_reason": "length", "is_truncated": True, "reward": 0.75}, {"text": "</think> 42", "reward": 0.25})
+    push(
+        run,
+        "b.3",
+        {"finish_reason": "length", "is_truncated": True, "reward": 0.75},
+        {"text": "</think> 42", "reward": 0.25},
+    )
     push(run, "b.4", {})
     with rlbuffer.connect(run.url, run=run.store.run) as opened:
         yield opened
