@@ -11,11 +11,13 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlbuffer.errors import AttemptForgotten, EpochChanged, RlbufferError, RunGone, ServerRefused, TrainerAhead
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.states import ReportStatus
+from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.store.moves.recovery import pack_step, unpack_step
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Claim, Meta, TrainedStep
@@ -47,6 +49,20 @@ class TrainedSteps:
         return TrainedSteps(step=step.step, digest=step.digest, steps=tuple(steps[first:]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step that the trainer's loop was given."""
+
+    hand: Hand = NOTHING
+    server: str = ""
+    """The server that had it then."""
+    is_sure: bool = True
+    """False while that is being said: it is given only if the server has it."""
+
+
+NONE_TAKEN = Taken()
+
+
 class Progress:
     """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
 
@@ -68,8 +84,8 @@ class Progress:
         self.oldest_kept = 0
         self.checkpoint = 0
         """The newest that was written; 0 before the first."""
-        self._taken = (0, "")
-        """The step that is being trained, and the server that had it when it was given out."""
+        self._taken = NONE_TAKEN
+        """The step that the loop was given last, or is about to be given."""
 
     def begin(self, resume_step: int | None) -> None:
         """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
@@ -81,11 +97,20 @@ class Progress:
             self.epoch = self._store.meta().epoch
 
     def takes(self, step: int, digest: str) -> bool:
-        """The trainer trains a step from now on. -> False when the server has lost it since it was pulled ahead."""
-        server, header = self._store.server_id(), self._store.wait_step(step, block_seconds=0.0)
-        is_here = header is not None and header.digest == digest
-        self._taken = (step, server) if is_here else (0, "")
-        return is_here
+        """The loop of rank 0 is given a step. -> False when the server has lost it since it was pulled ahead.
+
+        One script looks whether the step is there and says that it is in hand. From then on every report says so: a
+        server that comes back without the step hears it before it gets another one.
+        """
+        losses = self._store.losses()
+        self._taken = taken = Taken(hand=Hand(step, digest), server=self._store.server_id(), is_sure=False)
+        is_here = self.report() is ReportStatus.OK
+        # A server that went away meanwhile may have told the other ranks of it before.
+        is_told = is_here or self._store.losses() != losses
+        self._taken = replace(taken, is_sure=True) if is_told else NONE_TAKEN
+        if is_told and not is_here:
+            self.report()
+        return is_told
 
     def still_there(self, step: int, digest: str) -> bool:
         """True when the server has the step of this content. One that it has lost is let go of."""
@@ -95,12 +120,12 @@ class Progress:
             return False  # it is away, or the run is gone: whoever pulls the step hears it
         if header is not None and header.digest == digest:
             return True
-        self.lets_go()
+        self._taken = Taken(hand=Hand(step))
         return False
 
     def lets_go(self) -> None:
         """The step that it had taken is not trained: it asks again, for it or another one."""
-        self._taken = (0, "")
+        self._taken = NONE_TAKEN
 
     def trained(self, step: TrainedStep, *, epoch: int) -> None:
         """Acknowledges a step. Raises as :meth:`report`."""
@@ -108,19 +133,19 @@ class Progress:
         self.epoch = max(self.epoch, epoch)
         self.report()
 
-    def report(self) -> None:
-        """Says how far the trainer is; hands back what the server forgot.
+    def report(self) -> ReportStatus:
+        """Says how far the trainer is, and what it has in hand; hands back what the server forgot.
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
             RunGone: the run is not there any more, was rewound, or has another step and nothing can be handed back.
         """
         if not self._reports or not self.attempt:
-            return
+            return ReportStatus.OK
         with self._lock:
             for tries in range(REPORT_TRIES):
                 try:
-                    self._say()
+                    return self._say()
                 except EpochChanged as change:
                     if not change.follows(self.epoch) or tries == REPORT_TRIES - 1:
                         raise
@@ -129,8 +154,7 @@ class Progress:
                     self.epoch = max(self.epoch, change.epoch)
                 except AttemptForgotten as forgotten:
                     self._again(forgotten)
-                else:
-                    return
+        return ReportStatus.LOST
 
     def announce(self, version: PolicyVersion) -> bool:
         """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there.
@@ -174,8 +198,8 @@ class Progress:
         self.epoch = int(state["epoch"])
 
     # -- inside ----------------------------------------------------------------------------------------------------
-    def _say(self) -> None:
-        losses, place, (taken, server) = self._store.losses(), self.place, self._taken
+    def _say(self) -> ReportStatus:
+        losses, place, taken = self._store.losses(), self.place, self._taken
         values: dict[str, Any] = {
             "epoch": self._reported,
             "trained": place.step,
@@ -185,20 +209,26 @@ class Progress:
             "newest": self._newest,
             # Another server may not have the step that is being trained. Until its word on that, nothing is committed
             # there, and what was sampled from it, should this trainer end, is of a line that is given up.
-            "server": server if taken > place.step else "",
+            "server": taken.server if taken.hand.step > place.step else "",
+            "hand": taken.hand,
+            "takes": not taken.is_sure,
         }
         try:
-            self._store.report(self.attempt, **values)
+            status = self._store.report(self.attempt, **values)
         except TrainerAhead:
             claim = self._claim()
-            if claim is None or self._store.report(self.attempt, **values, claim=claim):
+            if claim is None:
                 raise
-            return
+            status = self._store.report(self.attempt, **values, claim=claim)
+            if status is not ReportStatus.HANDED_BACK:
+                raise
+            return status
         if losses != self._losses:
             # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
             for version in list(self._announced.values()):
                 self._store.announce(self.attempt, version)
             self._losses = losses
+        return status
 
     def _claim(self) -> Claim | None:
         place = self.place

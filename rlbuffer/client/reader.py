@@ -1,8 +1,4 @@
-"""The trainer's side: pull committed steps in order, assemble this rank's micro-batches, acknowledge what was trained.
-
-A committed step is immutable: reading it again gives the same bytes. At another world size than the one it was planned
-for, its rows are dealt again; rollouts, advantages and normalisers stay the same.
-"""
+"""The trainer's side: pull committed steps in order, assemble micro-batches, acknowledge what was trained."""
 
 from __future__ import annotations
 
@@ -13,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rlbuffer.client.fetch import Fetch, NotAwaited
 from rlbuffer.client.progress import Progress, remembered
+from rlbuffer.client.rank_0 import RankZeroWatch
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
-from rlbuffer.client.step_pull import StepPull
+from rlbuffer.client.step_pull import StepPull, left_out
 from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
@@ -73,15 +71,10 @@ class Reader:
         ...     state = reader.state_dict()
         1 ('math.0', 'math.1') [63, 59, 58]
         2 ('math.2', 'math.3') [64, 55, 10]
-        >>> reader.has_ended, reader.step
-        (True, 2)
+        >>> assert reader.has_ended
         >>> reader.close()
-        >>> resumed = buffer.reader()
-        >>> resumed.load_state_dict(state)
-        >>> resumed.step
-        2
-        >>> batcher.join()
-        >>> buffer.close()
+        >>> buffer.reader().load_state_dict(state)
+        >>> _ = batcher.join(), buffer.close()
     """
 
     def __init__(
@@ -107,6 +100,7 @@ class Reader:
             store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
+        self._rank_0 = RankZeroWatch(store, world_size)
         self.has_ended = False
         """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
         self.warns = True
@@ -169,11 +163,11 @@ class Reader:
             while True:
                 try:
                     step = self._await(number, fetch.future, until)
+                    if not self._may_have(step, until):
+                        fetch = self._fetch(number)
+                        continue
                 except NotAwaited:
                     return
-                if not self._progress.takes(step.number, step.digest):
-                    fetch = self._fetch(number)
-                    continue
                 fetch = self._fetch(number + 1)
                 yield step
                 if step.number > self._progress.place.step:
@@ -279,12 +273,7 @@ class Reader:
         waiting, long = False, LongWait(self._store)
         try:
             while not wait([future], timeout=min(READER_BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
-                self._raise_fault()
-                if self._stop.is_set():
-                    raise RlbufferError(f"{CLOSED} while it waited for step {number}")
-                if until is not None and until():
-                    raise NotAwaited
-                self._check_run(number)
+                self._go_on(number, until)
                 if self._refusals.current:
                     # Nothing can be committed: the time allowed begins again when the server takes writes again.
                     deadline = time.monotonic() + self.timeout_seconds
@@ -308,9 +297,27 @@ class Reader:
                 self._pool.submit(self._say_waiting, "")
         return step
 
+    def _may_have(self, step: Step, until: Callable[[], bool] | None) -> bool:
+        """True when the caller gets the step: the server had it when rank 0 got it. False: it is to be pulled again."""
+        if self.rank == 0:
+            return self._refusals.waited_out(lambda: self._progress.takes(step.number, step.digest))
+        check = partial(self._go_on, step.number, until)
+        return self._rank_0.has(step.number, step.digest, silence_seconds=self.timeout_seconds, check=check)
+
+    def _go_on(self, number: int, until: Callable[[], bool] | None) -> None:
+        """Raises when there is no use in waiting for the step any more."""
+        self._raise_fault()
+        if self._stop.is_set():
+            raise RlbufferError(f"{CLOSED} while it waited for step {number}")
+        if until is not None and until():
+            raise NotAwaited
+        self._check_run(number)
+
     def _check_run(self, number: int) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
         meta = self._progress.check_run()
+        if self.rank:
+            self._rank_0.look(number, meta.step)
         if meta.error:
             raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
         self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
@@ -387,12 +394,7 @@ class Reader:
                 missed = header.digest
         step, damaged = self._source.step(header, part)
         if damaged:
-            first, wrong = damaged[0]
-            _log.warning(
-                "rank %d leaves out %d of its rollouts of step %d, whose payloads it cannot train. The first is %s of "
-                "group %s, env %s: %s",
-                *(self.rank, len(damaged), number, first.info.rollout_id, first.group_id, first.env, wrong),
-            )
+            _log.warning("rank %d leaves out %s", self.rank, left_out(number, damaged))
             names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
             self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
         return step

@@ -49,7 +49,7 @@ class Refusals:
             self.current = ""
             self._lasting.is_over()
 
-    def told_later(self, report: Callable[[], None]) -> None:
+    def told_later(self, report: Callable[[], object]) -> None:
         """Reports what the next heartbeat reports again, so a refusal is no harm."""
         try:
             report()

@@ -277,3 +277,12 @@ def _answer(group: bytes | None) -> Any:
         return None if group is None else payload.decode_group_payload(group)[0]
     except PayloadError:
         return None
+
+
+def left_out(step: int, damaged: Sequence[tuple[PartRollout, str]]) -> str:
+    """The rollouts that :meth:`StepPull.step` could not train, for people."""
+    first, wrong = damaged[0]
+    return (
+        f"{len(damaged)} of its rollouts of step {step}, whose payloads it cannot train. The first is "
+        f"{first.info.rollout_id} of group {first.group_id}, env {first.env}: {wrong}"
+    )

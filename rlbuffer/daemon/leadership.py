@@ -217,6 +217,11 @@ class Leadership:
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
             self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
             return
+        if trainer.hand.digest and trainer.hand.step >= step:
+            # Rank 0 trains a step of this number already, and will hand it back.
+            self._publish(batcher.allowances(step, world_size=trainer.world_size))
+            self._say(self._trainer_sentence(trainer) if self._is_idle else waiting.for_hand(trainer.hand.step))
+            return
         started = time.perf_counter()
         decision = batcher.next(step, world_size=trainer.world_size, now=trainer.now, rng=np.random.default_rng(step))
         if self._ends(decision, trainer):
@@ -240,7 +245,7 @@ class Leadership:
             return waiting.NO_TRAINER
         if not self._has_heard and not self._hears(trainer):
             is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-            word = waiting.for_word(self._meta.step, ATTEMPT_SECONDS)
+            word = waiting.for_word(self._meta.step)
             return self._trainer_sentence(trainer) if is_silent else word
         return "" if trainer.policies else waiting.NO_VERSION
 
@@ -269,9 +274,9 @@ class Leadership:
         """True when the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
 
         Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
-        trainer has trained already, with other content. On a server that no trainer has spoken to yet, silence is no
-        word: versions may be out there that are not known here, and only the next attempt, or the one that lives, can
-        begin another line of them.
+        trainer has trained already, or has in hand, with other content. On a server that no trainer has spoken to yet,
+        silence is no word: versions may be out there that are not known here, and only the next attempt, or the one
+        that lives, can begin another line of them.
         """
         is_silent = time.monotonic() - self._began > ATTEMPT_SECONDS
         has_spoken = is_silent or trainer.seen_ms not in (0, self._word)
@@ -279,8 +284,10 @@ class Leadership:
         return self._has_heard
 
     def _recover(self, trainer: Attempt) -> None:
-        """The trainer has steps that the server lost: the run goes on after them."""
-        self._has_heard = True  # the claim is the trainer's own word
+        """The trainer has steps that the server lost: the run goes on after them.
+
+        A claim may be older than the loss, and than the step in hand: the trainer is heard as after any takeover.
+        """
         outcome = self._store.recover(self._token, trainer, self._pending.entries())
         if outcome is not None:
             self._teller.emit(RunRecovered(**outcome))

@@ -183,11 +183,19 @@ def at_end(step: int) -> str:
     return f"The run has ended after step {step}: every env is done, and nothing is left to train."
 
 
-def for_word(step: int, seconds: float) -> str:
+def for_word(step: int) -> str:
     """The sentence after a takeover: the trainer may have trained steps that the server has lost."""
     return (
-        f"The batcher has just taken over at step {step} and waits until the trainer has said what it has "
-        f"trained, at most {seconds:g} s: the server may have lost steps."
+        f"The batcher has just taken over at step {step} and waits until the trainer has said what it has trained, as "
+        "it does every second: the server may have lost steps."
+    )
+
+
+def for_hand(step: int) -> str:
+    """Rank 0 trains a step that the server has lost."""
+    return (
+        f"Rank 0 trains step {step}, which the server has lost, and the run goes on when it has trained it. A rank "
+        "that has not got it ends within seconds: started again, the trainer goes on from its checkpoint."
     )
 
 

@@ -93,6 +93,17 @@ class CommitStatus(StrEnum):
     """Entries of its plan are not pending any more."""
 
 
+class ReportStatus(StrEnum):
+    """The outcome of a trainer's report."""
+
+    OK = "ok"
+    """It is noted, and the step in hand is on the server or trained."""
+    LOST = "lost"
+    """It is noted, and the step in hand is not on the server."""
+    HANDED_BACK = "handed back"
+    """The server has lost what was trained, and keeps it for the leader to recover."""
+
+
 class SettingsState(StrEnum):
     """Outcome of a wish for other settings of a run."""
 

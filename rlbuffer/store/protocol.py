@@ -16,10 +16,11 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
+from rlbuffer.records.states import CommitStatus, PushStatus, ReportStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.guarding import Guarding
+from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.store.received import Checksum, FieldReply, FieldRequest
 from rlbuffer.store.records import Asked, Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
 from rlbuffer.store.seeing import Seeing
@@ -330,11 +331,11 @@ class Store(Seeing, Guarding, Protocol):
         newest: int = 0,
         claim: Claim | None = None,
         server: str = "",
-    ) -> bool:
+        hand: Hand = NOTHING,
+        takes: bool = False,
+    ) -> ReportStatus:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. `server`: whose steps the trainer
-        has; "" for this one's.
-
-        -> True, or False when the server had lost what was trained and `claim` was handed back to it.
+        has; "" for this one's. `hand`: what its loop was given last; `takes`: will be, if it is here.
         Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).
         """
 

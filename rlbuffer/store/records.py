@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.wire import payload
 
 MAX_TRAINER_BYTES = 64 * 2**10
@@ -159,6 +160,7 @@ class Attempt:
     """No attempt has made a version above this one in this line; known to the attempt's own process."""
     server: str = ""
     """Server that the trainer last spoke to (:meth:`Store.server_id`)."""
+    hand: Hand = NOTHING
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
     none."""

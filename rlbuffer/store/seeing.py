@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.hand import RankZero
 from rlbuffer.store.records import HistoryOf, HistoryPage, Ledger, Report, StepBytes
 
 
@@ -33,6 +34,9 @@ class Seeing(Protocol):
 
         Of several of a step the last one counts. A server that does not allow it is told of once, in the log.
         """
+
+    def rank_0(self) -> RankZero:
+        """Rank 0 of the registered attempt, for the other ranks: one small read."""
 
     def waiting(self) -> Mapping[str, str]:
         """The sentence that each has last said, by name."""

@@ -26,9 +26,11 @@ class Saved:
         self._dumps = {key: run.client.dump(key) for key in run.control_keys()}
 
     def put_back(self) -> None:
-        self._run.client.delete(*self._run.control_keys())
-        for key, data in self._dumps.items():
-            self._run.client.restore(key, 0, data)
+        with self._run.client.pipeline() as pipe:
+            pipe.delete(*self._run.control_keys())
+            for key, data in self._dumps.items():
+                pipe.restore(key, 0, data, replace=True)
+            pipe.execute()
 
 
 class Loop:

@@ -17,6 +17,8 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.states import ReportStatus
+from rlbuffer.store.hand import NOTHING, Hand, RankZero
 from rlbuffer.store.moves.recovery import encode_claim
 from rlbuffer.store.records import Attempt, Claim, policy_of
 from rlbuffer.store.session import Session, text
@@ -96,6 +98,7 @@ class TrainerMoves(Session):
             seen_ms=number(b"seen"),
             claim=fields.get(b"claim", b""),
             server=text(fields.get(b"server", b"")),
+            hand=Hand.of(fields.get(b"hand", b"")),
             seen_seconds_ago=abs(now - number(b"seen") / 1000),  # later than now: before the clock was set back
             now=now,
             announced=versions,
@@ -113,7 +116,9 @@ class TrainerMoves(Session):
         newest: int = 0,
         claim: Claim | None = None,
         server: str = "",
-    ) -> bool:
+        hand: Hand = NOTHING,
+        takes: bool = False,
+    ) -> ReportStatus:
         kept = {"trained": trained, "oldest_kept": oldest_kept, "checkpoint": checkpoint, "newest": newest}
         trained, oldest_kept, checkpoint, newest = (as_integer(name, step) for name, step in kept.items())
         keys = self.keys
@@ -121,13 +126,16 @@ class TrainerMoves(Session):
         reply = self.move(
             "report",
             (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy),
-            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest, server or self.server_id()),
+            (
+                *(number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest),
+                *(server or self.server_id(), str(hand), int(takes)),
+            ),
         )
         status = text(reply[0])
         if status == "OK":
-            return True
+            return ReportStatus.OK if text(reply[2]) == "1" else ReportStatus.LOST
         if claim is not None and status in ("AHEAD", "DIGEST"):
-            return False
+            return ReportStatus.HANDED_BACK
         there = text(reply[1])
         if status == "FENCED":
             raise self._superseded(number, there)
@@ -149,6 +157,12 @@ class TrainerMoves(Session):
         if status == "MISSING":
             raise RlbufferError(f"run {self.run!r} has lost step {there}, which was never trained ({keys.steps})")
         raise self.unexpected("report", reply)
+
+    def rank_0(self) -> RankZero:
+        names = ("number", "world_size", "at", "seen")
+        *values, hand = self.look(lambda client: client.hmget(self.keys.trainer, *names, "hand"))
+        number, world_size, at, seen_ms = (number_of(value) or 0 for value in values)
+        return RankZero(attempt=number, world_size=world_size, at=at, seen_ms=seen_ms, hand=Hand.of(hand or b""))
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
         if version.version < 0:

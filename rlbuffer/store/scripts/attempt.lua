@@ -69,5 +69,6 @@ if refusal or is_above or (trainer[3] and trainer[3] ~= server) then
 end
 redis.call('HSET', trainer_key, 'number', number, 'uuid', uuid, 'world_size', world_size, 'resume', resume_step,
   'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step, 'lengths', number)
+redis.call('HDEL', trainer_key, 'hand')
 if refusal then redis.call('HSET', trainer_key, 'claim', claim) else redis.call('HDEL', trainer_key, 'claim') end
 return {'OK', number, string.format('%.0f', newest)}

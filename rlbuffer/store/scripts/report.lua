@@ -6,7 +6,9 @@
 --       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
 --       7 newest checkpoint of this attempt ('0' when unknown)
 --       8 newest version that earlier attempts have made (see ATTEMPT)   9 which server this is
--- Reply {'OK', trained}
+--       10 step in hand: '<step> <digest>' of what its loop was given last, '<step> ' when it has let go of it, '' for none
+--       11 '1': the loop will be given it if it is here, and else it has nothing in hand
+-- Reply {'OK', trained, '1'}   '0': the step in hand is not trained yet, and is not here
 --       {'FENCED', number}   a newer attempt is registered, this one
 --       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`; or it is from now
 --                            on, in a new line of versions: this attempt trains steps of an earlier one again, and the
@@ -18,8 +20,8 @@
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
 -- Each step in (trained before, trained now] moves its totals, and those by length, from packed to trained, once.
 local trainer_key, meta_key, steps_key, ledger_key, policy_key = unpack(KEYS)
-local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server
-  = unpack(ARGV, 1, 9)
+local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
+  takes = unpack(ARGV, 1, 11)
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
@@ -27,7 +29,8 @@ if meta[1] ~= its_epoch then return {'EPOCH', meta[1] or '', meta[3] or meta[1] 
 local time = redis.call('TIME')
 local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
 local function hand_back(reply)
-  if claim ~= '' then redis.call('HSET', trainer_key, 'claim', claim, 'seen', clock) end
+  if takes == '1' then hand = '' end
+  if claim ~= '' then redis.call('HSET', trainer_key, 'claim', claim, 'seen', clock, 'hand', hand) end
   return reply
 end
 local before, trained = tonumber(trainer[2] or '0'), tonumber(its_step)
@@ -84,9 +87,16 @@ end
 -- What an attempt below the retired steps hands back (see ATTEMPT) stays until RECOVER: nothing but that lets it go on.
 if trained >= tonumber(meta[4] or '0') then redis.call('HDEL', trainer_key, 'claim') end
 if checkpoint ~= '0' then redis.call('HSET', trainer_key, 'checkpoint', checkpoint) end
-redis.call('HSET', trainer_key, 'seen', clock, 'at', its_step, 'server', server,
+local hand_step, hand_digest = string.match(hand, '^(%d+) (%S+)$')
+local is_here = '1'
+if hand_step and tonumber(hand_step) > trained then
+  local header = fields_of(tonumber(hand_step))
+  if not header or header.digest ~= hand_digest then is_here = '0' end
+end
+if takes == '1' and is_here == '0' then hand = '' end
+redis.call('HSET', trainer_key, 'seen', clock, 'at', its_step, 'server', server, 'hand', hand,
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(oldest_kept))))
 if trained > before then
   redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest)
 end
-return {'OK', string.format('%.0f', math.max(before, trained))}
+return {'OK', string.format('%.0f', math.max(before, trained)), is_here}

@@ -137,7 +137,7 @@ if trainer[1] then
     'trained', string.format('%.0f', math.min(trained, keep)), 'epoch', epoch, 'seen', '0',
     'oldest_kept', string.format('%.0f', math.min(tonumber(trainer[4] or '0'), keep)))
   if trained > keep then redis.call('HSET', trainer_key, 'digest', digest or '') end
-  redis.call('HDEL', trainer_key, 'claim')
+  redis.call('HDEL', trainer_key, 'claim', 'hand')
 end
 local token = redis.call('HGET', lease_key, 'token')
 if token then

@@ -158,8 +158,8 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     loop.wait_for("ready")
     time.sleep(0.3)
     assert run.store.waiting()["batcher"] == (
-        "The batcher has just taken over at step 0 and waits until the trainer has said what it has trained, at most "
-        "0.7 s: the server may have lost steps."
+        "The batcher has just taken over at step 0 and waits until the trainer has said what it has trained, as "
+        "it does every second: the server may have lost steps."
     )
     assert run.store.meta().step == 0
     assert loop.wait_for("step").header.step == 1  # it counts as gone
