@@ -15,7 +15,8 @@ After every event the invariants of docs/explain/protocol.md are checked on the 
 
 This surrounding goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,
-memory that is short, adapters, copies, strangers, ends that are said), :mod:`simulation.defects` which requests are
+memory that is short, adapters, copies, strangers, ends that are said, a loop of somebody's own whose ranks compare
+nothing and of which one has a step that the server loses), :mod:`simulation.defects` which requests are
 wrong in themselves. :data:`NOT_MODELLED` says what is not modelled; many seeds end with it, and with the branches of
 the Lua files (:mod:`simulation.branches`) that none of them entered. Two thousand seeds must enter all.
 

@@ -31,6 +31,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.step_digest import digest_step
 from simulation.host import AWAY, Host, describe
+from simulation.job import Job
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process
 from simulation.stand_ins import Event
@@ -214,34 +215,6 @@ class Worker:
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------
-class Job:
-    """One start of the trainer: its ranks, and what they exchange."""
-
-    def __init__(self, trainer: Trainer, world_size: int, state: dict[str, Any] | None) -> None:
-        self.trainer = trainer
-        self.world_size = world_size
-        self.state = state
-        self.processes: list[Process] = []
-        self.is_over = False
-        self.is_started = False
-        self.at = state["step"] if state else 0
-        """Last step in its state."""
-        self.adapters: dict[str, int] = dict(state["adapters"]) if state else {}
-        """Adapter -> its version."""
-        self._held: dict[tuple[int, str], dict[int, str]] = {}
-        self._news = Event(trainer.world.scheduler)
-
-    def exchange(self, rank: int, step: Step, what: str) -> list[str]:
-        """An all-gather: everybody's digests, once everybody is here."""
-        digests = self._held.setdefault((step.number, what), {})
-        digests[rank] = step.digest
-        self._news.set()
-        while len(digests) < self.world_size:
-            self._news.clear()
-            self._news.wait()
-        return list(digests.values())
-
-
 class Trainer:
     """`rlbuffer train`: all ranks of a job end together; the next job resumes from the newest checkpoint."""
 
@@ -263,7 +236,7 @@ class Trainer:
         world, number = self.world, len(self._started) + 1
         world_size = world.plan.world_sizes[number % len(world.plan.world_sizes)]
         state = self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
-        job = self.job = Job(self, world_size, state)
+        job = self.job = Job(world.scheduler, world_size, state)
         self._started.append(job)
         world.invariants.restarted(job.at)
         is_behind = job.at < max(world.invariants.digests, default=0) and not world.network.is_healed
@@ -342,12 +315,16 @@ class Trainer:
                 reader.announce(PolicyVersion(version=version, adapter=adapter))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
-        steps, pulls = reader.steps(), 0
+        steps, pulls, passes = reader.steps(), 0, 0
         while True:
+            if plan.own:
+                world.scheduler.wait(world.rare_dice.uniform(0.0, 0.3))
             step = next(steps, None)
             if step is None:
                 return  # the run has ended
-            digests = job.exchange(rank, step, f"digest {pulls}")
+            if plan.own and job.is_first(rank, passes):
+                world.one_has_a_step()
+            digests = [] if plan.own else job.exchange(rank, step, f"digest {step.number} {pulls}")
             if len(set(digests)) > 1:
                 if not world.was_rolled_back:
                     raise RlbufferError(f"the ranks hold different steps {step.number}")
@@ -356,7 +333,10 @@ class Trainer:
                 continue
             self._check(job, rank, step)
             world.scheduler.wait(plan.train_seconds)
-            job.exchange(rank, step, "update")
+            digests = job.exchange(rank, step, f"update {passes}")
+            if len(set(digests)) > 1 and job is self.job:
+                world.invariants.fail("I14", f"the ranks exchange gradients of different steps {step.number}")
+            passes += 1
             if rank == 0:
                 reader.announce(PolicyVersion(version=step.number, checksum=step.digest))
                 for adapter, progress in step.adapters.items():

@@ -101,6 +101,10 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
 ODD_SERVERS = (0.15, 0.05)
 """Shares of the seeds whose payloads lie on shards of their own, and whose trainer is of an older version."""
+OWN_LOOPS = 0.25
+"""Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
+OWN_LOSSES = 0.5
+"""Share of those in which the server loses a step that one rank has and another has not."""
 QUOTAS = 0.1
 """Share of the seeds with quotas."""
 QUOTA_BYTES = (8000, 12000)
@@ -133,6 +137,8 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     asks = dict(mutation.asks) if mutation is not None else {}
     if mutation is None and random.Random(f"rollback {seed}").random() < ROLLBACKS:
         rollback = True
+    own = mutation is None and random.Random(f"own {seed}").random() < OWN_LOOPS
+    rollback = rollback or (own and random.Random(f"own loss {seed}").random() < OWN_LOSSES)
     config = _with_reuse(config, seed, is_asked=asks.pop("reuse", False), rollback=rollback)
     config, ends = _with_end(config, seed)
     config = config if mutation is not None else _with_quotas(config, seed)
@@ -156,7 +162,10 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["left"] = values["reset"] and later.random() < 0.5
     shapes = random.Random(f"shapes {seed}")
     values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in ODD_SERVERS)
-    values["away"] = _away(seed) if mutation is None and not (is_spoilt or values["ends"] or values["said"]) else 0.0
+    values["away"] = _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
+    values["own"] = own
+    if own:
+        values["world_sizes"] = (2,)
     values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile

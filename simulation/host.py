@@ -36,6 +36,9 @@ class World(Protocol):
     was_rolled_back: bool
     loses_again: bool
 
+    def one_has_a_step(self) -> None:
+        """One rank was given a step, and another has not asked for it yet."""
+
     def note(self, text: str) -> None:
         """Into the log of the run."""
 

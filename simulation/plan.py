@@ -28,6 +28,7 @@ SHOWN_DRAWS = (
         "spread",
         "older",
         "away",
+        "own",
     ),
 )
 """Draws that a plan names when they are on."""
@@ -44,6 +45,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.client.writer", "TICKET_SECONDS"): 3.0,
     ("rlbuffer.client.reader", "READER_BLOCK_SECONDS"): 1.0,
     ("rlbuffer.client.reader", "HEARTBEAT_SECONDS"): 0.8,
+    ("rlbuffer.client.rank_0", "LOST_SECONDS"): 2.0,
     ("rlbuffer.process.heartbeat", "BEAT_SECONDS"): 0.4,
     ("rlbuffer.scorer.heartbeat", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
@@ -146,6 +148,9 @@ class Plan:
     """The trainer is of a version that counted no lengths."""
     away: float = field(default=0.0)
     """Seconds for which no trainer is there: it ends, and the server is started again soon after."""
+    own: bool = field(default=False)
+    """The trainer's loop is somebody's own: the ranks compare nothing before they exchange gradients. What the server
+    loses, it loses while one rank has a step and another has not."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:

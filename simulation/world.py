@@ -101,6 +101,8 @@ class World:
         """Steps were made void: who worked on them, or in the epoch of before, ends."""
         self.was_rolled_back = False
         """Acknowledged pushes may be lost."""
+        self._loses_when_apart = False
+        """The server loses its newest writes when one rank has a step and another has not."""
         self.host = Host(self)
         self.trainer = Trainer(self.host)
         check = self.server.on_event
@@ -323,10 +325,19 @@ class World:
             return
         job = self.trainer.job
         comes_again = random.Random(f"again {self.plan.seed}").random() < (0.1 if is_used_again else 0.6)
-        if comes_again and job is not None and not self.network.is_healed:
+        if self.plan.own:
+            self._loses_when_apart = True
+            self.scheduler.after(1.0, self.one_has_a_step)  # at the latest
+        elif comes_again and job is not None and not self.network.is_healed:
             self.loses_again = True
             self.trainer.die(job)
         else:
+            self.forget()
+
+    def one_has_a_step(self) -> None:
+        """One rank was given a step, and another has not asked for it yet."""
+        if self._loses_when_apart:
+            self._loses_when_apart = False
             self.forget()
 
     def forget(self) -> None:
@@ -374,6 +385,8 @@ class World:
         """Something after which a trainer should write a checkpoint: some end before they do."""
         job, retired = self.trainer.job, self.invariants.field(self.invariants.keys.meta, b"retired")
         needs_one = what == "a recovery" and max(self.trainer.checkpoints, default=0) < retired
+        if self.plan.own and self.plan.rollback:
+            return  # the ranks of before go on with what they have
         if not self.network.is_healed and job is not None and self.dice.random() < (0.9 if needs_one else 0.4):
             self.note(f"{what}: the trainer is killed")
             seconds = self.dice.uniform(0.0, 0.05 if needs_one else 0.3)
