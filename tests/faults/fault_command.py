@@ -15,6 +15,7 @@ from failover_runs import run_failovers
 from homes import Home
 from hostile_runs import run_hostile
 from kill_runs import run_kills
+from loss_runs import run_losses
 from network_runs import run_network
 from outcome import Outcome, Say
 from places import EMBEDDED
@@ -22,7 +23,7 @@ from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 from watched import MISSING
 
-RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses")
 """In the order in which they run."""
 PLACED = RUNS[:4]
 """Those that run on other servers, too."""
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
     parser.add_argument("--pushes", type=int, default=20_000, help="hostile pushes (default 20000)")
+    parser.add_argument("--losses", type=int, default=30, help="losses of newest writes (default 30)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -90,6 +92,7 @@ def again(name: str, args: argparse.Namespace) -> str:
         ),
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
+    sizes["losses"] = f"--losses {args.losses}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
     where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
     return f"python tests/faults {name}{where} --seed {args.seed} {sizes[name]}"
@@ -114,6 +117,9 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
                 say=say,
                 place=place,
             )
+            return
+        if name == "losses":
+            yield run_losses(home, seed=args.seed, losses=args.losses, say=say)
             return
         if name == "torn":
             for number, program in enumerate(programs()):
