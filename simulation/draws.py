@@ -162,7 +162,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["left"] = values["reset"] and later.random() < 0.5
     shapes = random.Random(f"shapes {seed}")
     values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in ODD_SERVERS)
-    values["away"] = _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
+    values["away"] = (
+        _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
+    )
     values["own"] = own
     if own:
         values["world_sizes"] = (2,)
