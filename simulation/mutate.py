@@ -6,7 +6,8 @@ one that fails must pass on the tree as it is. A mutant that both let pass is li
 it changes nothing that matters.
 
     python -m simulation.mutate --count 80 --seed 1     # drawn; half of them in Lua
-    python -m simulation.mutate --whole lease.lua       # all of the files whose path ends so
+    python -m simulation.mutate --count 200 --of void.lua,commit.lua    # drawn from the files whose paths end so
+    python -m simulation.mutate --whole lease.lua       # all of the files whose paths end so
     make mutations
 
 Verdicts are kept in a file as they come, so a run that was stopped goes on. A mutant that was found stays found; a
@@ -139,18 +140,18 @@ TESTS = {
 """Path of what is changed, or how it begins -> the quick tests that are asked when the simulation has found nothing."""
 
 
-def files(whole: str = "") -> list[str]:
-    """Files that are changed, from the root; with `whole`, those whose path ends so."""
+def files(ends: str = "") -> list[str]:
+    """Files that are changed, from the root; with `ends`, those whose paths end so."""
     folder = ROOT / "rlbuffer"
     paths = [path for name in MUTATED for path in (folder.glob(f"{name}/**/*") if "." not in name else [folder / name])]
     names = sorted(str(file.relative_to(ROOT)) for file in paths if file.suffix in (".lua", ".py"))
-    return [name for name in names if name.endswith(whole)]
+    return [name for name in names if name.endswith(tuple(ends.split(",")))]
 
 
-def candidates(whole: str, seen: Entered) -> list[Mutant]:
-    """All mutants; with `whole`, of the files whose path ends so."""
+def candidates(ends: str, seen: Entered) -> list[Mutant]:
+    """All mutants; with `ends`, of the files whose paths end so."""
     made = []
-    for file in files(whole):
+    for file in files(ends):
         text = (ROOT / file).read_text(encoding="utf-8")
         made += lua_mutants(file, text) if file.endswith(".lua") else python_mutants(file, text, seen.lines(file))
     return made
@@ -243,10 +244,12 @@ class Tree:
         return code, _first_line(out, code) if code else ""
 
     def _run(self, *command: str) -> tuple[int, str]:
+        path = os.pathsep.join(map(str, (self._folder, self._folder / "cli")))
         done = subprocess.run(
             [sys.executable, *command],
             cwd=self._folder,
-            env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""},
+            # Processes that a test starts elsewhere import the changed copy, too.
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -293,7 +296,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation.mutate", description="Are small defects found?")
     parser.add_argument("--count", type=int, default=80, help="how many (default 80)")
     parser.add_argument("--seed", type=int, default=1, help="which (default 1)")
-    parser.add_argument("--whole", default="", metavar="END", help="all mutants of the files whose path ends so")
+    parser.add_argument("--of", default="", metavar="END,...", help="draw them from the files whose paths end so")
+    parser.add_argument("--whole", default="", metavar="END,...", help="all mutants of the files whose paths end so")
     parser.add_argument("--seeds", type=int, default=150, help="at most so many seeds for each (default 150)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default 1)")
     parser.add_argument(
@@ -305,7 +309,7 @@ def main() -> int:
     replayable()
     kept = args.results.with_name("entered.json")
     seen = entered(files(), ROOT, processes=args.jobs, kept=kept, digest=digest())
-    mutants = candidates(args.whole, seen)
+    mutants = candidates(args.whole or args.of, seen)
     if not args.whole:
         mutants = drawn(mutants, args.count, args.seed)
     if args.list:
