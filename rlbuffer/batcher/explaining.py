@@ -1,4 +1,4 @@
-"""The sentence that says why a step is not there yet (:mod:`rlbuffer.narration.waiting` has the words)."""
+"""The reason why a step is not there yet: its kind, and its sentence (:mod:`rlbuffer.narration.waiting`)."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Mean, Situation
 from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import plural
+from rlbuffer.records.waiting import Wait
 
 
-def sentence(
+def reason(
     known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float], waits_to_learn: int
-) -> str:
+) -> tuple[Wait, str]:
     """The reason why `step` is not made: the pauses, a version, the env that is short, or the one whose turn it is.
 
     `waits_to_learn` groups would be a step by now, if any of them taught anything.
     """
     if waits_to_learn:
-        return waiting.to_learn(step, waits_to_learn, known.config.fill_timeout_seconds or 0.0)
+        seconds = known.config.fill_timeout_seconds or 0.0
+        return Wait.NOTHING_TO_LEARN, waiting.to_learn(step, waits_to_learn, seconds)
     if known.is_last:
         paused = sorted(env for env in known.paused if not known.is_finished(env))
-        return waiting.for_paused(paused) if paused else waiting.for_end(step - 1)
+        return (Wait.PAUSED, waiting.for_paused(paused)) if paused else (Wait.LAST_STEP, waiting.for_end(step - 1))
     if not fractions and known.paused:
-        return waiting.all_paused(sorted(known.paused))
+        return Wait.PAUSED, waiting.all_paused(sorted(known.paused))
     envs = known.known()
     lagging = [e for e in envs if known.env_lags(e, step)]
     blocked = [e for e in trial.short if e in lagging]
     all_lag = len(lagging) == len(envs) if envs else known.env_lags("", step)
     if blocked or (not trial.groups and all_lag):
-        return _for_version(known, step, blocked[0] if blocked else "", lagging)
+        return Wait.VERSION, _for_version(known, step, blocked[0] if blocked else "", lagging)
     published = known.published.get("")
     means = known.means(fractions)
     if trial.short:
         env = trial.short[0]
-        return waiting.for_share(_need(known, env, trial, limits, fractions, means), published)
+        return Wait.ENV_SHORT, waiting.for_share(_need(known, env, trial, limits, fractions, means), published)
     # Where nothing is ready at all, `proportional` gives nobody a share: then it is any env that sent something.
     there = [e for e in known.pool.envs if e not in known.absent]
     exhausted = [e for e in trial.exhausted if e not in known.done]
     env = max(exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
     need = _need(known, env, trial, limits, fractions, means) if env and there else None
     done, what = progress(trial, limits)
-    return waiting.for_groups(step, done=done, what=what, need=need, published=published)
+    return Wait.FILLING, waiting.for_groups(step, done=done, what=what, need=need, published=published)
 
 
 def _for_version(known: Situation, step: int, blocked: str, lagging: list[str]) -> str:

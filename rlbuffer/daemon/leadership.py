@@ -33,6 +33,7 @@ from rlbuffer.packing.further_columns import agree
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Attempt
@@ -203,7 +204,7 @@ class Leadership:
         if unknown:
             # Nothing that is sampled now is known to train, and an allowance of before lets workers go on without end.
             self._publish({})
-            self._say(unknown)
+            self._say(*unknown)
             return
         policies = trainer.policies
         self._memory.joined(self._token, trainer)
@@ -215,12 +216,13 @@ class Leadership:
         if step > trainer.trained + 1 + self._config.lookahead:
             self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
+            self._say(*(self._end_of(trainer) or self._of_trainer(trainer)))
             return
         if trainer.hand.digest and trainer.hand.step >= step:
             # Rank 0 trains a step of this number already, and will hand it back.
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._trainer_sentence(trainer) if self._is_idle else waiting.for_hand(trainer.hand.step))
+            in_hand = Wait.STEP_IN_HAND, waiting.for_hand(trainer.hand.step)
+            self._say(*(self._of_trainer(trainer) if self._is_idle else in_hand))
             return
         started = time.perf_counter()
         decision = batcher.next(step, world_size=trainer.world_size, now=trainer.now, rng=np.random.default_rng(step))
@@ -235,26 +237,26 @@ class Leadership:
             said = self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
             trouble = self._archive.sentence() + self._memory.sentence() + self._guard.sentence()
-            self._say(self._end_of(trainer) or trouble + (waiting.not_normal(said) if trouble else said) + more)
+            said = trouble + (waiting.not_normal(said) if trouble else said) + more
+            self._say(*(self._end_of(trainer) or (decision.why, said)))
             return
         self._commit(decision, decision.plan, trainer, started)
 
-    def _unknown(self, trainer: Attempt) -> str:
-        """The sentence for a trainer whose place is not known yet, or whose weights nobody can sample from; else ""."""
+    def _unknown(self, trainer: Attempt) -> tuple[Wait, str] | None:
+        """The reason of a trainer whose place is not known yet, or whose weights nobody can sample from; else None."""
         if trainer.number == 0:
-            return waiting.NO_TRAINER
+            return Wait.NO_TRAINER, waiting.NO_TRAINER
         if not self._has_heard and not self._hears(trainer):
             is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-            word = waiting.for_word(self._meta.step)
-            return self._trainer_sentence(trainer) if is_silent else word
-        return "" if trainer.policies else waiting.NO_VERSION
+            return self._of_trainer(trainer) if is_silent else (Wait.TAKEOVER, waiting.for_word(self._meta.step))
+        return None if trainer.policies else (Wait.VERSION, waiting.NO_VERSION)
 
-    def _end_of(self, trainer: Attempt) -> str:
-        """The sentence for a trainer that has made its steps and left; "" while it is there, or left otherwise."""
+    def _end_of(self, trainer: Attempt) -> tuple[Wait, str] | None:
+        """The reason of a trainer that has made its steps and left; None while it is there, or left otherwise."""
         if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
-            return ""
+            return None
         beat = self._store.heartbeats("rank").get("0", {})
-        return waiting.ended(trainer.trained) if beat.get("finished") == trainer.trained else ""
+        return (Wait.ENDED, waiting.ended(trainer.trained)) if beat.get("finished") == trainer.trained else None
 
     def _ends(self, decision: Decision, trainer: Attempt) -> bool:
         """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
@@ -293,13 +295,14 @@ class Leadership:
             self._teller.emit(RunRecovered(**outcome))
             self._store.retire(self._token, int(outcome["step"]), since=self._losses)
 
-    def _trainer_sentence(self, trainer: Attempt) -> str:
+    def _of_trainer(self, trainer: Attempt) -> tuple[Wait, str]:
         if not trainer.seen_ms:
-            return waiting.absent_trainer(self._meta.step, trainer.trained)
+            return Wait.TRAINER_GONE, waiting.absent_trainer(self._meta.step, trainer.trained)
         silent = trainer.seen_seconds_ago or 0.0
         if silent < TRAINER_SILENT_SECONDS:
-            return waiting.for_trainer(self._meta.step, trainer.trained, self._config.lookahead)
-        return waiting.silent_trainer(self._meta.step, trainer.trained, silent)
+            said = waiting.for_trainer(self._meta.step, trainer.trained, self._config.lookahead)
+            return Wait.TRAINER_BUSY, said
+        return Wait.TRAINER_GONE, waiting.silent_trainer(self._meta.step, trainer.trained, silent)
 
     def _stay(self) -> None:
         """Raises LeaseLost when the lease lapsed, or the server was away since this leadership began.
@@ -372,7 +375,7 @@ class Leadership:
         except StepRetired:
             raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
         self._is_idle = False
-        self._say("")
+        self._say(None, "")
         if header is not None:
             seconds = time.perf_counter() - started
             self._memory.committed(header, self._meta)
@@ -380,7 +383,7 @@ class Leadership:
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
         self._teller.settled()
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, why: Wait | None, sentence: str) -> None:
         if self._wishes.is_draining and sentence:
             sentence = f"{waiting.draining()} {sentence}"
         trouble = self._workers.trouble
@@ -394,4 +397,5 @@ class Leadership:
                 "archive": str(self._archive.folder or ""),
             },
             trouble if trouble and trouble in sentence else self._workers.failing(),
+            why,
         )

@@ -34,6 +34,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
 from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Lease, Meta
 
@@ -199,7 +200,7 @@ class Daemon:
         (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
-            self._teller.say(sentence, {"idle": False})
+            self._teller.say(sentence, {"idle": False}, why=Wait.SERVER_START)
             keeper.check()
             stop.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)

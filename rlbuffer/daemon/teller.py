@@ -10,6 +10,7 @@ from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
@@ -53,16 +54,16 @@ class Teller:
         self._told, self._beat_at = ("", float("-inf")), float("-inf")
         self._drops, self._record = {}, {}
 
-    def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
+    def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "", why: Wait | None = None) -> None:
         """The waiting sentence, "" when nothing is waited for; and when it is due the leader's heartbeat, which is
         `beat` and the figures.
 
-        `trouble` is what somebody must cure, in the sentence or beside it.
+        `trouble` is what somebody must cure, in the sentence or beside it; `why` is the kind of reason that it gives.
         """
         before, at = self._told
         now = time.monotonic()
         if sentence != before and sentence:
-            self.emit(StepWaits(sentence=sentence))
+            self.emit(StepWaits(kind=why, sentence=sentence))
         if trouble and trouble != self._trouble:
             self._trouble = trouble
             self.emit(CureNeeded(sentence=trouble))

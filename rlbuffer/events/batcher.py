@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.events.event import SPREAD, Event, MetricsServed, MetricsUnavailable
+from rlbuffer.events.event import IF_ANY, SPREAD, Event, MetricsServed, MetricsUnavailable
 from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.records.waiting import Wait
 
 
 # -- leading -----------------------------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class StepWaits(Event):
     """The step waits, for another reason than before."""
 
     event = "waiting"
+    kind: Wait | None = field(default=None, metadata=IF_ANY)
     sentence: str
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.states import ClosedBy, Reason
+from rlbuffer.records.waiting import Wait
 
 Row = tuple[int, ...]
 """Indices of the rollouts of one row; () is a dummy."""
@@ -287,6 +288,8 @@ class Decision:
     """Groups and rollouts that must be dropped now, whether or not there is a plan."""
     waiting: str = ""
     """Reason why there is no plan, in one sentence; empty when there is one."""
+    why: Wait | None = None
+    """The kind of this reason; None when there is a plan."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
     waiting_for_version: int | None = None

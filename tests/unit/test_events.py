@@ -17,6 +17,7 @@ from rlbuffer.packing.pack import pack
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.records.waiting import Wait
 from rlbuffer.testing import make_group
 
 BATCH = pack(make_group(size=2).rollouts, row_tokens=64)
@@ -127,7 +128,10 @@ OBJECTS: list[tuple[Event, str]] = [
         '{"event": "recovery", "epoch": 2, "step": 1, "forgotten": 3, "void": 4, "groups": 5, "entries": 6}',
     ),
     (batcher.RunEnded(step=3, sentence="s"), '{"event": "ended", "step": 3, "sentence": "s", "drops": {}}'),
-    (batcher.StepWaits(sentence="s"), '{"event": "waiting", "sentence": "s"}'),
+    (
+        batcher.StepWaits(kind=Wait.FILLING, sentence="s"),
+        '{"event": "waiting", "kind": "filling", "sentence": "s"}',
+    ),
     (batcher.CureNeeded(sentence="s"), '{"event": "trouble", "sentence": "s"}'),
     (
         batcher.GroupDropped(drop=Drop("a.1", "a", Reason.STALE, 2, 30, ("5-0",), "age 3", 4, 0.5)),
