@@ -72,3 +72,5 @@ class Live:
     """rollout -> payload key, field."""
     parts: int
     """Ranks that it is planned for."""
+    groups: dict[str, int]
+    """env -> groups that train for the first time."""

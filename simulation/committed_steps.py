@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from rlbuffer.config.batcher import BatcherConfig
@@ -78,10 +79,12 @@ class CommittedSteps(ABC):
             self._check_age(step, member, header, limits.get(member.env))
         payloads = frozenset(member.payload_key.encode() for member in members)
         places = {m.info.rollout_id: (m.payload_key.encode(), str(m.index).encode()) for m in members}
-        self.steps[step] = Live(payloads, amounts, places, len(parts))
+        fresh = Counter(its[0].env for group, its in groups.items() if group not in header.uses)
+        self.steps[step] = Live(payloads, amounts, places, len(parts), dict(fresh))
         self._suspects |= payloads
         for env, sums in amounts.items():
             self._move(env, "packed", (sums[0], sums[1]))
+            self._check_groups(env)
         if set(header.group_ids) != set(groups) or len(header.group_ids) != len(groups):
             self.fail("I6", f"step {step} names groups {header.group_ids}, its parts hold {sorted(groups)}")
         for group, rollouts in groups.items():
@@ -98,6 +101,14 @@ class CommittedSteps(ABC):
         if header.previous_digest != previous or step_digest(previous, header_bytes, part_bytes) != header.digest:
             self.fail("I3", f"the digest of step {step} does not chain on that of step {last}")
         self.digests[step] = header.digest
+
+    def _check_groups(self, env: str) -> None:
+        """The ledger counts as packed the groups of the steps that are not trained."""
+        trained = self.field(self.keys.trainer, b"trained")
+        expected = sum(live.groups.get(env, 0) for step, live in self.steps.items() if step > trained)
+        packed = self.field(self.keys.ledger, f"{env}:packed:groups".encode())
+        if packed != expected:
+            self.fail("I10", f"{env}: {packed} groups packed in the ledger, {expected} by what happened")
 
     def _check_once(self, step: int, member: PartRollout, again: int, now: int) -> None:
         """A rollout was pending, and trains once; or `again`, as often as the step says."""

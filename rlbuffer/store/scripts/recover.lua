@@ -61,7 +61,7 @@ end
 -- From here on only writes.
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
-local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since')
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step')
 local fork = tonumber(first_other)
 for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
   local id = string.format('%.0f-0', step)
@@ -117,7 +117,7 @@ for i = 1, #reuse, 2 do
 end
 redis.call('DEL', steps_key)
 local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(its_epoch)) + 1)
-redis.call('HSET', meta_key, 'epoch', epoch, 'since', meta[3] or meta[1], 'step', its_step, 'digest', its_digest,
+redis.call('HSET', meta_key, 'epoch', epoch, 'step', its_step, 'digest', its_digest,
   'retired', its_step, 'retired_digest', its_digest, 'recovered', its_step, 'checkpoint_now', its_step)
 redis.call('HDEL', meta_key, 'ended')
 redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest, 'epoch', epoch)

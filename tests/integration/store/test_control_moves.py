@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from store_runs import Run
 
-from rlbuffer.errors import ConfigChanged, LeaseLost
+from rlbuffer.errors import ConfigChanged, LeaseLost, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.records import Claim, TrainedStep
 
 pytest_plugins = ("store_fixtures",)
+
+
+NOW_MS = 1_700_000_000_000
+AHEAD_MS = NOW_MS * 2
+"""Far ahead of every clock here."""
 
 
 @pytest.fixture
@@ -23,6 +31,27 @@ def trained(run: Run) -> Run:
     run.train(2)
     run.push("a.9", version=3)
     return run
+
+
+@pytest.fixture
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """The same on a server whose clock stands still, at :data:`NOW_MS`."""
+    clock = SimpleNamespace(time=lambda: NOW_MS / 1000)
+    monkeypatch.setattr("fakeredis.commands_mixins.server_mixin.time", clock)  # of `memory://` alone
+    run = Run(f"memory://{tmp_path.name}", tmp_path)
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.train(2)
+    yield run
+    run.close()
+
+
+def handed_back(run: Run, *groups: str) -> None:
+    """The trainer is at step 4, which the server does not know; it has trained `groups` in it."""
+    step = TrainedStep(step=4, digest="d" * 64, group_ids=groups, envs={})
+    claim = Claim(step=4, epoch=run.meta.epoch, digest=step.digest, steps=(step,))
+    run.store.attempt(uuid="another", world_size=2, resume_step=4, claim=claim)
+    assert run.store.recover(run.token, run.store.trainer(), run.pool()) is not None
 
 
 def field(run: Run, key: str, name: str) -> Any:
@@ -177,11 +206,10 @@ def test_nobody_retires_steps_with_a_token_of_before_or_a_lease_that_has_lapsed(
 
 
 def test_a_recovery_goes_on_from_the_first_epoch_and_counts_what_was_committed_here(trained: Run) -> None:
-    claim = Claim(step=4, epoch=trained.meta.epoch, digest="d" * 64, steps=())
-    trained.store.attempt(uuid="another", world_size=2, resume_step=4, claim=claim)
-    trained.store.recover(trained.token, trained.store.trainer(), trained.pool())
+    trained.client.hset(trained.store.keys.meta, "ended", "3")
+    handed_back(trained)
     meta = trained.store.meta()
-    assert (meta.since, meta.step, meta.retired) == (trained.meta.since, 4, 4)
+    assert (meta.since, meta.step, meta.retired, meta.ended) == (trained.meta.since, 4, 4, None)
     assert field(trained, "ledger", "a:packed:rollouts") == 0
     assert field(trained, "ledger", "a:trained:rollouts") == 6
 
@@ -223,3 +251,38 @@ def test_steps_that_are_taken_back_stand_in_the_history(trained: Run) -> None:
     record = trained.store.history(count=1)[0]
     assert (record["event"], record["step"]) == ("void", 2)
     assert [group[0] for group in record["groups"]] == ["a.2"]
+
+
+def test_nothing_goes_back_where_the_clock_was_set_back(trained: Run) -> None:
+    keys, client = trained.store.keys, trained.client
+    client.zadd(keys.closed, {"of the future": AHEAD_MS})
+    handed_back(trained, "a.9")
+    assert client.zscore(keys.closed, "a.9") == AHEAD_MS
+    client.hset(keys.trainer, "number", AHEAD_MS)
+    client.hset(keys.lease, "token", AHEAD_MS)
+    trained.store.void_from(5, force=True)
+    assert (field(trained, "trainer", "number"), field(trained, "lease", "token")) == (AHEAD_MS + 1, AHEAD_MS + 1)
+
+
+def test_in_its_last_millisecond_a_lease_lets_its_owner_s_moves_through(frozen: Run) -> None:
+    frozen.client.hset(frozen.store.keys.lease, "until", NOW_MS)
+    frozen.push("a.3", version=3)
+    assert frozen.commit()[0] == "ok"
+    frozen.push("a.4", version=3)
+    frozen.drop("stale", frozen.pool())
+    frozen.store.retire(frozen.token, 1)
+    assert (frozen.store.meta().retired, frozen.pool()) == (1, [])
+    claim = Claim(step=5, epoch=frozen.meta.epoch, digest="d" * 64, steps=())
+    frozen.store.attempt(uuid="another", world_size=2, resume_step=5, claim=claim)
+    assert frozen.store.recover(frozen.token, frozen.store.trainer(), []) is not None
+
+
+def test_a_run_is_not_taken_back_from_a_trainer_that_was_seen_and_the_refusal_says_when(frozen: Run) -> None:
+    def seen(seconds: float) -> None:
+        frozen.client.hset(frozen.store.keys.trainer, "seen", NOW_MS - round(1000 * seconds))
+
+    seen(2.5)
+    with pytest.raises(RlbufferError, match=r"was seen 2\.5 s ago"):
+        frozen.store.void_from(3)
+    seen(ATTEMPT_SECONDS)
+    assert frozen.store.void_from(3)["steps"] == 1

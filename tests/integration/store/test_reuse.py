@@ -57,6 +57,12 @@ def account(run: Run) -> EnvLedger:
     return run.store.ledger().envs["a"]
 
 
+def groups(run: Run) -> tuple[int, ...]:
+    """Groups that are packed, and trained."""
+    found = run.client.hmget(run.store.keys.ledger, "a:packed:groups", "a:trained:groups")
+    return tuple(int(value or 0) for value in found)
+
+
 def test_the_record_follows_the_uses_and_garbage_comes_after_the_last(run: Run) -> None:
     entries = led(run)
     key = entries[0].payload_key
@@ -78,8 +84,10 @@ def test_a_group_is_packed_and_trained_once_and_its_further_uses_are_counted_bes
     size = (entries[0].rollouts, entries[0].tokens)
     use(run, entries, 0, kept=True)
     assert (account(run).pushed, account(run).packed, account(run).reused) == (size, size, (0, 0))
+    assert groups(run) == (1, 0)
     run.train(1)
     use(run, entries, 1, kept=True)
+    assert groups(run) == (0, 1)
     assert (account(run).packed, account(run).trained, account(run).reused) == ((0, 0), size, size)
     run.train(2)
     use(run, entries, 2, kept=False)

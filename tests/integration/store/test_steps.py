@@ -97,6 +97,21 @@ def test_entries_that_are_gone_are_named_and_nothing_is_committed(run):
     assert run.control_keys() == before
 
 
+@pytest.mark.parametrize("missing", ["env", "group", "key"])
+def test_an_entry_that_lacks_a_name_is_gone_for_a_commit(run, missing):
+    run.lead()
+    run.push("a.0")
+    (entry,) = run.pool()
+    fields = dict(run.client.xrange(run.store.keys.pool)[0][1])
+    del fields[missing.encode()]
+    run.client.xdel(run.store.keys.pool, entry.entry_id)
+    run.client.xadd(run.store.keys.pool, fields, f"{entry.entry_id.split('-')[0]}-1")
+    entry = replace(entry, entry_id=f"{entry.entry_id.split('-')[0]}-1")
+    before = run.control_keys()
+    assert run.commit(entries=[entry]) == ("gone", [entry.entry_id])
+    assert run.control_keys() == before
+
+
 def _other_leader(run: Run) -> None:
     run.store.release_lease("leader")
     run.store.lease("other", ttl_seconds=30)
