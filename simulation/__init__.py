@@ -11,7 +11,8 @@ logic, `Daemon.run`, `Writer` and `Reader` with their own loops, threads and sle
 - the people (:mod:`simulation.actors`): supervisors that restart what died, an operator who drops groups.
 
 After every event the invariants of docs/explain/protocol.md are checked on the server's data
-(:mod:`simulation.invariants`).
+(:mod:`simulation.invariants`); and ten times a second that the leader says why no step comes
+(:mod:`simulation.reasons`).
 
 This surrounding goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,

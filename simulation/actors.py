@@ -50,9 +50,11 @@ def batcher(host: Host, process: Process) -> None:
     buffer: Any = SimpleNamespace(store=host.store(process), run=host.world.run, settings=RunSettings())
 
     def emit(event: BatcherEvent) -> None:
+        host.world.reasons.heard(process, event)
         match event:
             case StepWaits():
                 host.world.sentence = event.sentence
+                host.world.kinds[event.sentence] = event.kind
             case LeaderReady():
                 host.world.note(f"{process.name}: {event.event}  {event.step}")
             case StepCommitted():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.redis_store import RedisStore
 from simulation.invariants import Invariants
 from simulation.network import Network, SimulatedConnection
 from simulation.plan import Plan
 from simulation.scheduler import Killed, Process, Scheduler
 from simulation.server import Server
+
+if TYPE_CHECKING:
+    from simulation.reasons import Reasons
 
 AWAY = (ServerUnreachable, ServerRefused)
 
@@ -29,6 +33,8 @@ class World(Protocol):
     network: Network
     invariants: Invariants
     sentence: str
+    kinds: dict[str, Wait | None]
+    reasons: Reasons
     is_over: bool
     was_disturbed: bool
     was_left: bool

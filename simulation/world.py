@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.keys import Keys
 from simulation import verdict
 from simulation.actors import Trainer, Worker, batcher
@@ -26,6 +27,7 @@ from simulation.lua import Engine
 from simulation.network import LATEST_SECONDS, Network
 from simulation.people import damage, operator, releaser, take_back
 from simulation.plan import Plan
+from simulation.reasons import LOOK_SECONDS, Reasons
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.scorers import scorer
 from simulation.server import Command, Server
@@ -90,6 +92,8 @@ class World:
         self._log = Log(self.scheduler, self.invariants.script_of, keep_log)
         self.sentence = ""
         """What the batcher says that it waits for."""
+        self.kinds: dict[str, Wait | None] = {}
+        """Sentence that a batcher has said -> the kind of reason that it gives."""
         self.is_over = False
         self.was_disturbed = False
         """The run was reset: processes of before may end in ways that are an error else."""
@@ -104,6 +108,7 @@ class World:
         self._loses_when_apart = False
         """The server loses its newest writes when one rank has a step and another has not."""
         self.host = Host(self)
+        self.reasons = Reasons(self)
         self.trainer = Trainer(self.host)
         check = self.server.on_event
 
@@ -161,6 +166,7 @@ class World:
     # -- course ----------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
+        later(LOOK_SECONDS, self.reasons.look)
         for index in range(plan.batchers):
             later(plan.late + 0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), (OWN_FAULT,)))
         for index in range(plan.writers):
@@ -378,6 +384,7 @@ class World:
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
         self._log.add(f"{process.name}: {fault}, at", commands)
+        self.reasons.disturbed(process)
         if fault == "stopped" and process.name.startswith("rank"):
             self.trainer.stopped(process)
 

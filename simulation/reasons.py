@@ -1,0 +1,175 @@
+"""Never silently stuck: while nobody has a step and none comes, the leader says why; it is true, and not old.
+
+The sentence is read where people read it, on the server. Its kind is what the leader gave with it
+(:class:`rlbuffer.records.waiting.Wait`); :meth:`Reasons._possible` says from the server's data, and from the accounts
+kept here, which kinds may be true. Nothing is judged until the leader has been undisturbed for some turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlbuffer.events.batcher import BatcherEvent, LeadLost, TakenOver
+from rlbuffer.records.waiting import Wait
+from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
+from rlbuffer.wire import payload
+from simulation.accounts import Pending
+from simulation.host import World
+from simulation.plan import CONSTANTS
+from simulation.scheduler import Process
+
+LOOK_SECONDS = 0.1
+TURNS_SECONDS = 0.6
+"""Seconds within which an undisturbed leader says what has become true: some turns of it."""
+SLOW_SECONDS = 10.0
+"""The same, for each share of its round trips that is slow."""
+PLANS = 4
+"""Plans and looks at payloads, each of up to two leases, that a turn may take where they are slow."""
+OLD_SECONDS = CONSTANTS["rlbuffer.daemon.teller", "TELEMETRY_SECONDS"]
+"""Seconds after which the leader says the same again."""
+SILENT_SECONDS = 10.0
+"""Seconds after which a trainer counts as gone."""
+PLENTY = 2
+"""Steps' worth of groups that could train now: with so much a step is due, whatever goes into it."""
+
+
+class Reasons:
+    """Looks at what the leader says, ten times a second, and changes nothing."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._turns = TURNS_SECONDS + SLOW_SECONDS * world.plan.slow
+        self._turns += PLANS * 2 * world.plan.lease_seconds * bool(world.plan.planning)
+        self._surroundings: object = None
+        self._position: object = None
+        self._calm = self._still = 0.0
+        """Since when the leader leads undisturbed; since when, besides, the run is where it is."""
+        self._true: dict[Wait, float] = {}
+        """Kind -> when it was last true."""
+        self._leader: Process | None = None
+        self._faults = 0
+
+    def disturbed(self, process: Process) -> None:
+        """Something happened to a round trip of `process`."""
+        self._faults += process.name.startswith("batcher")
+
+    def heard(self, process: Process, event: BatcherEvent) -> None:
+        """A batcher has said it of itself."""
+        if isinstance(event, TakenOver):
+            self._leader, self._faults = process, self._faults + 1
+        elif isinstance(event, LeadLost) and self._leader is process:
+            self._leader = None
+
+    def look(self) -> None:
+        """Judges the sentence that stands there now."""
+        world = self._world
+        if world.is_over:
+            return
+        world.scheduler.after(LOOK_SECONDS, self.look)
+        now = world.scheduler.now
+        meta, lease, trainer = (self._hash(name) for name in ("meta", "lease", "trainer"))
+        surroundings = self._leads(lease, meta)
+        if surroundings is None or surroundings != self._surroundings:
+            self._surroundings, self._position, self._calm = surroundings, None, now
+            self._true.clear()
+        position = [meta.get(name) for name in (b"step", b"retired")], trainer.get(b"trained"), trainer.get(b"number")
+        if surroundings is None or position != self._position:
+            self._position, self._still = position, now
+        if surroundings is None:
+            return
+        self._true |= dict.fromkeys(self._possible(meta, trainer, lease), now)
+        if now - self._calm > self._turns:
+            self._judge(meta, trainer, now)
+
+    def _judge(self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], now: float) -> None:
+        fail = self._world.invariants.fail
+        at, _, words = self._hash("waiting").get(b"batcher", b"").partition(b" ")
+        sentence, step = words.decode(), number(meta, b"step")
+        if not sentence:
+            if step <= number(trainer, b"trained") and now - self._still > self._turns:
+                fail("waiting", f"step {step + 1} does not come, nobody has it, and the leader says nothing")
+            return
+        age = self._world.server.now_ms() / 1000 - int(at) / 1000
+        if now - self._calm > OLD_SECONDS + self._turns < age:
+            fail("waiting", f"the leader has said for {age:.1f} s: {sentence}")
+        kind = self._world.kinds.get(sentence)
+        if kind is None or now - max(self._true.get(kind, 0.0), self._calm) > self._turns:
+            fail("waiting", f"step {step + 1} does not come, and the reason ({kind}) is none: {sentence}")
+
+    def _leads(self, lease: Mapping[bytes, bytes], meta: Mapping[bytes, bytes]) -> object:
+        """All that may disturb a leader while it leads; None while none leads, or nobody gets through."""
+        world, server, network = self._world, self._world.server, self._world.network
+        now = world.scheduler.now
+        batchers = [task.process for task in world.scheduler.tasks if task.process.name.startswith("batcher")]
+        is_cut = any(max(process.stopped_until, network.cut_until.get(process, 0.0)) > now for process in batchers)
+        runs_on = 0 <= number(lease, b"until") - server.now_ms() <= number(lease, b"ttl")
+        is_open = b"schema" in meta and b"ended" not in meta and not meta.get(b"error")
+        away = server.is_full or server.refusal or network.down_until > now
+        leads = runs_on and is_open and self._leader is not None and not self._leader.is_dead
+        if away or is_cut or not leads or self._hash("trainer").get(b"claim"):
+            return None
+        return (
+            *(lease.get(b"token"), meta.get(b"epoch"), meta.get(b"config_digest"), meta.get(b"wanted_digest")),
+            *(network.generation, network.primary, world.clock_ahead, self._faults, {id(p) for p in batchers}),
+        )
+
+    def _possible(
+        self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], lease: Mapping[bytes, bytes]
+    ) -> list[Wait]:
+        """Kinds of reason that may be true now."""
+        world, config = self._world, self._world.plan.config
+        now_ms, step, seen = world.server.now_ms(), number(meta, b"step"), number(trainer, b"seen")
+        if not number(trainer, b"number"):
+            return [Wait.NO_TRAINER]
+        calm_ms = now_ms - 1000 * (world.scheduler.now - self._calm)
+        took_over = calm_ms + 1000 * self._turns
+        kinds = []
+        if seen < took_over and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
+            kinds.append(Wait.TAKEOVER)
+        if not seen or now_ms - seen > 1000 * SILENT_SECONDS:
+            kinds.append(Wait.TRAINER_GONE)
+        if step > number(trainer, b"trained") + config.lookahead:
+            return [*kinds, Wait.TRAINER_BUSY]
+        versions = [int(record.split(b" ", 2)[1]) for record in self._hash("policy").values()]
+        oldest = max(0, step - config.max_age)
+        if not versions or min(versions) < oldest or world.plan.adapters:
+            kinds.append(Wait.VERSION)
+        if not self._has_plenty(oldest, number(trainer, b"world_size")):
+            kinds.append(Wait.FILLING)
+            if self._hash("ends"):
+                kinds.append(Wait.LAST_STEP)
+        return kinds
+
+    def _has_plenty(self, oldest: int, world_size: int) -> bool:
+        """True when what could train now fills a step more than once."""
+        world, config = self._world, self._world.plan.config
+        if world.plan.adapters or world.plan.strangers or world.plan.damages:
+            return False  # which of it could train is the batcher's to say
+        groups: dict[str, list[Pending]] = {}
+        for entry in world.invariants.pool.values():
+            groups.setdefault(entry.group, []).append(entry)
+        closed = world.server.data.get(world.invariants.keys.closed.encode())
+        totals = [0, 0, 0]
+        for group, entries in groups.items():
+            if closed is not None and group.encode() in closed.scores:
+                continue
+            infos = [payload.decode_info(entry.metadata) for entry in entries]
+            ids = {rollout.rollout_id for info in infos for rollout in info.rollouts}
+            is_young = all(rollout.min_version >= oldest for info in infos for rollout in info.rollouts)
+            is_bare = any(info.needs or info.totals.is_flat for info in infos)
+            if is_young and not is_bare and len(ids) >= infos[0].planned_size:
+                tokens = sum({r.rollout_id: r.length for info in infos for r in info.rollouts}.values())
+                totals = [totals[0] + 1, totals[1] + len(ids), totals[2] + tokens]
+        rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+        wanted = (config.step_groups, config.step_rollouts, rows * config.row_tokens)
+        place = next(place for place, size in enumerate(wanted) if size)
+        return totals[place] >= PLENTY * (wanted[place] or 0)
+
+    def _hash(self, name: str) -> Mapping[bytes, bytes]:
+        keys = self._world.invariants.keys
+        return self._world.server.data.get(getattr(keys, name).encode()) or {}
+
+
+def number(fields: Mapping[bytes, bytes], name: bytes) -> int:
+    """A field's value; 0 where there is none."""
+    return int(fields.get(name) or 0)

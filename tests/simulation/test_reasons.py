@@ -1,0 +1,70 @@
+"""A leader that says nothing, or something else than what holds the step up, is found by what it says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlbuffer.batcher import explaining
+from rlbuffer.daemon.leadership import Leadership
+from rlbuffer.daemon.teller import Teller
+from rlbuffer.records.waiting import Wait
+from rlbuffer.store.redis_store import RedisStore
+from simulation.__main__ import run_seed
+
+SEEDS = 60
+"""Each must be found within as many."""
+say, tell = Teller.say, RedisStore.set_waiting
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def says_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Teller, "say", lambda self, sentence, *args: say(self, "", *args))
+
+
+def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(explaining, "reason", lambda *args: (Wait.FILLING, ""))
+
+
+def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
+    first: dict[Teller, tuple[str, Any]] = {}
+
+    def stale(self: Teller, sentence: str, beat: Any, trouble: str, why: Wait | None) -> None:
+        sentence, why = first.setdefault(self, (sentence, why)) if sentence else ("", None)
+        say(self, sentence, beat, trouble, why)
+
+    patch.setattr(Teller, "say", stale)
+
+
+def says_it_once(patch: pytest.MonkeyPatch) -> None:
+    said: dict[RedisStore, str] = {}
+
+    def once(self: RedisStore, who: str, sentence: str) -> None:
+        if said.get(self) != sentence:
+            said[self] = sentence
+            tell(self, who, sentence)
+
+    patch.setattr(RedisStore, "set_waiting", once)
+
+
+def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leadership, "_of_trainer", lambda self, trainer: (Wait.TRAINER_GONE, "It is gone."))
+
+
+def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(explaining, "reason", lambda *args: (Wait.VERSION, "It waits for a version."))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(says_nothing, says_nothing_of_groups, says_the_first_for_ever, says_it_once),
+        *(calls_the_trainer_gone, waits_for_a_version_that_is_there),
+    ],
+)
+def test_a_leader_whose_reason_is_missing_old_or_none_is_found(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    found = next((violation for seed in range(SEEDS) if (violation := run_seed(seed).violation)), "")
+    assert found.startswith("waiting: ")
