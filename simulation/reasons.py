@@ -15,6 +15,7 @@ from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.wire import payload
 from simulation.accounts import Pending
 from simulation.host import World
+from simulation.network import LATEST_SECONDS
 from simulation.plan import CONSTANTS
 from simulation.scheduler import Process
 
@@ -48,10 +49,16 @@ class Reasons:
         """Kind -> when it was last true."""
         self._leader: Process | None = None
         self._faults = 0
+        self._late_until = 0.0
+        self._said = "", 0.0
+        """The sentence that stands there, and since when."""
 
-    def disturbed(self, process: Process) -> None:
-        """Something happened to a round trip of `process`."""
-        self._faults += process.name.startswith("batcher")
+    def disturbed(self, process: Process, fault: str) -> None:
+        """Something happened to a round trip of `process`. A sentence that comes late stands until the next."""
+        if process.name.startswith("batcher"):
+            self._faults += 1
+            if fault in ("late", "twice"):
+                self._late_until = self._world.scheduler.now + LATEST_SECONDS + OLD_SECONDS
 
     def heard(self, process: Process, event: BatcherEvent) -> None:
         """A batcher has said it of itself."""
@@ -70,7 +77,7 @@ class Reasons:
         meta, lease, trainer = (self._hash(name) for name in ("meta", "lease", "trainer"))
         surroundings = self._leads(lease, meta)
         if surroundings is None or surroundings != self._surroundings:
-            self._surroundings, self._position, self._calm = surroundings, None, now
+            self._surroundings, self._position, self._calm = surroundings, None, max(now, self._late_until)
             self._true.clear()
         position = [meta.get(name) for name in (b"step", b"retired")], trainer.get(b"trained"), trainer.get(b"number")
         if surroundings is None or position != self._position:
@@ -78,13 +85,16 @@ class Reasons:
         if surroundings is None:
             return
         self._true |= dict.fromkeys(self._possible(meta, trainer, lease), now)
-        if now - self._calm > self._turns:
-            self._judge(meta, trainer, now)
+        self._judge(meta, trainer, now)
 
     def _judge(self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], now: float) -> None:
         fail = self._world.invariants.fail
         at, _, words = self._hash("waiting").get(b"batcher", b"").partition(b" ")
         sentence, step = words.decode(), number(meta, b"step")
+        if sentence != self._said[0]:
+            self._said = sentence, now
+        if now - max(self._calm, self._said[1]) <= self._turns:
+            return
         if not sentence:
             if step <= number(trainer, b"trained") and now - self._still > self._turns:
                 fail("waiting", f"step {step + 1} does not come, nobody has it, and the leader says nothing")

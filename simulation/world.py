@@ -384,7 +384,7 @@ class World:
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
         self._log.add(f"{process.name}: {fault}, at", commands)
-        self.reasons.disturbed(process)
+        self.reasons.disturbed(process, fault)
         if fault == "stopped" and process.name.startswith("rank"):
             self.trainer.stopped(process)
 
