@@ -11,12 +11,11 @@ from rlbuffer.batcher import explaining
 from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.records.waiting import Wait
-from rlbuffer.store.redis_store import RedisStore
 from simulation.__main__ import run_seed
 
 SEEDS = 60
 """Each must be found within as many."""
-say, tell = Teller.say, RedisStore.set_waiting
+say = Teller.say
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -38,17 +37,6 @@ def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Teller, "say", stale)
 
 
-def says_it_once(patch: pytest.MonkeyPatch) -> None:
-    said: dict[RedisStore, str] = {}
-
-    def once(self: RedisStore, who: str, sentence: str) -> None:
-        if said.get(self) != sentence:
-            said[self] = sentence
-            tell(self, who, sentence)
-
-    patch.setattr(RedisStore, "set_waiting", once)
-
-
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leadership, "_of_trainer", lambda self, trainer: (Wait.TRAINER_GONE, "It is gone."))
 
@@ -60,11 +48,11 @@ def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        *(says_nothing, says_nothing_of_groups, says_the_first_for_ever, says_it_once),
+        *(says_nothing, says_nothing_of_groups, says_the_first_for_ever),
         *(calls_the_trainer_gone, waits_for_a_version_that_is_there),
     ],
 )
-def test_a_leader_whose_reason_is_missing_old_or_none_is_found(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_whose_reason_is_x_is_found(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     found = next((violation for seed in range(SEEDS) if (violation := run_seed(seed).violation)), "")
     assert found.startswith("waiting: ")
