@@ -133,7 +133,7 @@ class Reasons:
             return [Wait.NO_TRAINER]
         calm_ms = now_ms - 1000 * (world.scheduler.now - self._calm)
         took_over = calm_ms + 1000 * self._turns
-        kinds = []
+        kinds = [Wait.STEP_IN_HAND] if trainer.get(b"hand") else []
         if seen < took_over and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
             kinds.append(Wait.TAKEOVER)
         if not seen or now_ms - seen > 1000 * SILENT_SECONDS:
@@ -145,7 +145,7 @@ class Reasons:
         if not versions or min(versions) < oldest or world.plan.adapters:
             kinds.append(Wait.VERSION)
         if not self._has_plenty(oldest, number(trainer, b"world_size")):
-            kinds.append(Wait.FILLING)
+            kinds += [Wait.FILLING, Wait.NOTHING_TO_LEARN]
             if self._hash("ends"):
                 kinds.append(Wait.LAST_STEP)
         return kinds

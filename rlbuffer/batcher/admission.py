@@ -112,14 +112,14 @@ def missing(
     for env, mean in means.items():
         turns.offer(env, mean[0])
     picked, filled, doubt = dict.fromkeys(envs, 0), 0.0, 0.0
-    while filled + DOUBTS * math.sqrt(doubt) < limit and (env := turns.turn()) is not None:
-        is_there = picked[env] < envs[env].ready
-        amounts = (is_there and envs[env].ready_mean) or means[env]
+    while filled + DOUBTS * math.sqrt(doubt) < limit and (turn := turns.turn()) is not None:
+        is_there = picked[turn] < envs[turn].ready
+        amounts = (is_there and envs[turn].ready_mean) or means[turn]
         filled += 1.0 if groups is not None else max(1.0, amounts[1 if rollouts is None else 2])
         if by_tokens and not is_there:
-            doubt += envs[env].spread ** 2
-        picked[env] += 1
-        turns.charge(env, means[env][0])
+            doubt += envs[turn].spread ** 2
+        picked[turn] += 1
+        turns.charge(turn, means[turn][0])
     # Groups that nobody has seen yet may turn out several times as large: before they have, a few of every env.
     is_known = all(s.mean is not None for s in envs.values())
     most = {env: picked[env] if is_known else max(1, picked[env] // 4) for env in envs}

@@ -196,11 +196,12 @@ def select(
         if trial.short:
             trial.ended = Ended.SHORT
             break
-        env = turns.turn()
-        group = heads[env] if env is not None else None
-        if env is None or group is None:
+        turn = turns.turn()
+        group = heads[turn] if turn is not None else None
+        if group is None:
             trial.ended = Ended.EMPTY
             break
+        env = group.env
         if group.used and shares.is_past_used(group):
             put(env, None)  # all that come after it were used, too
             continue
