@@ -13,7 +13,7 @@ from rlbuffer.daemon.teller import Teller
 from rlbuffer.records.waiting import Wait
 from simulation.__main__ import run_seed
 
-SEEDS = 60
+SEEDS = 100
 """Each must be found within as many."""
 say = Teller.say
 Patch = Callable[[pytest.MonkeyPatch], None]
