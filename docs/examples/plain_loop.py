@@ -19,9 +19,8 @@ SAVE_EVERY = 10
 
 def loss_of(model, mb):
     """Policy gradient with a clipped ratio, over the trained tokens of the whole step, all ranks together."""
-    sees = torch.from_numpy(mb.attention_mask())  # a row's rollouts do not see each other
-    mask = torch.where(sees, 0.0, -torch.inf)[None, None].to(mb.input_ids.device)
-    out = model(input_ids=mb.input_ids[None], position_ids=mb.position_ids[None], attention_mask=mask, use_cache=False)
+    # Positions that begin again keep a row's rollouts apart, but only with no mask and no cache: see the page.
+    out = model(input_ids=mb.input_ids[None], position_ids=mb.position_ids[None], use_cache=False)
     logprobs = -cross_entropy(out.logits[0], mb.targets, reduction="none")  # at t: of token t + 1
     trained = mb.loss_mask.nonzero()[:, 0]
     ratio = torch.exp(logprobs[trained - 1] - mb.logprobs[trained])

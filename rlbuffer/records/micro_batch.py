@@ -201,7 +201,11 @@ class MicroBatch(_Deriving):
         return _padded((self,), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
     def attention_mask(self) -> NDArray[np.bool_]:
-        """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later."""
+        """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later.
+
+        It knows no sliding window, and transformers applies none beside a dense mask: give its models `position_ids`,
+        ``use_cache=False`` and no mask.
+        """
         bounds = _on_host(self.cu_seqlens)
         segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         same: NDArray[np.bool_] = segment[:, None] == segment[None, :]

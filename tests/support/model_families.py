@@ -40,6 +40,30 @@ GEMMA2 = MappingProxyType(
         "tie_word_embeddings": True,
     }
 )
+GEMMA3 = MappingProxyType(
+    dict(LLAMA)
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    }
+)
+QWEN2_WINDOWS = MappingProxyType(
+    dict(LLAMA) | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+)
+COHERE2 = MappingProxyType(
+    dict(LLAMA)
+    | {
+        "model_type": "cohere2",
+        "logit_scale": 0.25,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+)
 GPT2 = MappingProxyType({"model_type": "gpt2", "vocab_size": 50, "n_embd": 64, "n_layer": 2, "n_head": 4})
 QWEN3_MOE = MappingProxyType(
     dict(QWEN3)
@@ -67,6 +91,8 @@ GPT_NEO = MappingProxyType(
 )
 LOOKS_AHEAD = MappingProxyType(dict(LLAMA) | {"is_causal": False})
 EVERY = (LLAMA, QWEN3, MISTRAL, GEMMA2, GPT2, QWEN3_MOE, GRANITE, COHERE)
+WINDOWED = (MISTRAL, GEMMA2, GEMMA3, QWEN2_WINDOWS, COHERE2)
+"""Sliding windows of 8 tokens in some or all layers; soft caps in two."""
 LENGTHS = (9, 1, 40, 17, 16, 3, 33, 5, 64)
 HYBRIDS = (
     {"model_type": "mamba", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},

@@ -7,7 +7,7 @@ import re
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_families import WINDOWED
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 import rlbuffer
@@ -22,7 +23,7 @@ from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import TrainedTokens
 from rlbuffer.trainer.losses.tokens import LossSettings
-from rlbuffer.weights.model import TINY_QWEN3
+from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
@@ -115,6 +116,51 @@ def test_a_step_that_trains_nothing_has_a_loss_of_0_and_leaves_the_weights(monke
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert gradients, "DDP waits for a gradient of every rank"
     assert all(not gradient.any() for gradient in gradients)
+
+
+def by_plain_loop(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, micro_batch: rlbuffer.MicroBatch) -> None:
+    example(monkeypatch, "plain_loop").loss_of(model, micro_batch.to("cpu")).backward()
+
+
+def by_hf_trainer(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, micro_batch: rlbuffer.MicroBatch) -> None:
+    arguments = TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = example(monkeypatch, "hf_trainer").BufferTrainer(model, arguments)
+    trainer.training_step(model, {"step": [micro_batch]})
+
+
+def by_accelerate(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Any, micro_batch: rlbuffer.MicroBatch) -> None:
+    loop = example(monkeypatch, "accelerate_loop")
+    accelerator = loop.Accelerator()
+    accelerator.backward(loop.loss_of(accelerator.prepare(model), micro_batch.to(accelerator.device)))
+
+
+Pass = Callable[[pytest.MonkeyPatch, Path, Any, rlbuffer.MicroBatch], None]
+"""One micro-batch through an example's own forward and backward pass."""
+PASSES: tuple[Pass, ...] = (by_plain_loop, by_hf_trainer, by_accelerate)
+
+
+@pytest.mark.parametrize("trains", PASSES, ids=lambda trains: trains.__name__)
+@pytest.mark.parametrize("config", WINDOWED, ids=lambda config: config["model_type"])
+def test_an_examples_packed_row_has_the_logprobs_of_its_rollouts_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Mapping[str, Any], trains: Pass
+) -> None:
+    """Logprobs as the model gave them inside the example, against a plain forward pass of each rollout."""
+    if trains is not by_plain_loop:
+        pytest.importorskip("accelerate", reason="accelerate comes with PEFT")
+    torch.manual_seed(0)
+    model = model_from_config({**config, "vocab_size": 256}).eval()
+    rollouts = make_group(lengths=[20, 5, 13, 9]).rollouts
+    micro_batch = rlbuffer.pack(rollouts, [1.0, -1.0, 0.5, -0.5], row_tokens=64, pad_to_multiple_of=8)
+    given: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda model, inputs, output: given.append(output.logits.detach()[0]))
+    trains(monkeypatch, tmp_path, model, micro_batch)
+    hook.remove()
+    (packed,) = given
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        for rollout, logits in zip(rollouts, micro_batch.unpack(packed), strict=True):
+            alone = model(input_ids=torch.tensor(rollout.tokens)[None].long(), use_cache=False).logits[0]
+            assert float((alone.log_softmax(-1) - logits.log_softmax(-1)).abs().max()) < 1e-5
 
 
 def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
