@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.losses import needs_advantage
@@ -20,7 +21,7 @@ def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
     """A sentence for each combination that works, but hardly as meant."""
     subjects = (
         *(_uses, _budgets, _quotas, _temperatures, _scorers, _updates, _unasked_weights),
-        *(_envs_elsewhere, _one_env_twice, _wasted_rollouts, _idle_gpus, _idle_settings, _absent_weights),
+        *(_losses, _envs_elsewhere, _one_env_twice, _wasted_rollouts, _idle_gpus, _idle_settings, _absent_weights),
     )
     return tuple(sentence for subject in subjects for sentence in subject(settings, places)) + tuple(
         f"{sentence}: they share its memory." for sentence in shared_gpus(settings)
@@ -108,6 +109,15 @@ def _updates(settings: RunSettings, places: Places) -> Iterator[str]:
             f"{batcher.micro_batches_per_rank} micro-batches on a rank, and an update has at least one "
             f"({places('trainer.optimizer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
         )
+
+
+def _losses(settings: RunSettings, places: Places) -> Iterator[str]:
+    loss = settings.trainer.loss
+    if loss.name not in losses.LOSSES and ":" not in loss.name:
+        return  # a mistake, which is said
+    for sentence, others in losses.doubts(loss, largest_age=settings.batcher.largest_max_age):
+        names = ("trainer.loss.name", "trainer.loss.old_logprobs", *others)
+        yield f"trainer.loss.name = {loss.name!r}: {sentence} ({places(*names)})."
 
 
 def _unasked_weights(settings: RunSettings, places: Places) -> Iterator[str]:

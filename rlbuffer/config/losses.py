@@ -6,13 +6,14 @@ never look at. Their formulas are in :mod:`rlbuffer.trainer.losses`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer.narration.numbers import plural
 
 Divisor = Literal["rollouts", "tokens", "longest"]
 """``rollouts``: each rollout's mean over its trained tokens, over the update's rollouts. ``tokens``: the update's
@@ -28,6 +29,9 @@ class LossFacts:
     divisor: Divisor = "tokens"
     corrections: tuple[str, ...] = ()
     """That are part of it, beside those that ``trainer.loss.correction`` names."""
+    auto_corrections: tuple[str, ...] = ()
+    """That ``old_logprobs = "auto"`` brings, where ``correction`` names none that weighs. With them the old policy is
+    the recomputed one."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Its own values of `LossSettings`, where the user sets none."""
 
@@ -39,6 +43,8 @@ class CorrectionFacts:
     reads: tuple[str, ...]
     needs_old: bool = True
     """It compares the old policy with the inference policy, so both must be there."""
+    weighs: bool = False
+    """It weighs by the old policy over the inference policy: what was sampled counts as if the old one had sampled."""
 
 
 _BOUNDS = ("clip_low", "clip_high")
@@ -53,7 +59,12 @@ LOSSES: dict[str, LossFacts] = {
     "ratio": LossFacts(reads=("max_ratio",)),
     "kl_cov": LossFacts(reads=("cov_fraction", "cov_coefficient")),
     "clip_cov": LossFacts(reads=(*_CLIPPED, "cov_fraction", "cov_low", "cov_high"), defaults={"cov_fraction": 0.0002}),
-    "gspo": LossFacts(reads=_BOUNDS, divisor="rollouts", defaults={"clip_low": 3e-4, "clip_high": 4e-4}),
+    "gspo": LossFacts(
+        reads=_BOUNDS,
+        divisor="rollouts",
+        auto_corrections=("tis",),
+        defaults={"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
     "cispo": LossFacts(reads=("max_ratio",), defaults={"max_ratio": 5.0}),
     "masked_ratio": LossFacts(reads=_MASK),
     "dppo_tv": LossFacts(reads=("tv_low", "tv_high", "tv_penalty")),
@@ -64,10 +75,10 @@ LOSSES: dict[str, LossFacts] = {
 """Every loss by its name in ``trainer.loss.name``."""
 
 CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
-    "tis": CorrectionFacts(reads=("correction_cap",)),
-    "icepop": CorrectionFacts(reads=_MASK),
-    "sequence_tis": CorrectionFacts(reads=("correction_cap",)),
-    "sequence_mask": CorrectionFacts(reads=_SEQUENCE),
+    "tis": CorrectionFacts(reads=("correction_cap",), weighs=True),
+    "icepop": CorrectionFacts(reads=_MASK, weighs=True),
+    "sequence_tis": CorrectionFacts(reads=("correction_cap",), weighs=True),
+    "sequence_mask": CorrectionFacts(reads=_SEQUENCE, weighs=True),
     "geometric_mask": CorrectionFacts(reads=_SEQUENCE),
     "negative_mask": CorrectionFacts(reads=("mask_kl",), needs_old=False),
 }
@@ -111,7 +122,14 @@ def facts_of(name: str) -> LossFacts:
 
 def corrections_of(loss: LossChoice) -> tuple[str, ...]:
     """Names of the corrections in force: the loss's own, then the settings'."""
-    return tuple(dict.fromkeys((*facts_of(loss.name).corrections, *loss.correction)))
+    facts = facts_of(loss.name)
+    brings = loss.old_logprobs == "auto" and not _weighing(loss.correction)
+    own = (*facts.corrections, *facts.auto_corrections) if brings else facts.corrections
+    return tuple(dict.fromkeys((*own, *loss.correction)))
+
+
+def _weighing(names: Iterable[str]) -> list[str]:
+    return [name for name in names if CORRECTION_FACTS[name].weighs]
 
 
 def uses_old(loss: LossChoice) -> bool:
@@ -127,6 +145,34 @@ def needs_advantage(loss: LossChoice) -> bool:
     return not loss.kl_beta and not loss.columns
 
 
+NARROW_CLIP = 0.01
+"""Share of a ratio within which the sampler's rounding alone moves it."""
+
+
+def doubts(loss: LossChoice, *, largest_age: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Losses whose gradient is not the policy's, or hardly is one: a sentence, and settings beside the loss's own."""
+    facts = LOSSES.get(loss.name, LossFacts())
+    if uses_old(loss):
+        if largest_age > 0 and not _weighing(corrections_of(loss)):
+            sentence = (
+                "ratios are against the policy at the start of the step, and rollouts up to "
+                f"{plural(largest_age, 'version')} older train as if it had sampled them: parts of the gradient point "
+                'the wrong way. Add correction = ["tis"], or set trainer.loss.old_logprobs = "inference", without '
+                "corrections that need the old policy, or batcher.max_age = 0"
+            )
+            yield sentence, ("batcher.max_age",)
+    elif facts.reads and "clip_low" in facts.reads:
+        low = facts.defaults.get("clip_low", 1.0) if loss.clip_low is None else loss.clip_low
+        high = facts.defaults.get("clip_high", 1.0) if loss.clip_high is None else loss.clip_high
+        if min(low, high) < NARROW_CLIP:
+            sentence = (
+                f"ratios are against the sampler's logprobs and clipped at 1 - {low:g} and 1 + {high:g}, closer than "
+                "a sampler's rounding and one update: hardly anything trains. Set trainer.loss.old_logprobs = "
+                f'"recomputed" with correction = ["tis"], or clips of {NARROW_CLIP:g} and more'
+            )
+            yield sentence, ("trainer.loss.clip_low", "trainer.loss.clip_high")
+
+
 def mistakes(loss: LossChoice) -> Iterator[ConfigError]:
     """A loss that there is not, corrections of ratios that correct nothing, settings that nothing reads."""
     try:
@@ -140,6 +186,12 @@ def mistakes(loss: LossChoice) -> Iterator[ConfigError]:
             f"trainer.loss.old_logprobs = 'inference', but {', '.join(idle)} weighs tokens by the old policy over the "
             "inference policy, which would be 1: set trainer.loss.old_logprobs = 'auto' or 'recomputed'",
             setting="trainer.loss.old_logprobs",
+        )
+    if len(weighing := _weighing(corrections_of(loss))) > 1:
+        yield ConfigError(
+            f"trainer.loss.correction: {' and '.join(weighing)} each weigh by the old policy over the inference policy "
+            f"(trainer.loss.name = {loss.name!r}), and together by its square: keep one of them",
+            setting="trainer.loss.correction",
         )
     yield from _unread(loss, facts)
 

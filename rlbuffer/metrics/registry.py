@@ -269,7 +269,7 @@ TRAIN = (
         ("train_loss", "loss", "", "loss", "Mean over the step's updates."),
         ("train_entropy", "nats", "", "entropy", "Mean over the trained tokens."),
         ("train_kl", "nats", "", "kl", "Estimate (k3) of the distance to the inference policy."),
-        ("train_clip_ratio", "ratio", "", "clip_fraction", "Trained tokens outside of the clip."),
+        ("train_clip_ratio", "ratio", "", "clip_fraction", "Trained tokens that the loss clips or masks."),
         ("train_gradient_norm", "norm", "", "grad_norm", "Of the last update, before clipping."),
         ("train_learning_rate", "rate", "", "learning_rate", "Of the last update."),
         ("train_age_mean", "versions", "env", "ages", "Mean age of the step's rollouts."),

@@ -108,6 +108,16 @@ def test_every_setting_of_losses_is_read_by_one() -> None:
                 )
             ],
         ),
+        (
+            {"name": "decoupled", "correction": ("icepop",)},
+            [
+                (
+                    "trainer.loss.correction: tis and icepop each weigh by the old policy over the inference policy "
+                    "(trainer.loss.name = 'decoupled'), and together by its square: keep one of them"
+                )
+            ],
+        ),
+        ({"name": "gspo", "correction": ("sequence_tis", "geometric_mask")}, []),  # in place of the tis that it brings
         ({"name": "dr_grpo", "max_length": 9}, []),
         ({"normalizer": "longest", "max_length": 9}, []),
         ({"name": "gspo", "clip_low": 0.1, "mask_low": 0.5}, []),  # 0.5 is what it is anyway

@@ -14,16 +14,36 @@ from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
 
-def loss_of(tokens: TrainedTokens, choice: LossChoice, normalizers: Normalizers, *, longest: int) -> Tensor:
+def per_token_of(tokens: TrainedTokens, choice: LossChoice) -> Tensor:
+    """[N] what the loss itself gives, before corrections, weights and further terms."""
+    return get_loss(choice.name).per_token(tokens, settings_of(choice))
+
+
+def clipped_of(tokens: TrainedTokens, per_token: Tensor) -> Tensor:
+    """[N] bool; tokens that have an advantage, and from which the loss took the gradient: by a clip, a cap or a mask.
+
+    `per_token` is :func:`per_token_of` those tokens.
+    """
+    gradient = None
+    if per_token.requires_grad and len(per_token):
+        (gradient,) = torch.autograd.grad(per_token.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
+    has_none = torch.ones_like(tokens.advantages, dtype=torch.bool) if gradient is None else gradient == 0
+    return has_none & (tokens.advantages != 0)
+
+
+def loss_of(
+    tokens: TrainedTokens, choice: LossChoice, counts: Normalizers, *, longest: int, per_token: Tensor | None = None
+) -> Tensor:
     """This micro-batch's share of the update's loss, a scalar: over all micro-batches of all ranks, shares add up.
 
     Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
     tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
-    by and whichever tokens it leaves out. `normalizers` are the update's counts over all ranks; `longest` is the
-    constant of dr_grpo, in tokens, used where ``choice.max_length`` is 0.
+    by and whichever tokens it leaves out. `counts` are the update's counts over all ranks; `longest` is the
+    constant of dr_grpo, in tokens, used where ``choice.max_length`` is 0. `per_token` is :func:`per_token_of`, where it
+    is known.
     """
     loss, loss_settings = get_loss(choice.name), settings_of(choice)
-    per_token = loss.per_token(tokens, loss_settings)
+    per_token = per_token_of(tokens, choice) if per_token is None else per_token
     for name in corrections_of(choice):
         per_token = per_token * CORRECTIONS[name](tokens, loss_settings)
     if tokens.is_uncertain is not None:
@@ -34,9 +54,9 @@ def loss_of(tokens: TrainedTokens, choice: LossChoice, normalizers: Normalizers,
         per_token = per_token * tokens.weights
     divisor = loss.facts.divisor if choice.normalizer == "auto" else choice.normalizer
     total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
-    total = total / divisor_of(divisor, normalizers, choice.max_length or longest)
+    total = total / divisor_of(divisor, counts, choice.max_length or longest)
     if choice.entropy_bonus:
-        total = total - choice.entropy_bonus * tokens.entropy.sum() / max(1, normalizers.loss_tokens)
+        total = total - choice.entropy_bonus * tokens.entropy.sum() / max(1, counts.loss_tokens)
     return total
 
 

@@ -7,17 +7,18 @@ place before it. Only trained tokens pass the head, so prompts and padding cost 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlbuffer.config.trainer import LossChoice, OptimizerSettings, TrainerSettings
+from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
+from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of, uses_old
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios
@@ -99,10 +100,14 @@ def accumulate(
                 tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
                 if known is not None:
                     tokens = known[i].add_to(tokens)
-                share = loss_of(tokens, settings.loss, normalizers, longest=longest)
+                # What wraps the policy acts when a gradient reaches its output, and one is asked for below.
+                tokens = replace(tokens, logprobs=tokens.logprobs.clone())
+                per_token = per_token_of(tokens, settings.loss)
+                clipped = clipped_of(tokens, per_token)
+                share = loss_of(tokens, settings.loss, normalizers, longest=longest, per_token=per_token)
             with pass_times.measure("exchange" if is_last and world_size > 1 else "backward"):
                 (share * world_size).backward()  # type: ignore[no-untyped-call]
-        sums += _sums(tokens, share, micro_batch, settings.loss)
+        sums += _sums(tokens, share, clipped, micro_batch)
         if ratios is not None:
             ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
     return sums
@@ -209,15 +214,10 @@ def make_optimizer(policy: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 
 @torch.no_grad()
-def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, choice: LossChoice) -> Tensor:
-    """The sums of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
-
-    ``clipped`` counts tokens whose ratio is outside of the loss's clip, whether or not it clips.
-    """
+def _sums(tokens: TrainedTokens, share: Tensor, clipped: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """The sums of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy."""
     difference = (tokens.logprobs - tokens.inference_logprobs).double()
     ratio = torch.exp(difference)
-    loss_settings, of_old = settings_of(choice), tokens.ratio
-    clipped = (of_old < 1 - loss_settings.clip_low) | (of_old > 1 + loss_settings.clip_high)
     values = torch.stack(
         [
             share.double(),
