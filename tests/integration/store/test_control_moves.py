@@ -286,3 +286,17 @@ def test_a_run_is_not_taken_back_from_a_trainer_that_was_seen_and_the_refusal_sa
         frozen.store.void_from(3)
     seen(ATTEMPT_SECONDS)
     assert frozen.store.void_from(3)["steps"] == 1
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_nothing_stays_of_settings_that_were_asked_for_once_they_are_answered(run: Run, is_refused: bool) -> None:
+    run.lead()
+    run.store.ask_config({"max_age": 3}, "asked", seen=run.store.meta())
+    assert run.store.meta().wanted == {"max_age": 3}
+    if is_refused:
+        run.store.refuse_config(run.token, "asked", "no")
+    else:
+        run.store.set_config(run.token, {"max_age": 3}, "asked", settles="asked")
+    meta = run.store.meta()
+    assert (meta.wanted, meta.wanted_digest) == ({}, "")
+    assert meta.config_digest == ("asked" if not is_refused else run.meta.config_digest)
