@@ -66,6 +66,13 @@ def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
     assert "slow" not in rank_line([{"forward": 0.001}, {"forward": 0.001}, {"forward": 0.002}])  # chance
 
 
+@pytest.mark.parametrize("fast", [1, 2, 3])
+@pytest.mark.parametrize("slow", [1, 2])
+def test_the_slow_ranks_are_named_as_long_as_they_are_no_majority(fast: int, slow: int) -> None:
+    said = rank_line([{"forward": 0.1}] * fast + [{"forward": 0.16}] * slow)
+    assert said.count("slow") == (slow if slow <= fast else 0)
+
+
 @pytest.mark.parametrize(
     ("wait", "sentence"),
     [
