@@ -270,9 +270,12 @@ class Buffer:
         """
         self.store.add_record(record)
 
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
-        self.store.heartbeat(kind, name, record)
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing.
+
+        Returns the record that stood under the name before: of another process, where two have one name.
+        """
+        return self.store.heartbeat(kind, name, record)
 
     def close(self) -> None:
         """Closes readers and connections; the last user of an embedded server stops it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from rlbuffer.errors import (
     StepRetired,
 )
 from rlbuffer.narration.waiting import for_step
+from rlbuffer.process.identity import identity
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
@@ -348,8 +348,8 @@ class Reader:
                 return
 
     def _say_alive(self) -> None:
-        ours = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
-        record = ours | self._can.record()
+        ours = {"step": self._progress.place.step, "world_size": self.world_size}
+        record = ours | identity() | self._can.record()
         if self._is_finished:
             record["finished"] = self._progress.place.step
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))

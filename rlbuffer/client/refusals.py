@@ -56,7 +56,7 @@ class Refusals:
         except ServerRefused as error:
             self.note(error)
 
-    def shown(self, note: Callable[[], None]) -> None:
+    def shown(self, note: Callable[[], object]) -> None:
         """Writes what is for people only: not being allowed to is a warning. Raises ServerRefused."""
         try:
             note()

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
+from rlbuffer.process.identity import identity
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Wait
@@ -75,7 +76,7 @@ class Teller:
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
             self._beat = beat
-            self._store.heartbeat("batcher", "leader", {**beat, "figures": self._record})
+            self._store.heartbeat("batcher", "leader", {**beat, **identity(), "figures": self._record})
 
     def say_goodbye(self) -> None:
         """The last heartbeat: whoever asks whether the batcher is alive need not wait until it has been silent."""

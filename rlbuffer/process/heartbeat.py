@@ -4,15 +4,15 @@ its work takes."""
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.process.identity import identity, named
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
@@ -22,6 +22,8 @@ LATE_SECONDS = 1.0
 """Seconds that the next request which carries a heartbeat may be late before the thread beats."""
 BEAT_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a beat that is under way."""
+TWIN_SECONDS = 15.0
+"""A process of the same name is told of for so long after it was heard."""
 RATE_BEATS = 10
 """Beats that rates are averaged over: long enough to hold several batches, short enough to follow a change."""
 
@@ -46,6 +48,9 @@ class Heartbeats(ABC):
         self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=RATE_BEATS)
         self._started = time.time()
         self._is_heard = True
+        self._has_beaten = False
+        self._twin: tuple[float, Mapping[str, Any]] | None = None
+        """When (monotonic) another process had beaten under this name between two beats of this one, and its record."""
         self._carried_until = float("-inf")
         """Monotonic: until then requests of the loop carry heartbeats, but none of a new trouble."""
         self._carried_error = ""
@@ -58,7 +63,10 @@ class Heartbeats(ABC):
         self._thread.start()
 
     def to_carry(self) -> dict[str, Any] | None:
-        """The record for a request of the loop that carries it; None where it cannot be made."""
+        """The record for a request of the loop that carries it; None where it cannot be made, or the thread
+        has to look who else has this name."""
+        if self.twin() is not None:
+            return None
         self._carried_error = self.error
         try:
             return self.record()
@@ -69,10 +77,19 @@ class Heartbeats(ABC):
         """A request carried the record, and the next one does so in `seconds`. Unless it is late, or there is a
         new trouble, the thread is silent."""
         self._is_heard, self._carried_until = True, time.monotonic() + seconds + LATE_SECONDS
+        self._has_beaten = True
         self._note()
+
+    def twin(self) -> Mapping[str, Any] | None:
+        """The last heartbeat of another process that lives under this name."""
+        if self._twin is None or time.monotonic() - self._twin[0] > TWIN_SECONDS:
+            return None
+        return self._twin[1]
 
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
+        twin = self.twin()
+        two = twin and f"two processes have this name, {named(identity())} and {named(twin)}: each needs one of its own"
         since, rollouts, tokens = self._seen[0]
         elapsed = max(time.monotonic() - since, 1e-9)
         return {
@@ -81,12 +98,11 @@ class Heartbeats(ABC):
             "rollouts_per_second": (self.rollouts - rollouts) / elapsed,
             "tokens_per_second": (self.tokens - tokens) / elapsed,
             "failed_groups": self.failed_groups,
-            "error": self.error,
+            "error": self.error or two or "",
             "waiting": self.waiting,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
             "started": self._started,
-        }
+            "left": self._closed.is_set(),
+        } | identity()
 
     def close(self) -> None:
         """Stops the thread and says goodbye with a last heartbeat, unless the server is away: leaving must not wait."""
@@ -100,8 +116,8 @@ class Heartbeats(ABC):
         """Renews what is held. Called with the lock `_holding`."""
 
     @abstractmethod
-    def _tell(self, record: dict[str, Any]) -> None:
-        """Sends a heartbeat."""
+    def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        """Sends a heartbeat. -> the one before it under this name."""
 
     def _run(self) -> None:
         while True:
@@ -115,8 +131,8 @@ class Heartbeats(ABC):
         try:
             with self._holding:
                 self._renew()
-            self._tell(self.record())
-            self._is_heard = True
+            self._meet(self._tell(self.record()))
+            self._is_heard = self._has_beaten = True
         except Exception as error:
             self._is_heard = False
             message = str(error) if isinstance(error, RlbufferError) else f"{type(error).__name__}: {error}"
@@ -124,6 +140,17 @@ class Heartbeats(ABC):
                 _log.warning("a heartbeat failed, and the next one tries again", exc_info=error)
             self.error = message
         self._note()
+
+    def _meet(self, before: Mapping[str, Any] | None) -> None:
+        """`before` this beat the last one under this name was made. Behind one of this process only a living one can
+        have put another."""
+        ours = {"started": self._started} | identity()
+        if before is None or not self._has_beaten or before.get("left") or "pid" not in before:
+            return
+        if any(before.get(name) != value for name, value in ours.items()):
+            if self.twin() is None:
+                _log.warning("two processes have one name: %s and %s", named(ours), named(before))
+            self._twin = time.monotonic(), before
 
     def _note(self) -> None:
         self._seen.append((time.monotonic(), self.rollouts, self.tokens))

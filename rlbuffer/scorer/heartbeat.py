@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.process.heartbeat import Heartbeats
@@ -36,5 +36,5 @@ class Beat(Heartbeats):
     def _renew(self) -> None:
         self._store.renew_scoring(sorted(self._held), owner=self._owner, ttl_seconds=CLAIM_SECONDS)
 
-    def _tell(self, record: dict[str, Any]) -> None:
-        self._store.heartbeat("scorer", self._name, record)
+    def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        return self._store.heartbeat("scorer", self._name, record)

@@ -14,8 +14,9 @@ from rlbuffer.store.records import HistoryOf, HistoryPage, Ledger, Report, StepB
 class Seeing(Protocol):
     """A run as it is seen; any process may call all of it at any time."""
 
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Telemetry: kind ``worker`` | ``scorer`` | ``rank`` | ``batcher``; decides nothing."""
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Telemetry: kind ``worker`` | ``scorer`` | ``rank`` | ``batcher``; decides nothing. -> the record that stood
+        under the name before."""
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
         """Name -> its last record, with ``seconds_ago`` added by the server's clock; anything else is left out.

@@ -11,6 +11,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.numbers import failures_of
 from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.process.identity import may_live
 from rlbuffer.records.group import Ticket
 from rlbuffer.worker.failures import Failures, UserWork
 
@@ -32,7 +33,7 @@ class Renewer(Protocol):
 class Heart(Protocol):
     """A Buffer, as far as a pulse needs it."""
 
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> None: ...
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> Mapping[str, Any] | None: ...
 
 
 @contextmanager
@@ -45,7 +46,9 @@ def telling_why(buffer: Buffer, name: str, settings: WorkerSettings) -> Iterator
         pulse.ended = str(error)
         with suppress(RlbufferError):
             buffer.store.meta()  # RunGone where there is none: this begins none
-            buffer.heartbeat("worker", name, pulse.record())
+            other = buffer.store.heartbeats("worker").get(name)
+            if other is None or not may_live(other):  # one that works has not ended
+                buffer.heartbeat("worker", name, pulse.record())
         raise
 
 
@@ -73,7 +76,7 @@ class Pulse(Heartbeats):
         """A sentence when the process before this one ended while a function of the env ran. Its failures count on."""
         last = beats.get(self._name, {})
         doing = str(last.get("doing") or "")
-        if doing:
+        if doing and not may_live(last):
             self.failures.go_on(failures_of(last).kinds)
             what = f"the worker's process before this one ended while {doing} ran"
             self.failures.note(WITHOUT_A_WORD, what)
@@ -124,5 +127,5 @@ class Pulse(Heartbeats):
         if writer is not None and tickets:
             writer.renew(tickets)
 
-    def _tell(self, record: dict[str, Any]) -> None:
-        self._buffer.heartbeat("worker", self._name, record)
+    def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        return self._buffer.heartbeat("worker", self._name, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ import pytest
 
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process import heartbeat
+from rlbuffer.process.identity import visible_from
 from rlbuffer.records.group import Ticket
 from rlbuffer.worker.heartbeat import Pulse
 
@@ -196,3 +198,66 @@ def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch:
     pulse.rollouts, pulse.tokens = 8, 2000
     record = pulse.record()
     assert (record["rollouts_per_second"], record["tokens_per_second"]) == (2.0, 500.0)
+
+
+class Hash(Server):
+    """A server on which the last heartbeat of a name stands, as on a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Mapping[str, Any] | None = None
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> Mapping[str, Any] | None:
+        super().heartbeat(kind, name, record)
+        before, self.last = self.last, dict(record)
+        return before
+
+
+OTHER = {"pid": 7, "host": "elsewhere", "space": "of its own", "started": 1.0}
+
+
+def test_two_workers_of_one_name_say_that_they_are_two_until_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "TWIN_SECONDS", 0.3)
+    server = Hash()
+    server.last = OTHER  # the process before this one: nobody knows whether it lives
+    pulse = Pulse(server, "w0", "a")
+    pulse.start()
+    try:
+        eventually(lambda: len(server.heard) > 2)
+        assert pulse.twin() is None
+        assert {record["error"] for record in server.heard} == {""}
+        server.last = OTHER  # it has beaten again
+        eventually(lambda: "pid 7 on elsewhere" in server.heard[-1]["error"])
+        assert f"pid {os.getpid()} on {server.heard[-1]['host']}" in server.heard[-1]["error"]
+        assert pulse.to_carry() is None, "the thread looks who else is there"
+        eventually(lambda: server.heard[-1]["error"] == "")
+        server.last = {**OTHER, "left": True}
+        beats = len(server.heard)
+        eventually(lambda: len(server.heard) > beats + 2)
+        assert pulse.twin() is None
+    finally:
+        pulse.close()
+    assert server.heard[-1]["left"]
+
+
+HERE = {"host": "here", "space": visible_from()}
+DOING = {"doing": "score() (e.py:1 in score)"}
+
+
+@pytest.mark.parametrize(
+    ("beat", "has_ended"),
+    [
+        pytest.param({**HERE, "pid": os.getppid(), "seconds_ago": 900.0}, False, id="lives here and is silent"),
+        pytest.param({**HERE, "pid": 2**22 + 1, "seconds_ago": 0.1}, True, id="was here a moment ago"),
+        pytest.param({**HERE, "pid": os.getpid(), "seconds_ago": 0.1}, True, id="had the number of this one"),
+        pytest.param({**OTHER, "seconds_ago": 0.1}, False, id="was heard elsewhere"),
+        pytest.param({**OTHER, "seconds_ago": 60.0}, True, id="is silent elsewhere"),
+        pytest.param({**OTHER, "seconds_ago": 0.1, "left": True}, True, id="has left elsewhere"),
+    ],
+)
+def test_a_worker_says_that_the_one_before_has_ended_only_of_one_that_is_gone(
+    server: Server, beat: Mapping[str, Any], has_ended: bool
+) -> None:
+    said = list(Pulse(server, "w0", "a").look_back({"w0": {**beat, **DOING}}))
+    assert (len(said) == 1) is has_ended

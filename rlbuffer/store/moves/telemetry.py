@@ -28,10 +28,12 @@ class Telemetry(Session):
     _refused: set[str]
     """Keys that the server does not let this process write."""
 
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if kind not in HEARTBEATS:
             raise ValueError(f"heartbeat kind {kind!r} must be one of {', '.join(HEARTBEATS)}")
-        self._tell((self.keys.heartbeats(kind),), beat_args(name, record))
+        reply = self._tell((self.keys.heartbeats(kind),), beat_args(name, record))
+        before = heartbeat_of(reply[1]) if len(reply) > 1 else None
+        return None if before is None else before[1]
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
         key = self.keys.heartbeats(kind)
@@ -87,14 +89,15 @@ class Telemetry(Session):
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
-    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> None:
+    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> list[Any]:
         """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
         try:
-            self.move("telemetry", keys, args)
+            return self.move("telemetry", keys, args)
         except (ServerUnsuitable, WrongType) as error:
             if keys[0] not in self._refused:
                 self._refused.add(keys[0])
                 _log.warning("not written to %s, now and later: %s", keys[0], error)
+        return []
 
 
 def beat_args(name: str, record: Mapping[str, Any]) -> tuple[Any, ...]:

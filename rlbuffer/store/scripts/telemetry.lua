@@ -13,7 +13,7 @@
 --       count  2 field   3 how many more
 --       record  2 record   3 how many are kept, about
 --       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
--- Reply {'OK'}
+-- Reply {'OK'}; of `note` {'OK', what stood under the name before, or ''}
 local hash_key, damaged_key, meta_key = unpack(KEYS, 1, 3)
 local action = ARGV[1]
 if action == 'count' then
@@ -40,6 +40,7 @@ if record == '' then
   redis.call('HDEL', hash_key, name)
   return {'OK'}
 end
+local before = redis.call('HGET', hash_key, name) or ''
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 if redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. record) == 1 then
@@ -49,4 +50,4 @@ if redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. recor
     if math.abs(now - at) > tonumber(forgotten_after) then redis.call('HDEL', hash_key, other) end
   end
 end
-return {'OK'}
+return {'OK', before}

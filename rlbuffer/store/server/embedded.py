@@ -49,6 +49,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
 from rlbuffer.process.files import owner_of, write_whole
+from rlbuffer.process.identity import visible_from
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
@@ -58,7 +59,6 @@ from rlbuffer.store.server.embedded_files import (
     read_record,
     socket_address,
     socket_path,
-    visible_from,
     write_record,
 )
 from rlbuffer.store.server.suitable import identity

@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import tempfile
-from functools import cache
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -19,6 +18,7 @@ from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process.files import write_whole
+from rlbuffer.process.identity import visible_from
 
 _log = logging.getLogger(__name__)
 
@@ -87,16 +87,6 @@ def write_record(directory: Path, *, pid: int, socket: str, program: str | None)
     another host or container the number says nothing."""
     record = {"pid": pid, "socket": socket, "program": program, "host": gethostname(), "space": visible_from()}
     write_whole(directory / "server.json", json.dumps(record) + "\n", is_private=True)
-
-
-@cache
-def visible_from() -> str:
-    """The processes whose numbers mean something here: those of this machine since its start, in this PID namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return gethostname()
 
 
 def program_of(pid: int) -> tuple[str, str | None]:
