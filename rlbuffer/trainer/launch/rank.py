@@ -22,6 +22,7 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.watchdog import HELD_SECONDS, end_when_stuck
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
@@ -85,6 +86,8 @@ def run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)
+    # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
+    end_when_stuck(threading.Event(), held_seconds=max(HELD_SECONDS, settings.trainer.timeout_seconds))
     # Modules stay as long as the process. A full collection of what torch and transformers bring takes 50 to 200 ms,
     # and all ranks wait for the one that is in it.
     gc.freeze()
