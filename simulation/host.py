@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
+from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.records.waiting import Wait
 from rlbuffer.store.redis_store import RedisStore
 from simulation.invariants import Invariants
@@ -15,10 +16,14 @@ from simulation.plan import Plan
 from simulation.scheduler import Killed, Process, Scheduler
 from simulation.server import Server
 
-if TYPE_CHECKING:
-    from simulation.reasons import Reasons
-
 AWAY = (ServerUnreachable, ServerRefused)
+
+
+class Listener(Protocol):
+    """Hears what batchers say of themselves (:class:`simulation.reasons.Reasons`)."""
+
+    def heard(self, process: Process, event: BatcherEvent) -> None:
+        """A batcher has said it of itself."""
 
 
 class World(Protocol):
@@ -34,7 +39,7 @@ class World(Protocol):
     invariants: Invariants
     sentence: str
     kinds: dict[str, Wait | None]
-    reasons: Reasons
+    reasons: Listener
     is_over: bool
     was_disturbed: bool
     was_left: bool

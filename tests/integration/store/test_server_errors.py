@@ -112,7 +112,6 @@ def test_a_home_that_cannot_be_made_is_a_mistake_in_the_settings(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         ensure(tmp_path / "file" / "home", ServerSettings())
-    assert str(caught.value) == f"home: {tmp_path}/file/home/server cannot be made: Not a directory"
     assert caught.value.setting == "home"
 
 
