@@ -185,6 +185,19 @@ class SamplerUnavailable(RlbufferError):
     """The sampler cannot be reached, or has broken; what was asked of it may be asked again."""
 
 
+class SamplerBusy(SamplerUnavailable):
+    """The sampler takes no request at this moment; it works otherwise."""
+
+    def __init__(self, message: str | None = None, *, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+        """Seconds after which it wants to be asked again; 0: it does not say."""
+
+
+class RequestFailed(RlbufferError):
+    """The sampler works, and gave no answer that can be used to this one request."""
+
+
 class WrongLogprobs(RlbufferError):
     """A sampler's logprobs are not those of the policy that it says it serves."""
 

@@ -20,13 +20,12 @@ from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.client.writer import Writer, given_up
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.errors import (
-    Aborted,
     GroupFailed,
     InvalidRollout,
     PromptTooLong,
+    RequestFailed,
     RlbufferError,
     RunGone,
-    SamplerUnavailable,
     ServerRefused,
     ServerUnreachable,
 )
@@ -40,6 +39,7 @@ from rlbuffer.records.states import PushStatus
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, Patience, fault_of
 from rlbuffer.worker.group_maker import GroupMaker, in_words
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.job import WorkerJob
@@ -53,9 +53,9 @@ SKIPS_AT_ONCE = 256
 LAND_SECONDS = 2.0
 """The time that groups in flight have to end, as a group or as none, once the worker is asked to stop."""
 LAST_FAILURE = 3
-"""Times in a row that a group of an env with an end fails before its prompt is left out."""
-AWAY_SECONDS = 1.0
-"""Seconds before a sampler that was away, or a server that refused, is asked again."""
+"""Times that a group fails before its prompt is left out."""
+SAY_SECONDS = 60.0
+"""Seconds between two sentences about a sampler that is waited for."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,9 @@ class Flights:
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
         """Ticket number -> times in a row that its group could not be made."""
+        self._patience = Patience()
+        self._waits, self._said_at = 0, float("-inf")
+        """Requests that waited for their server, and when that was last said."""
         self._ready: deque[tuple[Group, Future[None]]] = deque()
         """Groups that wait to be pushed: all of them go in one call."""
         # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
@@ -96,11 +99,6 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._tasks)
-
-    @property
-    def have_failed(self) -> bool:
-        """Tickets of failed groups are out, and lapse first."""
-        return bool(self._failures)
 
     def begin(self, writer: Writer) -> None:
         """Pushes groups through this writer from now on: another epoch, or the same one again."""
@@ -221,20 +219,38 @@ class Flights:
                 function = "prompt"
                 raise GroupFailed(f"prompt failed: {in_words(prompt, self._settings)}") from prompt
             group = await self._maker.make(ticket, prompt)
+        except Exception as error:
+            await self._not_made(ticket, error, function)
+            return
+        try:
             push = asyncio.create_task(self._push(ticket, group, start))
             self._pushes.add(push)
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
-        except Aborted:
-            if not self._stop.is_set():  # else it goes back together with all that this worker still holds
-                await self.release([ticket])
-        except SamplerUnavailable as error:
-            await self.release([ticket])
-            self._messages.trouble(Trouble(error=f"{error}; asked again in {AWAY_SECONDS:g} s"))
-            await asyncio.sleep(AWAY_SECONDS)
-        except (GroupFailed, InvalidRollout, PromptTooLong) as error:
+        except InvalidRollout as error:
+            await self._give_up(ticket, in_words(error, self._settings), error.__cause__ or error, function)
+
+    async def _not_made(self, ticket: Ticket, error: Exception, function: str) -> None:
+        """Does what the one whose fault it is calls for."""
+        fault = fault_of(error)
+        if fault is Fault.SETTINGS:
+            raise error
+        if fault is Fault.REQUEST:
             reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
-            await self._give_up(ticket, reason, error.__cause__ or error, function)
+            cause = error.__cause__ if isinstance(error, GroupFailed) and error.__cause__ else error
+            # The env has no part in what a sampler refuses.
+            function = "" if isinstance(cause, RequestFailed | PromptTooLong) else function
+            await self._give_up(ticket, reason, cause, function)
+        elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
+            seconds = self._patience.pause(error)
+            self._waits += 1
+            self._pulse.failures.note(type(error).__name__, f"{error}; it was waited for")
+            if time.monotonic() - self._said_at >= SAY_SECONDS:
+                self._said_at = time.monotonic()
+                waited = plural(self._waits, "request")
+                self._messages.trouble(Trouble(error=f"{error}; asked again in {seconds:g} s ({waited} waited)"))
+            await asyncio.sleep(seconds)
+            await self.release([ticket])
 
     async def _push(self, ticket: Ticket, group: Group, start: float) -> None:
         stored: Future[None] = Future()
@@ -243,6 +259,7 @@ class Flights:
         await asyncio.wrap_future(stored)
         self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
+        self._patience.works()
         self._messages.pushed(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""
@@ -287,7 +304,7 @@ class Flights:
             return pushed
 
     async def _give_up(self, ticket: Ticket, reason: str, error: BaseException, function: str) -> None:
-        """Counts a group that cannot be made, and gives its ticket back once.
+        """Counts a group that cannot be made. Its ticket goes back after a pause, and is closed the last time.
 
         Raises:
             ConfigError: so many in a row cannot be made, and none could.
@@ -298,23 +315,21 @@ class Flights:
         place, kind = place_of(error, self._env, function), type(error).__name__
         what = f"{reason} ({place})" if place else reason
         sentence = f"group {ticket.group_id} given up: {what}"
-        if self.tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
-            # One prompt that can never be sampled must not keep the run from its end.
-            self._pulse.remove([ticket])
-            await asyncio.to_thread(self._settled, self._writer.skip, [ticket])
-            sentence += f" ({plural(self._failures[ticket.number], 'time')}; its prompt is left out)"
-        elif self._failures[ticket.number] > 1:
-            # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
-            self._pulse.remove([ticket])
-            sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
-        else:
-            await self.release([ticket])
+        is_last = self._failures[ticket.number] >= LAST_FAILURE
+        if is_last:
+            sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"
         trace = traceback_of(error)
         is_first = self._pulse.failures.note(kind, what, trace)
         self._messages.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=trace if is_first else ""))
         tries = self._settings.max_failures
         if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
             raise self._pulse.failures.all_of(self._env.name)
+        if is_last:  # one prompt that can never be sampled must not keep the run from its end
+            self._pulse.remove([ticket])
+            await asyncio.to_thread(self._settled, self._writer.skip, [ticket])
+        else:  # given back at once, it would be the next one taken, again and again
+            await asyncio.sleep(FIRST_PAUSE_SECONDS)
+            await self.release([ticket])
 
     def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
         self._pulse.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong, SamplerUnavailable
+from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group, Ticket
@@ -24,6 +25,7 @@ from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTur
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.failures import UserWork, Work, exited
+from rlbuffer.worker.faults import Fault, fault_of
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 
 T = TypeVar("T")
@@ -96,6 +98,8 @@ class GroupMaker:
         self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
         """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
         self._ending = asyncio.Event()
+        self.failed_rollouts: Counter[str] = Counter()
+        """Kind of the error -> rollouts that failed, of groups that were made of the others."""
         self.work = UserWork(env)
         """What of the env runs at this moment."""
         self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
@@ -131,7 +135,7 @@ class GroupMaker:
             GroupFailed: half of the rollouts, or more, failed; the message has the first reason.
             Aborted: sampling was stopped.
             SamplerUnavailable: the sampler is away.
-            InvalidRollout: the env gave something that no record allows.
+            Exception: of the sampler, or of the env; :func:`rlbuffer.worker.faults.fault_of` says whose fault it is.
         """
         size = self._settings.group_size
         outcomes: Sequence[Rollout | BaseException]
@@ -139,22 +143,21 @@ class GroupMaker:
             outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
         else:
             (scored,) = await self._until_the_end([self._scored(prompt)])
-            if isinstance(scored, TimeoutError):
-                raise GroupFailed(in_words(scored, self._settings)) from scored
             if isinstance(scored, BaseException):
                 raise scored
             outcomes = scored
         rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or fault_of(error) is Fault.SETTINGS:
                 raise error
-        unfinished = [error for error in errors if isinstance(error, SamplerUnavailable | Aborted)]
+        unfinished = [error for error in errors if fault_of(error) is Fault.SERVER]
         is_enough = 2 * len(rollouts) > size
         if unfinished and not (is_enough and self._ending.is_set()):
             raise unfinished[0]
         if not is_enough:
             raise GroupFailed(in_words(errors[0], self._settings)) from errors[0]
+        self.failed_rollouts.update(type(error).__name__ for error in errors if error not in unfinished)
         counts = {"failed_rollouts": len(errors) - len(unfinished), "unfinished_rollouts": len(unfinished)}
         return self._group(ticket, prompt, rollouts, counts)
 
@@ -234,9 +237,9 @@ class GroupMaker:
                 limit = asyncio.timeout(self._settings.rollout_timeout_seconds)
                 async with self._slots, limit, self.work.awaiting(self.way):
                     return await one(prompt)
-            except (SamplerUnavailable, Aborted):
-                raise
             except Exception as error:  # the env is the user's code
+                if fault_of(error) is not Fault.REQUEST:
+                    raise
                 if tries == 0:
                     return error
                 tries -= 1

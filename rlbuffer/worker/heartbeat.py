@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,6 +64,8 @@ class Pulse(Heartbeats):
         """Tickets closed because nothing was to be sampled for them."""
         self.failures = Failures()
         """Groups given up, by kind."""
+        self.failed_rollouts: Counter[str] = Counter()
+        """Rollouts that failed in groups that were made, by kind."""
         self.ended = ""
         """Why the worker ends, where that is no order."""
         self._work = work or UserWork()
@@ -115,6 +118,8 @@ class Pulse(Heartbeats):
         """The content of a heartbeat; msgpack types."""
         own = {"env": self._env, "version": self.version, "skipped": self.skipped}
         failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
+        if self.failed_rollouts:
+            failed["failed_rollouts"] = dict(self.failed_rollouts.copy())
         if self.failures.traceback:
             failed["traceback"] = self.failures.traceback
         # This is all that is known of a process that ends without a word.

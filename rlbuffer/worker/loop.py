@@ -31,7 +31,8 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.flights import AWAY_SECONDS, WORKER_POLL_SECONDS, Flights
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS
+from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.heartbeat import WITHOUT_A_WORD, WORKER_TICKET_SECONDS, Pulse, telling_why
 from rlbuffer.worker.job import WorkerJob
@@ -121,6 +122,7 @@ class _Worker:
             row_tokens=buffer.settings.batcher.row_tokens,
         )
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
+        self._pulse.failed_rollouts = self._maker.failed_rollouts
         self._messages = Messages(self._pulse, job.on_event)
         self._versions = Versions(
             buffer.policy(),
@@ -161,11 +163,11 @@ class _Worker:
                     self._flights.forget()
                     self._messages.tell(RunChanged(error=str(error)))
                     if isinstance(error, RunDamaged):  # until a person has mended it
-                        await asyncio.sleep(AWAY_SECONDS)
+                        await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
                     # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
                     self._messages.waits(str(error))
-                    await asyncio.sleep(AWAY_SECONDS)
+                    await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
             await self._job.sampler.close()
             await close_env(self._env)
@@ -192,8 +194,7 @@ class _Worker:
         if self._env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
             takers = ", ".join(self._shares)
             return f"no ticket for {self._env.name}: it has no share of a step, batcher.budgets gives all to {takers}"
-        lapsing = " (tickets of groups that failed lapse first)" if self._flights.have_failed else ""
-        return f"no ticket for {self._env.name}: enough groups are being sampled or in the pool{lapsing}"
+        return f"no ticket for {self._env.name}: enough groups are being sampled or in the pool"
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""

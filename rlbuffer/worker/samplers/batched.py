@@ -98,6 +98,10 @@ class Batched:
             answers = await asyncio.get_running_loop().run_in_executor(self._thread, sample)
         except BaseException as error:
             over.set()
+            if isinstance(error, Exception) and len(batch) > 1:  # it costs the request alone that brought it about
+                for alone in batch:
+                    await self._sample([alone])
+                return
             for request in batch:
                 if not request.answer.done():
                     if isinstance(error, asyncio.CancelledError):

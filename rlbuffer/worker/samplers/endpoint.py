@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -28,9 +28,10 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, SamplerUnavailable, WeightsError
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
+from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
 
 CONNECT_SECONDS = 5.0
@@ -44,6 +45,8 @@ ENDPOINT_PROBE_SECONDS = 30.0
 
 KEEP_SECONDS = 2.0
 """Longest that an idle connection is kept: vLLM's server closes one after 5 s."""
+AGAIN_SECONDS = 0.1
+"""Seconds before a request whose connection broke is sent once more."""
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """Errors of a request whose connection the server closes before it answers."""
 
@@ -105,7 +108,7 @@ class Endpoint:
 
         Raises:
             SamplerUnavailable: it gives none in time.
-            ConfigError: it gives no token ids.
+            ConfigError: it refuses, or does not answer as the worker needs it: no token ids, no versions.
         """
         answer = await self._call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]
@@ -115,9 +118,15 @@ class Endpoint:
         # A path that is there answers 405. Its list of paths costs the server a second of CPU, and ten under load.
         looked = await self._respond("GET", GENERATE, json=None, seconds=ENDPOINT_PROBE_SECONDS)
         self.gives_versions = looked.status_code != HTTPStatus.NOT_FOUND
-        await self.sample(
-            np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), seconds=ENDPOINT_PROBE_SECONDS
-        )
+        await self.answers()
+
+    async def answers(self) -> None:
+        """Asks for one token. Raises as :meth:`probe` does."""
+        one, token = Sampling(max_new_tokens=1), np.zeros(1, np.int32)
+        try:
+            await self.sample(token, n=1, sampling=one, seconds=ENDPOINT_PROBE_SECONDS)
+        except RequestFailed as error:  # what it makes of the simplest request, it makes of all
+            raise ConfigError(str(error), setting="sampler_options.servers") from error
 
     async def sample(
         self,
@@ -151,10 +160,14 @@ class Endpoint:
         async with self._sending():
             version = self.version
             answer = await self._call("POST", path, json=body, seconds=seconds or self._seconds)
-        choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
-        if len(choices) != n:
-            raise SamplerUnavailable(f"{self.url}: {len(choices)} completions came instead of {n}")
-        return [self._completion(choice, version, greedy=sampling.temperature == 0) for choice in choices]
+        try:
+            choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
+            if len(choices) != n:
+                raise RequestFailed(f"{self.url}: {len(choices)} completions came instead of {n}")
+            return [self._completion(choice, version, greedy=sampling.temperature == 0) for choice in choices]
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RequestFailed(f"{self.url}{path} answered with what is no completion ({why})") from error
 
     async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
         """Changes the weights, or the adapter; what is in flight goes on (or is finished first, where versions are not
@@ -165,11 +178,11 @@ class Endpoint:
             ConfigError: the server was not started for what is asked of it.
             SamplerUnavailable: the server is away, or nobody knows what it serves now; `version` is then -1.
         """
-        if self.gives_versions:
-            await self._change(directory, shapes, version)
-            return
-        async with self._closed():
-            await self._change(directory, shapes, version)
+        try:
+            async with nullcontext() if self.gives_versions else self._closed():
+                await self._change(directory, shapes, version)
+        except RequestFailed as error:  # of every load, then
+            raise ConfigError(str(error), setting="sampler_options.servers") from error
 
     async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
         label, self.version, before = str(version), -1, self.version
@@ -234,8 +247,6 @@ class Endpoint:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
     async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
         response = await self._respond(method, path, json=json, seconds=seconds)
-        if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise SamplerUnavailable(f"{self.url}{path} failed with {response.status_code}: {_told(response)}")
         if response.status_code == HTTPStatus.NOT_FOUND:
             raise ConfigError(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
@@ -243,10 +254,8 @@ class Endpoint:
                 setting="sampler_options.servers",
             )
         if response.status_code >= HTTPStatus.BAD_REQUEST:
-            raise ConfigError(
-                f"{self.url}{path} refuses what the worker asks ({response.status_code}): {_told(response)}",
-                setting="sampler_options.servers",
-            )
+            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}"
+            raise error_of_status(response.status_code, sentence, response.headers.get("Retry-After", ""))
         try:
             return response.json() if response.content else {}
         except ValueError as error:
@@ -261,6 +270,7 @@ class Endpoint:
             except BROKEN:
                 # A kept connection can be closed just as it is used again. Everything asked here may be asked twice;
                 # a server that died refuses the second connection.
+                await asyncio.sleep(AGAIN_SECONDS)
                 return await ask()
         except httpx.TimeoutException as error:
             raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
@@ -271,21 +281,19 @@ class Endpoint:
     def _completion(self, choice: Mapping[str, Any], version: int, *, greedy: bool) -> Completion:
         ids = choice.get("token_ids")
         if ids is None:
-            raise ConfigError(
+            raise RequestFailed(
                 f"{self.url} returns no token ids: its text would have to be tokenised again, and a logprob would then "
-                "belong to a token that was never sampled",
-                setting="sampler_options.servers",
+                "belong to a token that was never sampled"
             )
         tokens = np.asarray(ids, np.int32)
         logprobs = np.zeros(len(tokens), np.float32) if greedy else np.array(_logprobs(choice), np.float32)
         if logprobs.shape != tokens.shape:
-            raise SamplerUnavailable(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
+            raise RequestFailed(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
         spans = choice.get("weight_versions")
         if self.gives_versions and len(tokens) and not spans:
-            raise ConfigError(
+            raise RequestFailed(
                 f"{self.url}{GENERATE} does not say which version sampled which token (weight_versions): take vLLM "
-                "0.32 or newer, or start the server without --enable-scale-out",
-                setting="sampler_options.servers",
+                "0.32 or newer, or start the server without --enable-scale-out"
             )
         return Completion(
             tokens=tokens,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.adapters import model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
@@ -103,14 +103,18 @@ class OpenAISampler:
         if self._policy is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
         tried: set[str] = set()
+        busy: SamplerBusy | None = None
         while True:
-            endpoint = self._least_loaded(tried)
+            endpoint = self._least_loaded(tried, busy)
             tried.add(endpoint.url)
             endpoint.in_flight += n
             try:
                 completions = await endpoint.sample(prompt, n=n, sampling=sampling)
+            except SamplerBusy as error:
+                busy = error
+                continue
             except SamplerUnavailable as error:
-                self._take_down(endpoint, error)
+                await self._tell_apart(endpoint, error)
                 continue
             finally:
                 endpoint.in_flight -= n
@@ -127,14 +131,32 @@ class OpenAISampler:
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     # -- servers -------------------------------------------------------------------------------------------------------
-    def _least_loaded(self, tried: set[str]) -> Endpoint:
+    def _least_loaded(self, tried: set[str], busy: SamplerBusy | None) -> Endpoint:
         able = [e for e in self._endpoints if e.url in self._up and e.url not in tried]
         if not able:
-            raise SamplerUnavailable(self._nobody())
+            raise busy or SamplerUnavailable(self._nobody())
         return min(able, key=lambda e: e.in_flight)
 
     def _nobody(self) -> str:
         return "no server can sample: " + "; ".join(self._trouble.values())
+
+    async def _tell_apart(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
+        """Takes a server down that failed, unless it answers another request.
+
+        Raises:
+            RequestFailed: it does; what failed is the request.
+            SamplerBusy: it takes none now.
+        """
+        if endpoint.url not in self._up:  # another request has told already
+            return
+        try:
+            await endpoint.answers()
+        except SamplerBusy:
+            raise
+        except (SamplerUnavailable, ConfigError):
+            self._take_down(endpoint, error)
+            return
+        raise RequestFailed(f"{error}; the server answers others") from error
 
     def _take_down(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
         self._up.discard(endpoint.url)
@@ -179,5 +201,5 @@ class OpenAISampler:
                     return
                 for endpoint in self._endpoints:
                     if endpoint.url not in self._up:
-                        with contextlib.suppress(SamplerUnavailable, WeightsError):
+                        with contextlib.suppress(ConfigError, SamplerUnavailable, WeightsError):
                             await self._bring_up(endpoint, self._directory, self._shapes, self._policy.version)

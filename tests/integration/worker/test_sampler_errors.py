@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rlbuffer.config.settings import ModelSettings, WorkerSettings
-from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RequestFailed, RlbufferError, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.files import publish
@@ -66,12 +66,12 @@ def away(request: httpx.Request) -> httpx.Response:
         (
             lambda request: httpx.Response(500, text="engine\ndead"),
             SamplerUnavailable,
-            f"{URL}/inference/v1/generate failed with 500: engine dead",
+            f"{URL}/inference/v1/generate answers 500: engine dead",
         ),
         (
             lambda request: httpx.Response(400, text="no such model"),
-            ConfigError,
-            f"{URL}/inference/v1/generate refuses what the worker asks (400): no such model",
+            RequestFailed,
+            f"{URL}/inference/v1/generate answers 400: no such model",
         ),
         (
             lambda request: httpx.Response(404),
@@ -86,10 +86,10 @@ def away(request: httpx.Request) -> httpx.Response:
             SamplerUnavailable,
             f"{URL}/inference/v1/generate answered with something that is not JSON",
         ),
-        (choices(), SamplerUnavailable, f"{URL}: 0 completions came instead of 1"),
+        (choices(), RequestFailed, f"{URL}: 0 completions came instead of 1"),
         (
             choices({"text": "a"}),
-            ConfigError,
+            RequestFailed,
             (
                 f"{URL} returns no token ids: its text would have to be tokenised again, and a logprob would then "
                 "belong to a token that was never sampled"
@@ -97,12 +97,12 @@ def away(request: httpx.Request) -> httpx.Response:
         ),
         (
             choices({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}),
-            SamplerUnavailable,
+            RequestFailed,
             f"{URL}: 1 logprobs came for 2 tokens",
         ),
         (
             choices({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}),
-            ConfigError,
+            RequestFailed,
             (
                 f"{URL}/inference/v1/generate does not say which version sampled which token (weight_versions): take "
                 "vLLM 0.32 or newer, or start the server without --enable-scale-out"
