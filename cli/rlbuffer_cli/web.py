@@ -17,7 +17,7 @@ from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render import html_views as views
-from rlbuffer_cli.render.html import POLICY, Sources, head, safe
+from rlbuffer_cli.render.html import SERVED_POLICY, Sources, head, safe
 from rlbuffer_cli.render.html_files import sources_of
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -26,10 +26,9 @@ SECRET_BYTES = 24
 PATIENCE_SECONDS_OF_A_PAGE = 2.0
 """A server that is away is said to be so after this time."""
 MOST_QUERY_FIELDS = 20
-OWN_FORM = POLICY.replace("form-action 'none'", "form-action 'self'")
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
-    "Content-Security-Policy": f"{OWN_FORM}; frame-ancestors 'none'",
+    "Content-Security-Policy": f"{SERVED_POLICY}; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -105,7 +104,7 @@ class Handler(AskedRequest):
         missing = isinstance(error, AmbiguousId | NotFound | StepRetired)
         other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
         self._begin(HTTPStatus.NOT_FOUND if missing else other)
-        for piece in head("rlbuffer inspect"):
+        for piece in head("rlbuffer inspect", SERVED_POLICY):
             self._write(piece)
         self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
 

@@ -46,7 +46,10 @@ MARK_COLOURS = {
     7: ["", *(("cyan", "yellow", "green", "magenta", "red")[i % 5] for i in range(10))],
 }
 CSS = style(MARK_COLOURS)
-POLICY = policy(CSS)
+POLICY = policy(CSS, forms="none")
+"""Of a file."""
+SERVED_POLICY = policy(CSS, forms="self")
+"""Of a page of `inspect --web`, in its headers and in itself: a browser obeys both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ def safe(text: str, most: int = MOST_CHARACTERS) -> str:
 
 def page(details: Iterable[GroupDetail], *, title: str, sources: Sources, now: float | None = None) -> Iterator[str]:
     """The page in pieces, in order. `title` heads it; `now`: Unix seconds of the reading."""
-    yield from head(title)
+    yield from head(title, POLICY)
     yield lens_choice()
     when = f"read {str(utc(now))[:19].replace('T', ' ')} UTC; " if now is not None else ""
     yield f'<p class="n">{when}choose a lens, hover over a token for its numbers.</p>\n'
@@ -77,10 +80,10 @@ def page(details: Iterable[GroupDetail], *, title: str, sources: Sources, now: f
     yield "</main></body></html>\n"
 
 
-def head(title: str) -> Iterator[str]:
-    """Everything before the first element of the page's own."""
+def head(title: str, policy: str) -> Iterator[str]:
+    """Everything before the first element of the page's own. `policy`: its Content-Security-Policy."""
     yield '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     yield '<meta name="viewport" content="width=device-width"><meta name="referrer" content="no-referrer">\n'
     yield f"<title>{safe(title, 200)}</title>\n<style>{CSS}</style></head>\n<body><main><h1>{safe(title, 1000)}</h1>\n"
 

@@ -53,7 +53,8 @@ def style(colours: dict[int, list[str]]) -> str:
     return "\n".join(rules)
 
 
-def policy(css: str) -> str:
-    """The Content-Security-Policy of a page with this style: nothing is fetched, run, framed or sent."""
+def policy(css: str, *, forms: str) -> str:
+    """The Content-Security-Policy of a page with this style: nothing is fetched, run or framed. A form may be sent to
+    `forms`: `none`, or `self`, the server that the page is from."""
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action '{forms}'"

@@ -11,7 +11,7 @@ from rlbuffer.errors import FilterError, NotFound, RlbufferError
 from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
-from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
+from rlbuffer_cli.render.html import SERVED_POLICY, Sources, group_facts, head, lens_choice, rollout_section, safe
 from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
@@ -66,7 +66,7 @@ def lines(texts: Sequence[str]) -> str:
 
 def frame(buffer: Buffer, title: str) -> Iterator[str]:
     """The beginning of every page, with the way to the others."""
-    yield from head(f"{title} · run {buffer.run}")
+    yield from head(f"{title} · run {buffer.run}", SERVED_POLICY)
     ways = " · ".join((link("./", "pool"), link("steps", "steps"), link("workers", "workers")))
     yield f'<p class="n">{ways}</p>\n'
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from browsing import Person, browse
@@ -46,6 +50,56 @@ def buffer(url: str) -> Iterator[rlbuffer.Buffer]:
         yield opened
 
 
+class Browser:
+    """A Chromium that is told what to do, over its pipe for debuggers."""
+
+    def __init__(self, folder: Path) -> None:
+        words = (*pictures.QUIET, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank")
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", pictures.chromium(), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._asked, self._session = 0, {}
+        target = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        session = self.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        self._session = {"sessionId": session}
+
+    def ask(self, method: str, **params: Any) -> Any:
+        """One command. -> its result."""
+        self._asked += 1
+        command = {"id": self._asked, "method": method, "params": params, **self._session}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\0")
+        self._process.stdin.flush()
+        while True:
+            said = bytearray()
+            while (byte := self._process.stdout.read(1)) != b"\0":
+                assert byte, "Chromium has ended"
+                said += byte
+            answer = json.loads(said)
+            if answer.get("id") == self._asked:
+                return answer["result"]
+
+    def value(self, expression: str) -> Any:
+        """What an expression is in the page."""
+        return self.ask("Runtime.evaluate", expression=expression, userGesture=True)["result"].get("value")
+
+    def sees(self, expression: str) -> None:
+        """Waits until an expression is true in the page."""
+        until = time.monotonic() + pictures.PATIENCE_SECONDS / 4
+        while self.value(expression) is not True:
+            assert time.monotonic() < until, self.value("document.body.innerText")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.communicate()
+
+
 def leaves(requests: set[str], own: str) -> set[str]:
     """Requests for anything but the page's own address."""
     return {request for request in requests if not request.startswith(own)}
@@ -69,10 +123,25 @@ def test_no_request_leaves_a_page_of_the_web(buffer: rlbuffer.Buffer, tmp_path: 
     with pictures.served(buffer) as pages:
         dom = pictures.visit(pages.url + path, tmp_path / "a")
         requests = pictures.requests_of(tmp_path / "a")
-        assert leaves(requests, f"http://127.0.0.1:{pages.server_port}/") == set()
+        assert leaves(requests, f"http://127.0.0.1:{pages.server_address[1]}/") == set()
     assert f"run {RUN}</title>" in dom
     assert "talk.7" in dom
     assert len(dom) < 3_000_000
+
+
+@needs_chromium
+def test_the_filter_of_the_web_shows_what_was_asked_for(buffer: rlbuffer.Buffer, tmp_path: Path) -> None:
+    browser = Browser(tmp_path)
+    try:
+        with pictures.served(buffer) as pages:
+            browser.ask("Page.navigate", url=pages.url)
+            browser.sees("document.forms.length == 1 && document.body.innerText.includes('talk.7')")
+            browser.value("document.forms[0].where.value = 'env:other'; document.forms[0].requestSubmit()")
+            browser.sees("location.search.includes('where=env%3Aother') && document.forms.length == 1")
+            assert browser.value("document.forms[0].where.value") == "env:other"
+            assert "talk.7" not in browser.value("document.body.innerText")
+    finally:
+        browser.close()
 
 
 @needs_chromium
