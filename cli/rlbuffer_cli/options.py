@@ -78,6 +78,13 @@ class Given:
         """Setting -> (flag, value)."""
         return {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
 
+    def again(self, run: str) -> str:
+        """The flags that lead another command to this run."""
+        import shlex
+
+        places = {"--config": self.config, "--redis": self.redis, "--home": self.home, "--run": run}
+        return shlex.join(word for flag, value in places.items() if value for word in (flag, value))
+
     def load(self, flags: Mapping[str, tuple[str, Any]] | None = None, *, parts: Collection[str] = ()) -> Loaded:
         """Settings from file, environment and these flags, then `flags` (dotted name -> (flag, value)).
 

@@ -192,8 +192,6 @@ def folders_of(file: Path | None) -> list[str]:
 def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: Mistakes) -> RunSettings:
     """The settings, what is wrong with them noted and left out."""
     while True:
-        if isinstance(data.get("batcher"), dict):
-            data["batcher"].setdefault("row_tokens", RunSettings().batcher.row_tokens)
         try:
             return RunSettings.model_validate(data)
         except ValidationError as error:

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlbuffer.config import dotted
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, Table
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
+
+ROW_TOKENS = 8192
+"""Default of `batcher.row_tokens`."""
 
 
 class ServerSettings(Table):
@@ -233,7 +236,7 @@ class RunSettings(Table):
         "groups as it samples at once.",
     )
     server: ServerSettings = ServerSettings()
-    batcher: BatcherConfig = Field(default_factory=lambda: BatcherConfig(row_tokens=8192))
+    batcher: BatcherConfig = Field(default_factory=lambda: BatcherConfig(row_tokens=ROW_TOKENS))
     model: ModelSettings = ModelSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
@@ -242,6 +245,12 @@ class RunSettings(Table):
     worker: Mapping[Names, WorkerSettings] = Field(default_factory=dict)
     score: Mapping[Names, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)
+
+    @field_validator("batcher", mode="before")
+    @classmethod
+    def _of_any_length(cls, given: Any) -> Any:
+        """A table need not say how long a row is, wherever it comes from."""
+        return {"row_tokens": ROW_TOKENS, **given} if isinstance(given, Mapping) else given
 
     @property
     def home_dir(self) -> Path:

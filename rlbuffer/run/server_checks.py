@@ -24,6 +24,7 @@ from rlbuffer.run.diagnosis import Diagnosis, doubtful, failed, well
 from rlbuffer.run.loading import meant_run
 from rlbuffer.run.run_checks import on_run
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
+from rlbuffer.store.records import Meta
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.address import is_memory
@@ -262,6 +263,8 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
     others: list[str] = []
     try:
         names = RedisStore(connection, run, patience_seconds=0).runs()
+    except ServerUnsuitable:  # a role's user reads its own run alone
+        names = {}
     except RlbufferError as error:
         yield failed("run", str(error), "let this user read the server's keys: ACL SETUSER NAME ~* +@read")
         return
@@ -285,9 +288,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
         if meta.error:
             yield failed("run", f'the batcher of run "{run}" failed: {meta.error}', "start `rlbuffer serve` again")
         else:
-            trained = store.trainer().trained
-            yield well("run", f'"{run}" is at step {meta.step}, {trained} trained; schema {meta.schema}')
-            yield from on_run(store, opened=names.get(run, 0.0))
+            yield from _at_work(store, run, meta, opened=names.get(run, 0.0))
     if others:
         named = ", ".join(sorted(others)[:NAMED_RUNS])
         yield doubtful(
@@ -295,3 +296,16 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
             f"{plural(len(others), 'other run')} cannot be read by this version: {named}",
             "rlbuffer runs says why",
         )
+
+
+def _at_work(store: RedisStore, run: str, meta: Meta, *, opened: float) -> Iterator[Diagnosis]:
+    """How far the run is, and what keeps it from going on, as far as this user may read that."""
+    progress = f'"{run}" is at step {meta.step}'
+    try:
+        trained = store.trainer().trained
+        troubles = list(on_run(store, opened=opened))
+    except ServerUnsuitable:
+        yield well("run", f"{progress}; schema {meta.schema}. What it waits for, this user may not read: viewer may")
+        return
+    yield well("run", f"{progress}, {trained} trained; schema {meta.schema}")
+    yield from troubles

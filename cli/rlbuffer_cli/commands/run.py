@@ -43,7 +43,8 @@ def command(
     from rlbuffer_cli.session import say_ended
 
     flags = {"trainer.steps": ("--steps", steps)}
-    loaded = replace(given, config=config_file or given.config).load(flags, parts=EVERYTHING)
+    given = replace(given, config=config_file or given.config)
+    loaded = given.load(flags, parts=EVERYTHING)
     settings = loaded.settings
     shown = options.choose_display(display)
     stop = threading.Event()
@@ -59,8 +60,8 @@ def command(
         with connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer:
             code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
             say_ended(buffer, settings, code)
-    name = options.program()
-    say(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
+    name, where = options.program(), given.again(settings.run)
+    say(f"next: {name} inspect {where}   {name} verify {where}", err=True)
     return code
 
 

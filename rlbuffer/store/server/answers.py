@@ -130,9 +130,11 @@ def understand(
         needed = "a run needs Redis 7.0 or Valkey 7.2, or newer"
         return Understood(ServerUnsuitable(f"the server at {address} is too old, it has no HELLO: {needed}.{source}"))
     if isinstance(error, LOGIN) or any(denial in words for denial in DENIED_INSIDE):
+        lacks_password = words.startswith(("HELLO must be called with", "Authentication required"))
+        why = "it asks for a password, and none was given" if lacks_password else words.rstrip(".")
         return Understood(
             ServerUnsuitable(
-                f"the server at {address} does not allow this: {words}.{source}\n"
+                f"the server at {address} does not allow this: {why}.{source}\n"
                 "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
                 "redis_password_file), and at the server's ACL for that user."
             )

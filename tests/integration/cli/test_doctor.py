@@ -249,6 +249,21 @@ def test_twelve_troubles_and_more_are_planted() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("user", ["viewer", "worker", "scorer", "trainer", "operator"])
+def test_a_sound_run_has_no_failure_under_the_user_of_any_role(place: Place, call: Call, user: str) -> None:
+    users = place.folder / "users.acl"
+    users.write_text((Path(__file__).parents[3] / "deploy" / "users.acl").read_text())
+    server = place.server(aclfile=str(users))
+    host = server.url.removeprefix("redis://")
+    with rlbuffer.connect(f"redis://operator:CHANGE-operator@{host}", run="math") as buffer:
+        buffer.store.open_run()
+    place.monkeypatch.setenv("RLBUFFER_REDIS_PASSWORD", f"CHANGE-{user}")
+    code, out, err = call("--redis", f"redis://{user}@{host}", "--run", "math", "--json")
+    runs = [record for record in map(json.loads, out.splitlines()) if record["subject"] == "run"]
+    assert (code, err, [record["verdict"] for record in runs]) == (0, "", ["ok"])
+
+
+@pytest.mark.server
 def test_a_sound_host_and_server_have_no_trouble(place: Place, call: Call) -> None:
     server = place.server()
     place.config(GOOD)

@@ -213,6 +213,8 @@ def test_pushing_the_same_group_again_changes_nothing_that_trains(url: str) -> N
     [
         (rlbuffer.BatcherConfig(77), "row_tokens", 77),
         ({"batcher": {"row_tokens": 77, "max_age": 3}}, "max_age", 3),
+        ({"batcher": {"max_age": 2}}, "max_age", 2),
+        ({"batcher": {"max_age": 2}}, "row_tokens", 8192),
         (None, "row_tokens", 8192),
     ],
 )

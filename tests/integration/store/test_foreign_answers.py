@@ -127,6 +127,13 @@ def test_a_login_that_was_never_taken_is_not_waited_for(tmp_path: Path) -> None:
         Connection(talking.url, home=tmp_path, server=ServerSettings(), name="test", patience_seconds=30)
 
 
+def test_a_server_that_asks_for_a_password_is_told_without_the_words_of_its_protocol(tmp_path: Path) -> None:
+    answer = b"-NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO <proto> AUTH\r\n"
+    with TalkingServer(answer) as talking, pytest.raises(ServerUnsuitable, match="password") as refused:
+        Connection(talking.url, home=tmp_path, server=ServerSettings(), name="test", patience_seconds=30)
+    assert "HELLO" not in str(refused.value)
+
+
 def test_a_login_that_is_not_taken_any_more_says_so(talking: TalkingServer, connection: Connection) -> None:
     talking.reply = b"-NOAUTH Authentication required.\r\n"
     _, error, _ = counted(connection, patience_seconds=0)
