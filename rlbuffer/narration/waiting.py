@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from rlbuffer.narration.numbers import plural
 
-NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
+NO_TRAINER = "No trainer has joined yet. One that was started loads its model first; else start `rlbuffer train`."
 UNHEARD = "The batcher has not heard of this trainer yet."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
 STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
 AGAIN_SECONDS = 60.0
 """A trouble that lasts is said once, and again after so long."""
 NOTHING_YET = "No env has sent a group that can train yet."
-NO_WORKER = "No worker has been heard of: start one with `rlbuffer worker`."
+NO_WORKER = "No worker has been heard of. One that was started loads its model first; else start `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
 DEAD_BATCHER = "No batcher leads the run, and the last one has ended without a word: start `rlbuffer serve` again."
 _NORMAL = " Normal while workers generate."

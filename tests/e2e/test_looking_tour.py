@@ -20,7 +20,7 @@ SCREENS = {
     "rollout-logprob": ("2 logprob: ", "TOKEN ", "LIFE"),
     "rollout-advantage": ("3 advantage: ",),
     "steps": ("reward ", "entropy ", "closed by"),
-    "step": ("rank 0: ", "rank 1: ", "padding", "worst rollout"),
+    "step": ("rank 0: ", "rank 1: ", "empty", "worst rollout"),
     "workers": ("worker vcopy", "worker repeat", "rank 0", "batcher"),
     "short": ("env repeat has no worker at work: repeat was heard",),
     "stale": ("worker vcopy-old", "no heartbeat", "stale prompts: old prompt "),

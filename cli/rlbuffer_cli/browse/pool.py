@@ -65,6 +65,8 @@ class Pool(Look):
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
         self.views: list[GroupView] = []
+        self.where = ""
+        """The filter that they obey; another one is asked for until it is read."""
         self.limit = GROUPS_PER_READ
         self._look = PoolLook(self.looking.buffer.store)
         self.sort, self.is_reversed = "newest first", False
@@ -88,7 +90,7 @@ class Pool(Look):
         count = plural(len(self.views), "group") if self.is_read else "reading"
         if len(self.views) >= self.limit:
             count = f"the first {count} (m: more)"
-        where = f" where {self.looking.where}" if self.looking.where else ""
+        where = f" where {self.where}" if self.where else ""
         order = f"by {self.sort}" if self.sort != "newest first" else "by state, newest first"
         clock = f" as of {str(utc(self.seconds))[11:19]} UTC" if self.seconds else ""
         return f'{count}{where}, {order}{", reversed" * self.is_reversed} · run "{self.looking.buffer.run}"{clock}'
@@ -98,6 +100,7 @@ class Pool(Look):
         problems: list[RlbufferError] = []
         store, look = buffer.store, self._look
         self.views = await self.ask(lambda: run.groups(where, limit, problems, look))
+        self.where = where
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()

@@ -205,8 +205,8 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
 
 
 def largest_reward(detail: GroupDetail) -> float:
-    """The length of a whole reward bar."""
-    return max((abs(m.reward) for m in detail.members if m.reward is not None), default=1.0) or 1.0
+    """The reward of a whole bar: 1, or more where a rollout has more, so that bars of two groups can be compared."""
+    return max([1.0, *(abs(m.reward) for m in detail.members if m.reward is not None)])
 
 
 def _stop(finish_reason: str, is_truncated: bool) -> str:

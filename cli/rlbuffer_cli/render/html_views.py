@@ -157,18 +157,22 @@ def steps(run: WholeRun) -> Iterator[str]:
         "fill": [header.fill for header in headers],
         "tokens": [float(header.tokens) for header in headers],
     }
-    for name, values in curves.items():
-        yield curve(name, numbers, values)
-    yield from _entropy(run.buffer)
+    drawn = {
+        name: [(n, v) for n, v in zip(numbers, values, strict=True) if v is not None] for name, values in curves.items()
+    }
+    drawn["entropy"] = _entropy(run.buffer)
+    known = [n for points in drawn.values() for n, _ in points]
+    for name, points in drawn.items():
+        yield curve(name, points, (min(known), max(known))) if len(points) > 1 else ""
     yield lines(trend_lines(run.buffer.settings.output_dir, headers))
     rows = [step_row(header, trained=trained) for header in headers[::-1]]
     yield table(STEP_HEADER, rows, [link("step", str(n), n=str(n)) for n in numbers[::-1]])
     yield PAGE_END
 
 
-def _entropy(buffer: Buffer) -> Iterator[str]:
-    records = [r for r in recent_metrics(buffer.settings.output_dir) if isinstance(r.get("entropy"), float)]
-    yield curve("entropy", [r["step"] for r in records], [r["entropy"] for r in records])
+def _entropy(buffer: Buffer) -> list[tuple[int, float]]:
+    records = recent_metrics(buffer.settings.output_dir)
+    return [(r["step"], r["entropy"]) for r in records if isinstance(r.get("entropy"), float)]
 
 
 def step(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
@@ -197,14 +201,11 @@ def workers(buffer: Buffer) -> Iterator[str]:
     yield PAGE_END
 
 
-def curve(name: str, numbers: Sequence[int], values: Sequence[float | None]) -> str:
-    """A line over the steps, its ends in numbers; nothing of fewer than two values."""
-    points = [(n, v) for n, v in zip(numbers, values, strict=True) if v is not None]
-    if len(points) < 2:
-        return ""
+def curve(name: str, points: Sequence[tuple[int, float]], steps: tuple[int, int]) -> str:
+    """A line of (step, value), its ends in numbers. The whole width is from the first to the last of `steps`."""
     low, high = min(v for _, v in points), max(v for _, v in points)
-    across, up = points[-1][0] - points[0][0], (high - low) or 1.0
-    places = " ".join(f"{600 * (n - points[0][0]) / across:.1f},{80 - 76 * (v - low) / up:.1f}" for n, v in points)
+    first, across, up = steps[0], max(1, steps[1] - steps[0]), (high - low) or 1.0
+    places = " ".join(f"{600 * (n - first) / across:.1f},{80 - 76 * (v - low) / up:.1f}" for n, v in points)
     words = f"{name}: {low:.4g} to {high:.4g} over steps {points[0][0]} to {points[-1][0]}, last {points[-1][1]:.4g}"
     return (
         f'<h4>{safe(words)}</h4><svg viewBox="0 0 600 84" width="600" height="84" role="img">'

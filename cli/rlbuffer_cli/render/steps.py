@@ -34,7 +34,7 @@ WHY_CLOSED: Mapping[str, str] = MappingProxyType(
 """Rule -> why it ended the selection."""
 ENV_MARKS = "█▓▒ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of envs in a bar."""
-PADDING = "/"
+EMPTY = "/"
 ROLLOUT_HEADER = ("rollout", "env", "reward", "advantage", "tokens", "rank", "worker", "prompt")
 STEP_ROLLOUT_NUMBERS = frozenset({"reward", "advantage", "tokens", "rank"})
 ROLLOUT_OPTIONAL = ("worker", "rank", "prompt", "env", "advantage")
@@ -145,19 +145,19 @@ def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[str]:
-    """A bar for each row of each rank: the tokens of its envs, then padding."""
+    """A bar for each row of each rank: the tokens of its envs, then what is empty."""
     marks = env_marks(step)
     rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
     capacity = max(1, step.row_tokens)
     room = max(8, width - 30)
     legend = "  ".join(f"{mark} {env}" for env, mark in marks.items())
-    yield f"rows of {step.row_tokens:,} tokens: {legend}  {PADDING} padding"
+    yield f"rows of {step.row_tokens:,} tokens: {legend}  {EMPTY} empty"
     ranks = rank_figures(step, cost)
     most = max((rank["cost"] for rank in ranks), default=0) or 1
     for rank in ranks:
         rows, tokens = rank["rows"], rank["tokens"]
-        padding = 1 - tokens / (capacity * len(rows)) if rows else 0.0
-        size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(padding)} padding"
+        empty = 1 - tokens / (capacity * len(rows)) if rows else 0.0
+        size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
         yield f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank"
         for number, row in enumerate(rows):
             used = sum(rollouts[name].info.length for name in row)
@@ -165,4 +165,4 @@ def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[st
             for name in row:
                 reached += rollouts[name].info.length
                 bar += marks[rollouts[name].env] * (min(room, round(room * reached / capacity)) - len(bar))
-            yield f"  {number:>4} {bar.ljust(room, PADDING)} {used:>9,} tokens"
+            yield f"  {number:>4} {bar.ljust(room, EMPTY)} {used:>9,} tokens"

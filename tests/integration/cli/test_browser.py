@@ -250,9 +250,7 @@ def test_steps_are_rows_and_one_step_is_bars_of_its_ranks(run: Run, buffer: rlbu
         await person.press("t")
         await person.sees("2 steps that can still be read", "capacity", "packed")
         await person.press("j", "enter")
-        shown = await person.sees(
-            "step 1   packed", "closed by capacity", "rank 0:", "rank 1:", "█ a", "▓ b", "padding"
-        )
+        shown = await person.sees("step 1   packed", "closed by capacity", "rank 0:", "rank 1:", "█ a", "▓ b", "empty")
         assert "rows of 64 tokens" in shown
         await person.press("N")
         await person.sees("step 2   packed")

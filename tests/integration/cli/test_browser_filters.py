@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browsing import Person, browse
@@ -15,6 +17,7 @@ from textual import events
 import rlbuffer
 from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
+from rlbuffer_cli.whole_run import WholeRun
 
 
 @pytest.fixture
@@ -53,6 +56,29 @@ def test_a_filter_about_rollouts_chooses_groups_and_marks_the_rollouts_that_matc
         shown = await person.sees("group a.1: 1 of 3 rollouts match stop:length text:/answer is/")
         marked = [line for line in shown.splitlines() if "*" in line]
         assert [line.split()[:2] for line in marked] == [["*", "a.1/1"]]
+
+    browse(buffer, tour, size=(120, 30))
+
+
+def test_a_filter_is_named_when_the_groups_obey_it(buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, may_answer, read = threading.Event(), threading.Event(), WholeRun.groups
+
+    def slow(run: WholeRun, where: str, *rest: Any) -> Any:
+        if where:
+            asked.set()
+            assert may_answer.wait(60)
+        return read(run, where, *rest)
+
+    monkeypatch.setattr(WholeRun, "groups", slow)
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0", "a.1")
+        await person.press("slash", *"env:b", "enter")
+        await person.until(lambda shown: asked.is_set() and "env:a" not in shown, "the groups are read")
+        assert ("a.0" in person.text(), "where env:b" in person.text()) == (True, False)
+        may_answer.set()
+        shown = await person.sees("0 groups where env:b")
+        assert "a.0" not in shown
 
     browse(buffer, tour, size=(120, 30))
 
