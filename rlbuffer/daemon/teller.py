@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
+from rlbuffer.events.history import Committed
+from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
+from rlbuffer.narration.waiting import not_normal
 from rlbuffer.process.identity import identity
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
@@ -16,6 +20,9 @@ from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
 """Seconds between heartbeats, and after which a waiting sentence is written again although it is the same."""
+
+READ_RECORDS = 1000
+"""Records of the history in which a new leader looks for the last steps."""
 
 Emit = Callable[[BatcherEvent], None]
 
@@ -44,6 +51,10 @@ class Teller:
         self._has_stepped = False
         """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
+        self._steps: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
+        """Records of the newest steps, the newest first."""
+        self._lesson = ""
+        """Nothing is to be learned from them."""
 
     def emit(self, event: BatcherEvent) -> None:
         """Something happened."""
@@ -54,6 +65,9 @@ class Teller:
         """A new leadership: says the sentence again, and counts drops from 0."""
         self._told, self._beat_at = ("", float("-inf")), float("-inf")
         self._drops, self._record = {}, {}
+        self._steps.clear()
+        self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
+        self._lesson = nothing_to_learn(self._steps)
 
     def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "", why: Wait | None = None) -> None:
         """The waiting sentence, "" when nothing is waited for; and when it is due the leader's heartbeat, which is
@@ -61,6 +75,8 @@ class Teller:
 
         `trouble` is what somebody must cure, in the sentence or beside it; `why` is the kind of reason that it gives.
         """
+        if sentence and self._lesson:
+            sentence = f"{not_normal(sentence)} {self._lesson}"
         before, at = self._told
         now = time.monotonic()
         if sentence != before and sentence:
@@ -103,6 +119,11 @@ class Teller:
         """A step was committed: one event with all that was dropped since the last one. `flat` of its groups teach
         nothing."""
         self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops, flat=flat))
+        figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
+        self._steps.appendleft({"event": Committed.event, **figures})
+        was_said, self._lesson = bool(self._lesson), nothing_to_learn(self._steps)
+        if self._lesson and not was_said:
+            self.emit(CureNeeded(sentence=self._lesson))
         self._has_stepped = True
         self.settled()
 

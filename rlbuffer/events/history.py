@@ -30,6 +30,8 @@ class Committed(Event):
     fill: float
     envs: Mapping[str, Mapping[str, Any]]
     """Env -> its figures, as in the step's header."""
+    flat: int | None = field(default=None, metadata=IF_ANY)
+    """Groups of it that teach nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

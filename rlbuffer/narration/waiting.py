@@ -159,6 +159,15 @@ def for_damaged(step: int, rollouts: int, whose: str) -> str:
     )
 
 
+def for_flat(flat: int, groups: int, steps: int, reward: float | None) -> str:
+    """Steps go on, and nearly nothing in them has a gradient."""
+    mean = "" if reward is None else f", at a mean reward of {reward:.3f}"
+    return (
+        f"Nothing to learn: {flat} of the {groups} groups of the last {plural(steps, 'step')} ({flat / groups:.0%}) "
+        f"are flat{mean}."
+    )
+
+
 def all_paused(envs: list[str]) -> str:
     """Nobody may give anything."""
     return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."

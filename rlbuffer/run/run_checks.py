@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from rlbuffer.events.history import Committed, Dropped
+from rlbuffer.events.lessons import nothing_to_learn
 from rlbuffer.narration.numbers import duration, plural
 from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 from rlbuffer.records.states import Reason
@@ -52,6 +53,8 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
         for sentence in troubles(name, beat):
             yield doubtful("run", sentence, "rlbuffer inspect --workers shows the last error with its traceback")
     yield from _going_stale(store)
+    if lesson := nothing_to_learn(store.history()):
+        yield doubtful("run", lesson, GUIDE)
     sentence = store.waiting().get("batcher", "")
     if sentence and (idle := _idle_seconds(store, opened)):
         yield doubtful("run", f"no step for {duration(idle)}. {sentence}", GUIDE)

@@ -64,6 +64,10 @@ class Sight:
     """Reason -> rollouts, tokens."""
     ages: tuple[float, int] | None
     """Mean and largest age in policy versions in the newest step; None before the first."""
+    reward: float | None
+    """Mean of the last steps; None where nothing is scored."""
+    lesson: str
+    """Nothing is to be learned from them, in a sentence."""
     trained: Sequence[Mapping[str, Any]]
     """The trainer's records of the last steps, where its metrics can be read here."""
 
@@ -96,6 +100,7 @@ class Sight:
 def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
     from rlbuffer.events.history import Committed, Dropped
+    from rlbuffer.events.lessons import last_steps, mean_reward, nothing_to_learn
 
     store = buffer.store
     now, history = store.now(), store.history(READ_RECORDS)
@@ -117,6 +122,8 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
         tokens=sum(record["tokens"] for record in recent),
         drops=dict(sorted(drops.items(), key=lambda item: -item[1][0])),
         ages=(steps[0]["age"], steps[0]["max_age"]) if steps else None,
+        reward=mean_reward(last_steps(history)),
+        lesson=nothing_to_learn(history),
         trained=trained[-RECENT_STEPS:],
     )
 
@@ -152,6 +159,8 @@ def sight_records(sight: Sight) -> Iterator[dict[str, Any]]:
         "sampled_versions": None if versions is None else list(versions),
         "age": sight.ages[0] if sight.ages else None,
         "max_age": sight.ages[1] if sight.ages else None,
+        "reward": sight.reward,
+        "nothing_to_learn": sight.lesson,
         "drops": {reason: list(counts) for reason, counts in sight.drops.items()},
         "trainer_wait": sight.wait.share if sight.wait else None,
     }
@@ -167,9 +176,11 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
     lines = [
         *header_lines(summary)[:FIRST_HEADER_LINES],
         *_troubles(summary),
+        *([f"  ! {sight.lesson}"] if sight.lesson else []),
         *(waiting_lines(summary) or ["  nobody waits"]),
         f"  rates    {_rates(sight)}",
         f"  lag      {_lag(sight)}",
+        *([f"  reward   {sight.reward:.3f} in the last steps"] if sight.reward is not None else []),
         *([f"  trainer  {_trainer(sight, sight.wait)}"] if sight.wait else []),
         f"  drops    {_drops(sight)}",
         f"  memory   {_memory(summary)}",

@@ -216,7 +216,7 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
     summary = {
         name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill", "envs")
     }
-    history = as_object(Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, **summary))
+    history = as_object(Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary))
     return payload.dumps(summary), payload.dumps(history)
 
 

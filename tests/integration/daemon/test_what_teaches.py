@@ -12,9 +12,13 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.events.lessons import LEAST_STEPS
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.run.run_checks import on_run
 from rlbuffer.testing import make_group
+from rlbuffer_cli.render.top import look, sight_lines, sight_records
 
 pytest_plugins = ("store_fixtures",)
 
@@ -78,3 +82,28 @@ def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) ->
         push(run, f"a.{n}", (), size=1)
     step = served.wait_for(lambda: served.said("step"))[0]
     assert (step["flat"], len(step["group_ids"])) == (2, 2)
+
+
+def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doctor(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+
+        def seen() -> tuple[str, str, list[str]]:
+            sight = look(buffer, [], PoolLook(buffer.store))
+            assert sight.reward == next(iter(sight_records(sight)))["reward"] == 0.0
+            assert sight.lesson in "\n".join(sight_lines(sight, None))
+            texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
+            return sight.lesson, run.store.waiting()["batcher"], [text for text in texts if text == sight.lesson]
+
+        for n in range(LEAST_STEPS - 1):
+            push(run, f"a.{n}", ())
+        served.wait_for(lambda: len(served.said("step")) == LEAST_STEPS - 1)
+        assert seen()[0] == ""
+        push(run, "a.last", ())
+        served.wait_for(lambda: len(served.said("step")) == LEAST_STEPS)
+        lesson, _, found = served.wait_for(lambda: (its := seen())[0] and its[0] in its[1] and its)
+        assert found == [lesson]
+        assert f"{LEAST_STEPS} of the {LEAST_STEPS} groups" in lesson
