@@ -9,7 +9,6 @@ from typing import Any
 
 from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
-from rlbuffer.events.history import Committed
 from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.narration.waiting import not_normal
 from rlbuffer.process.identity import identity
@@ -120,7 +119,7 @@ class Teller:
         nothing."""
         self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops, flat=flat))
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
-        self._steps.appendleft({"event": Committed.event, **figures})
+        self._steps.appendleft(figures)
         was_said, self._lesson = bool(self._lesson), nothing_to_learn(self._steps)
         if self._lesson and not was_said:
             self.emit(CureNeeded(sentence=self._lesson))

@@ -26,10 +26,10 @@ def mean_reward(steps: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(reward * rollouts for reward, rollouts in scored) / sum(n for _, n in scored) if scored else None
 
 
-def nothing_to_learn(newest_first: Iterable[Mapping[str, Any]]) -> str:
+def nothing_to_learn(steps: Iterable[Mapping[str, Any]]) -> str:
     """The sentence about a run of whose newest steps nearly all groups are flat; "" of another one, and where it is not
-    known. Takes records of the history."""
-    steps = [r for r in last_steps(newest_first) if isinstance(r.get("flat"), int)]
+    known. Takes :func:`last_steps`."""
+    steps = [r for r in steps if isinstance(r.get("flat"), int)]
     flat, groups = sum(r["flat"] for r in steps), sum(r["groups"] for r in steps)
     if len(steps) < LEAST_STEPS or flat < MOST_FLAT * groups:
         return ""

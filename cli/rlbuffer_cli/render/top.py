@@ -123,7 +123,7 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
         drops=dict(sorted(drops.items(), key=lambda item: -item[1][0])),
         ages=(steps[0]["age"], steps[0]["max_age"]) if steps else None,
         reward=mean_reward(last_steps(history)),
-        lesson=nothing_to_learn(history),
+        lesson=nothing_to_learn(last_steps(history)),
         trained=trained[-RECENT_STEPS:],
     )
 

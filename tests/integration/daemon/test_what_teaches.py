@@ -96,7 +96,11 @@ def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doct
             assert sight.reward == next(iter(sight_records(sight)))["reward"] == 0.0
             assert sight.lesson in "\n".join(sight_lines(sight, None))
             texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
-            return sight.lesson, run.store.waiting()["batcher"], [text for text in texts if text == sight.lesson]
+            return (
+                sight.lesson,
+                run.store.waiting().get("batcher", ""),
+                [text for text in texts if text == sight.lesson],
+            )
 
         for n in range(LEAST_STEPS - 1):
             push(run, f"a.{n}", ())
