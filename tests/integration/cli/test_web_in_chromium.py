@@ -61,7 +61,8 @@ class Browser:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._asked, self._session = 0, {}
+        self._asked = 0
+        self._session: dict[str, str] = {}
         target = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
         session = self.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         self._session = {"sessionId": session}
