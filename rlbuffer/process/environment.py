@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def name_process(title: str) -> None:
@@ -14,13 +17,34 @@ def name_process(title: str) -> None:
         setproctitle(f"rlbuffer {title}")
 
 
+def cores(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: those of its affinity, or what the quota of its control group comes to if that
+    is less. The host may have many more."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    group = Path()
+    with contextlib.suppress(OSError):
+        lines = own.read_text(encoding="utf-8").splitlines()
+        group = next((Path(line[len("0::/") :]) for line in lines if line.startswith("0::/")), group)
+    for each in (group, *group.parents):  # the lowest quota above it holds
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (cgroups / each / "cpu.max").read_text(encoding="utf-8").split()
+            allowed = min(allowed, int(quota) / int(period))  # ValueError: the quota is "max"
+    return max(1, int(allowed))
+
+
+def threads_of_one(busy: int) -> int:
+    """Threads for one of `busy` processes: what the user has set, else its share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) else max(1, cores() // busy)
+
+
 def share_cores(busy: int) -> None:
     """Threads for one of `busy` processes, unless the user has set them; before torch is imported.
 
     Otherwise every process starts a thread per core, and they spin while they wait for each other: with two workers
     and two ranks on two busy cores, a worker sampled about five times slower that way.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // busy)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_one(busy)))
     yield_cores()
 
 

@@ -19,7 +19,7 @@ from rlbuffer.errors import RankFailed, RlbufferError
 from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
-from rlbuffer.process.environment import name_process
+from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, end_when_stuck
@@ -83,7 +83,7 @@ def run_rank(
     name_process(f"rank {rank}")
     outlive_readers()
     os.environ.update(visible(settings.trainer.gpus))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    torch.set_num_threads(threads_of_one(here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)
     # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
