@@ -71,7 +71,7 @@ def _has_stopped(record: bytes) -> bool:
 
 def _file(config: str | None) -> Mapping[str, Any]:
     file = Path(config or os.environ.get("RLBUFFER_CONFIG") or "rlbuffer.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return tomllib.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}
 
 
 def _has_password() -> bool:
@@ -83,4 +83,4 @@ def _password(given: Mapping[str, Any]) -> str:
     file = os.environ.get("RLBUFFER_REDIS_PASSWORD_FILE") or given.get("redis_password_file")
     if password or not file:
         return password
-    return Path(file).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
+    return Path(file).expanduser().read_text(encoding="utf-8-sig").rstrip("\r\n")

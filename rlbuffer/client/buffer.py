@@ -352,7 +352,7 @@ def password_of(settings: RunSettings) -> str:
         return given
     file = settings.redis_password_file.expanduser()
     try:
-        password = file.read_text(encoding="utf-8").rstrip("\r\n")
+        password = file.read_text(encoding="utf-8-sig").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the password file {file}: {reason}", setting="redis_password_file") from None

@@ -233,7 +233,7 @@ def _find(config: str | Path | None, environ: Mapping[str, str]) -> Path | None:
 
 def _read(file: Path, schema: Section, sources: dict[str, str], wrong: Mistakes) -> dict[str, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

@@ -408,3 +408,10 @@ def test_the_example_file_holds_the_defaults() -> None:
 def test_settings_survive_the_way_to_another_process(file: Path) -> None:
     settings = load(environ={"RLBUFFER_BATCHER__ENVS": "{gsm8k = {max_age = 3}}"}).settings
     assert from_json(to_json(settings)) == settings
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(file: Path) -> None:
+    file.write_text("# a comment\n" + EXAMPLE, encoding="utf-8-sig")
+    loaded = load(file)
+    assert loaded.settings.run == "math"
+    assert loaded.source("run") == "rlbuffer.toml:2"

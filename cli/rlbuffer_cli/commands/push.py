@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import time
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -271,6 +272,8 @@ def read_groups(
                 f"that one rollout may take; push large rollouts from Python"
             )
         seen(line)
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
         if not line.strip():
             continue
         try:
