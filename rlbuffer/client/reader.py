@@ -14,7 +14,7 @@ from typing import Any
 from rlbuffer.client.fetch import Fetch, NotAwaited
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.rank_0 import RankZeroWatch
-from rlbuffer.client.refusals import LongWait, Refusals, no_batch
+from rlbuffer.client.refusals import LongWait, Refusals, no_batch, refused_for
 from rlbuffer.client.skew import Skew
 from rlbuffer.client.step_pull import StepPull, left_out
 from rlbuffer.errors import (
@@ -131,9 +131,9 @@ class Reader:
         """
         if self._pool is not None:
             return
-        self._refusals.waited_out(lambda: self._progress.begin(resume_step))
+        self._refusals.waited_out(lambda: self._progress.begin(resume_step), self.timeout_seconds)
         # A write on every rank: where the server takes none, all of them wait here, and none in an exchange.
-        self._refusals.waited_out(self._say_alive)
+        self._refusals.waited_out(self._say_alive, self.timeout_seconds)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
@@ -147,7 +147,8 @@ class Reader:
         done, and everything is trained.
 
         Raises:
-            BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
+            BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for, or why the
+                server refuses.
             BatcherFailed: the batcher stopped with a fatal error.
             RunGone: the run is not on the server any more, or was rewound.
             StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
@@ -274,11 +275,12 @@ class Reader:
         try:
             while not wait([future], timeout=min(READER_BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._go_on(number, until)
-                if self._refusals.current:
-                    # Nothing can be committed: the time allowed begins again when the server takes writes again.
-                    deadline = time.monotonic() + self.timeout_seconds
                 if time.monotonic() >= deadline:
-                    raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))
+                    refusal = self._refusals.current
+                    seconds = self.timeout_seconds
+                    raise BatchTimeout(
+                        refused_for(seconds, refusal) if refusal else no_batch(self._store, number, seconds)
+                    )
                 waiting = True
                 if self.rank == 0 and self.warns:
                     long.look(f"step {number}")
@@ -300,7 +302,9 @@ class Reader:
     def _may_have(self, step: Step, until: Callable[[], bool] | None) -> bool:
         """True when the caller gets the step: the server had it when rank 0 got it. False: it is to be pulled again."""
         if self.rank == 0:
-            return self._refusals.waited_out(lambda: self._progress.takes(step.number, step.digest))
+            return self._refusals.waited_out(
+                lambda: self._progress.takes(step.number, step.digest), self.timeout_seconds
+            )
         check = partial(self._go_on, step.number, until)
         return self._rank_0.has(step.number, step.digest, silence_seconds=self.timeout_seconds, check=check)
 
@@ -396,5 +400,5 @@ class Reader:
         if damaged:
             _log.warning("rank %d leaves out %s", self.rank, left_out(number, damaged))
             names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
-            self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
+            self._refusals.waited_out(lambda: self._store.count_damaged(number, names), self.timeout_seconds)
         return step

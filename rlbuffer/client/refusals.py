@@ -1,8 +1,8 @@
 """A rank that does not get on: the server takes no writes for now (a full disk, too few replicas, a failover), or no
 step comes.
 
-Nobody gives up for a refusal. A message that the next heartbeat repeats is left to it. A write that is needed at once
-is waited for, and the reason is said, then every minute again.
+A message that the next heartbeat repeats is left to it. A write that is needed at once is waited for as long as the
+reader's time allows, and the reason is said, then every minute again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
+from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
 from rlbuffer.narration.waiting import DEAD_BATCHER, SILENT_BATCHER, Lasting, is_last_word, to_trainer
 from rlbuffer.store.protocol import Store
 
@@ -63,14 +63,23 @@ class Refusals:
         except (ServerUnsuitable, WrongAnswer) as error:
             self._say("cannot show what it does", error)
 
-    def waited_out(self, work: Callable[[], T]) -> T:
-        """Repeats `work` until the server takes it. -> its result. Raises ServerRefused when it is stopped before."""
+    def waited_out(self, work: Callable[[], T], seconds: float) -> T:
+        """Repeats `work` until the server takes it. -> its result.
+
+        Raises:
+            ServerRefused: it is stopped before.
+            BatchTimeout: the server still refuses after `seconds`.
+        """
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 return work()
             except ServerRefused as error:
                 self.note(error)
-                if self._stop.wait(REFUSAL_PAUSE_SECONDS):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise BatchTimeout(refused_for(seconds, self.current)) from error
+                if self._stop.wait(min(REFUSAL_PAUSE_SECONDS, left)):
                     raise
 
     def _say(self, what: str, error: RlbufferError) -> None:
@@ -109,6 +118,11 @@ def batcher_says(store: Store) -> str:
         if float(beat.get("seconds_ago", math.inf)) > DEAD_SECONDS:
             return DEAD_BATCHER
     return said or SILENT_BATCHER
+
+
+def refused_for(seconds: float, why: str) -> str:
+    """What a reader says that has waited `seconds` for a server which refuses."""
+    return f"the server has refused for {seconds:g} s, so no step can come: {why}"
 
 
 def no_batch(store: Store, number: int, seconds: float) -> str:

@@ -20,6 +20,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
+from rlbuffer.errors import BatchTimeout
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 
@@ -60,7 +61,7 @@ def test_what_a_rank_says_meanwhile_is_said_when_the_server_takes_it(
 ) -> None:
     run.lead(ttl_seconds=600)
     run.step("a.0", world_size=1)
-    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=2))
+    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
     step = reader.pull(1)
     server.refuses(True)
     with caplog.at_level(logging.WARNING):
@@ -69,7 +70,6 @@ def test_what_a_rank_says_meanwhile_is_said_when_the_server_takes_it(
         assert reader.announce(PolicyVersion(version=1, location="here", size=1))
         waiting = threading.Thread(target=reader.pull, args=(2,), daemon=True)
         waiting.start()
-        # Longer than the reader's own timeout: what it waits for cannot come.
         before = server.refused()
         worker_stage.eventually(lambda: server.refused() > before + 5)
         assert waiting.is_alive()
@@ -83,6 +83,22 @@ def test_what_a_rank_says_meanwhile_is_said_when_the_server_takes_it(
     run.step("a.1", world_size=1)
     waiting.join(worker_stage.PATIENCE_SECONDS)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_waits_for_a_server_that_refuses_as_long_as_its_time_allows(server: Moody, run: Run, rank: int) -> None:
+    server.refuses(True)
+    starting = run.closes(Reader(run.again(), rank=rank, world_size=2, timeout_seconds=0.2))
+    with pytest.raises(BatchTimeout) as caught:
+        starting.start()
+    assert REASON in str(caught.value)
+    server.refuses(False)
+    reader = run.closes(Reader(run.again(), rank=rank, world_size=2, timeout_seconds=5))
+    reader.start()
+    server.refuses(True)
+    with pytest.raises(BatchTimeout) as caught:
+        reader.pull(1)
+    assert REASON in str(caught.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
