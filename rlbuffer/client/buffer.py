@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -312,7 +313,7 @@ def connect(
     given.
 
     An address without a password gets that of ``RLBUFFER_REDIS_PASSWORD``, else that of the file which the setting
-    `redis_password_file` (or ``RLBUFFER_REDIS_PASSWORD_FILE``) names.
+    `redis_password_file` (or ``RLBUFFER_REDIS_PASSWORD_FILE``) names. The file is read again at every new connection.
 
     Raises:
         ConfigError: a setting, or the name of the run, is not valid.
@@ -340,7 +341,7 @@ def connect(
         server=settings.server,
         name=name,
         origin=origin,
-        password=password_of(settings) if url else "",
+        password=partial(password_of, settings) if url else None,
     )
     return Buffer(store, settings=settings)
 

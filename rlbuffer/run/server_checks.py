@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
             server=settings.server,
             name="doctor",
             origin=origin,
-            password=password_of(settings) if settings.redis_url else "",
+            password=partial(password_of, settings) if settings.redis_url else None,
             patience_seconds=0,
         )
     except RlbufferError as error:

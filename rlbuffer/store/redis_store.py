@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rlbuffer.config.settings import ServerSettings
@@ -66,14 +67,14 @@ def open_store(
     server: ServerSettings,
     name: str = "",
     origin: str = "",
-    password: str = "",
+    password: Callable[[], str] | None = None,
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
 ) -> RedisStore:
     """Connects to the server of a run; creates nothing there.
 
     `url` None: the embedded server under `home`, started when it does not run. ``memory://``: in process. `name` is
     what the server shows for the connection, `origin` says in messages where the url came from.
-    `password` counts where the url has none.
+    `password` is asked at every new connection, where the url has none.
 
     Raises:
         ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.server.connection.Connection`.

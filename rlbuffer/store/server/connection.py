@@ -44,6 +44,7 @@ from rlbuffer.store.server.cluster import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 from rlbuffer.store.server.gathering import GATHERING, FreshPool, Packer
 from rlbuffer.store.server.in_process import memory_client, memory_name
+from rlbuffer.store.server.login import Login
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.server.sentinel import Sentinels, following, sentinels_of
 from rlbuffer.store.server.suitable import check_suitable, figures, fullest
@@ -75,7 +76,7 @@ class Connection:
         home: where the embedded server lives.
         server: settings of the embedded server.
         name: shown by CLIENT LIST.
-        password: of the user in `url`, where that has none.
+        password: reads that of the user in `url`, where that has none; asked again at every new connection.
         origin: where `url` comes from, like ``rlbuffer.toml:1``; error messages say it.
 
     Raises:
@@ -92,7 +93,7 @@ class Connection:
         server: ServerSettings,
         name: str,
         origin: str = "",
-        password: str = "",
+        password: Callable[[], str] | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self._home = home
@@ -100,6 +101,7 @@ class Connection:
         self._name = re.sub(r"[^!-~]", "-", name)
         self._origin = origin
         self._password = password
+        self._login: Login | None = None
         self._warned = ""
         self._lock = threading.RLock()
         self._limits: tuple[int, PushLimits] | None = None
@@ -361,8 +363,12 @@ class Connection:
         if warning and warning != self._warned:
             self._warned = warning
             _log.warning("Warning: %s", warning)
-        if self._password and self.embedded is None:
-            options.setdefault("password", self._password)
+        if self._password is not None and self.embedded is None and "password" not in options:
+            user = options.get("username", "")
+            self._login = self._login or Login(self._password, user)
+            if self._login.password:
+                options.pop("username", None)
+                options["credential_provider"] = self._login
         return options
 
     def _check_server(self) -> None:

@@ -80,6 +80,25 @@ def test_a_password_comes_from_the_address_a_variable_or_a_file(
         assert buffer.store.now() > 0
 
 
+def test_a_password_file_is_read_again_at_every_new_connection(server: OwnServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    with (
+        rlbuffer.connect(server.url, run="p", config={"redis_password_file": file}) as buffer,
+        redis.Redis(port=server.port, password=SECRET) as admin,
+    ):
+        try:
+            file.write_text("rotated", encoding="utf-8-sig")
+            admin.config_set("requirepass", "rotated")
+            admin.client_kill_filter(_type="normal", skipme=True)
+            assert buffer.store.now() > 0
+            file.unlink()  # the last one counts
+            admin.client_kill_filter(_type="normal", skipme=True)
+            assert buffer.store.now() > 0
+        finally:
+            admin.config_set("requirepass", SECRET)
+
+
 def test_a_password_file_that_holds_none_is_named(tmp_path: Path) -> None:
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.write_text("\n")

@@ -140,7 +140,7 @@ def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
         sentinel(tmp_path / "sentinel", ports[0], quorum=1, down_seconds=60, lines=lines),
     ):
         url = f"rediss+sentinel://{place}?{trust}&sentinel_password=sentinel-secret"
-        with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password="data-secret") as made:
+        with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password=lambda: "data-secret") as made:
             assert made.client.client_info()["laddr"] == f"127.0.0.1:{ports[0]}"
             assert made.address == url.replace("sentinel-secret", "***")
         for wrong, text in 20 * (  # what a server of TLS 1.3 sends unasked comes before the question, or behind it
