@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+NO_PROXY: Mapping[str, None] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
+"""An HTTP client's `mounts`: a proxy that the environment names cannot reach this host's own servers."""
 
 
 def name_process(title: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 
 from rlbuffer.errors import WeightsError
+from rlbuffer.process.environment import NO_PROXY
 from rlbuffer.process.files import flush
 from rlbuffer.weights.layout import LIST_FILE, MAX_LIST_BYTES, ListedFile, parse_list
 
@@ -50,7 +51,7 @@ def make_client(token: str = "") -> httpx.Client:
         token: sent as bearer token unless empty.
     """
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    return httpx.Client(headers=headers, timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS))
+    return httpx.Client(headers=headers, mounts=NO_PROXY, timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS))
 
 
 def fetch_list(client: httpx.Client, url: str, *, name: str, stopped: Stopped) -> tuple[ListedFile, ...]:

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, SamplerUnavailable, WeightsError
+from rlbuffer.process.environment import NO_PROXY
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
@@ -95,6 +96,7 @@ class Endpoint:
         self._seconds = timeout_seconds
         self._client = client or httpx.AsyncClient(
             base_url=self.url,
+            mounts=NO_PROXY,
             timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS),
         )
