@@ -24,6 +24,11 @@ class RlbufferError(Exception):
         super().__init__(message or inspect.getdoc(type(self)) or type(self).__name__)
 
 
+def text_of(error: Exception) -> str:
+    """What `error` says, with the notes that were added to it on its way."""
+    return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+
+
 class InvalidRollout(RlbufferError, ValueError):
     """A rollout or group does not satisfy the rules of its record."""
 

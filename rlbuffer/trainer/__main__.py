@@ -7,7 +7,7 @@ import sys
 
 from rlbuffer.config.dotted import make_importable
 from rlbuffer.config.loading import folders_of
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import RlbufferError, text_of
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.output import outlive_readers
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         # As every forked rank ends: without destructors, which may hang (see `rlbuffer.trainer.loop`).
         os._exit(code)
     except RlbufferError as error:
-        print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
+        print(printable(f"Error: {text_of(error)}", lines=True), file=sys.stderr, flush=True)
         if "RANK" in os.environ:
             os._exit(error.exit_code)
         return error.exit_code

@@ -102,7 +102,7 @@ def train(
                         session.optimizer,
                         learning_rate=tally.learning_rate,
                         gradient_clip=trainer.optimizer.gradient_clip,
-                        place=f"step {step.number}",
+                        blame=updates.blame,
                     )
             place.step = step.number
 

@@ -15,7 +15,7 @@ import torch
 
 from rlbuffer.config.gpus import visible
 from rlbuffer.config.settings import RunSettings, from_json
-from rlbuffer.errors import RankFailed, RlbufferError
+from rlbuffer.errors import RankFailed, RlbufferError, text_of
 from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
@@ -26,7 +26,7 @@ from rlbuffer.process.watchdog import HELD_SECONDS, end_when_stuck
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.ranks.stalls import OnStall
+from rlbuffer.trainer.ranks.stalls import OnStall, is_lost_peer
 from rlbuffer.trainer.reports.figures import trainer_figures
 
 INTERRUPTED = 130
@@ -38,10 +38,10 @@ def report_of(rank: int, error: Exception) -> RankEnd:
     return RankEnd(
         rank=rank,
         kind=type(error).__name__,
-        message=str(error) or type(error).__name__,
+        message=text_of(error),
         exit_code=error.exit_code if isinstance(error, RlbufferError) else 1,
         is_final=isinstance(error, RlbufferError),
-        is_consequence=isinstance(error, RankFailed) or _is_lost_peer(error),
+        is_consequence=isinstance(error, RankFailed) or is_lost_peer(error),
         trace="" if isinstance(error, RlbufferError) else "".join(traceback.format_exception(error)),
     )
 
@@ -109,14 +109,6 @@ def _say_nothing(event: TrainerEvent) -> None:
 
 def _print_event(event: TrainerEvent) -> None:
     print(printable(line_of(event), lines=True), flush=True)
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """True when an exchange failed because another rank had left: gloo and nccl say so in words only."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
-    )
 
 
 def _end_with_launcher() -> None:

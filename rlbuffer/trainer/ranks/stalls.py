@@ -120,3 +120,11 @@ def say_and_leave(error: RlbufferError) -> None:
     """Ends this process with the error's exit code."""
     print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
     os._exit(error.exit_code)
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """True when an exchange failed because another rank had left: gloo and nccl say so in words only."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
+    )

@@ -20,6 +20,7 @@ from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of, uses_old
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
+from rlbuffer.trainer.update.blame import Blame
 from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
@@ -74,6 +75,7 @@ def accumulate(
     world_size: int,
     longest: int,
     device: torch.device,
+    blame: Blame,
     version: int | None = None,
     known: Sequence[Known] | None = None,
     ratios: Ratios | None = None,
@@ -85,7 +87,8 @@ def accumulate(
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
-    `version` is the policy version that is trained; `known`, one per micro-batch, comes from
+    `blame` takes in each rollout's gradient, and names the rollouts in what is raised. `version` is the policy version
+    that is trained; `known`, one per micro-batch, comes from
     :func:`rlbuffer.trainer.update.token_choice.collect_known`; `ratios` takes in every trained token's ratio to the
     inference policy, `pass_times` the time of the passes: ``forward``, ``backward``, and the last backward pass, in
     which the ranks wait for each other, as ``exchange``.
@@ -93,9 +96,9 @@ def accumulate(
     pass_times = pass_times or PassTimes(device)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
-        micro_batch = host_batch.to(device)
         is_last = i == len(micro_batches) - 1
-        with exchanging(policy, is_last):
+        with blame.naming(host_batch), exchanging(policy, is_last):
+            micro_batch = host_batch.to(device)
             with pass_times.measure("forward"):
                 tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
                 if known is not None:
@@ -105,9 +108,11 @@ def accumulate(
                 per_token = per_token_of(tokens, settings.loss)
                 clipped = clipped_of(tokens, per_token)
                 share = loss_of(tokens, settings.loss, normalizers, longest=longest, per_token=per_token)
+                tokens.logprobs.retain_grad()
             with pass_times.measure("exchange" if is_last and world_size > 1 else "backward"):
                 (share * world_size).backward()  # type: ignore[no-untyped-call]
-        sums += _sums(tokens, share, clipped, micro_batch)
+            blame.add(tokens)
+            sums += _sums(tokens, share, clipped, micro_batch)
         if ratios is not None:
             ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
     return sums
@@ -132,6 +137,8 @@ class Updates:
     ) -> None:
         self._policy = policy
         self._version = step.number - 1
+        self.blame = Blame(step.number, ranks)
+        """Of the update that was accumulated last."""
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
@@ -147,6 +154,7 @@ class Updates:
 
     def accumulate(self, part: Slice) -> Tensor:
         """Adds the gradients of one update, as :func:`accumulate` does. -> sums [SUMS]."""
+        self.blame = Blame(self._version + 1, self._ranks)
         end = part.start + len(part.micro_batches)
         known = collect_known(
             self._policy,
@@ -165,6 +173,7 @@ class Updates:
             world_size=self._ranks.world_size,
             longest=self._longest,
             device=self._ranks.device,
+            blame=self.blame,
             version=self._version,
             known=known,
             ratios=self._ratios,
@@ -172,13 +181,16 @@ class Updates:
         )
 
     def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:
-        return trained_tokens(policy, micro_batch, temperature=self._settings.temperature, version=self._version)
+        with self.blame.naming(micro_batch):
+            return trained_tokens(policy, micro_batch, temperature=self._settings.temperature, version=self._version)
 
 
 def take_step(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, place: str
+    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, blame: Blame
 ) -> float:
     """Clips the averaged gradient and updates the parameters. -> the gradient's norm before clipping.
+
+    `blame` took in the update's gradients.
 
     Raises:
         RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
@@ -186,11 +198,7 @@ def take_step(
     parameters = [p for p in policy.parameters() if p.grad is not None]
     norm = clip_gradients(parameters, gradient_clip)
     if not torch.isfinite(torch.tensor(norm)):
-        raise RlbufferError(
-            f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "
-            "`rlbuffer inspect`, lower trainer.optimizer.learning_rate or trainer.loss.max_ratio, or resume from an "
-            "older checkpoint"
-        )
+        raise RlbufferError(blame.not_finite(norm))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

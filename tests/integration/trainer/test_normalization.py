@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rlbuffer.config.trainer import LossChoice, TrainerSettings
 from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.update.blame import Blame
 from rlbuffer.trainer.update.update import SUMS, accumulate
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
@@ -22,6 +24,7 @@ SHAPES = ((3, 9), (5, 2), (1, 17), (4, 6), (2, 30), (7, 1), (3, 12))
 """(prompt tokens, sampled tokens) of the rollouts."""
 ROW_TOKENS = 96
 CPU = torch.device("cpu")
+BLAME = Blame(1, Ranks(0, 1, CPU))
 
 
 def rollouts() -> list[Rollout]:
@@ -83,7 +86,7 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     # Not of a copy: norms in float64 hold on to the module that they were made for, and would be left out in silence.
     made.zero_grad(set_to_none=True)
-    sums = accumulate(made, parts, settings, normalizers, world_size=ranks, longest=ROW_TOKENS, device=CPU)
+    sums = accumulate(made, parts, settings, normalizers, world_size=ranks, longest=ROW_TOKENS, device=CPU, blame=BLAME)
     gradients = [p.grad.reshape(-1) for p in made.parameters() if p.grad is not None]
     assert len(gradients) == len(list(made.parameters()))
     return torch.cat(gradients), sums
@@ -140,6 +143,7 @@ def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
         world_size=1,
         longest=1,
         device=CPU,
+        blame=BLAME,
     )
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None, name
