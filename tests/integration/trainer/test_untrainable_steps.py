@@ -1,4 +1,4 @@
-"""A committed step that cannot be trained: a restart meets the same bytes, so the message says which and the way out."""
+"""A committed step that cannot be trained: a restart meets the same bytes, so it names them and the way out."""
 
 from __future__ import annotations
 
