@@ -154,8 +154,8 @@ def update(
     for part in updates.parts:
         sums += updates.accumulate(part)
         rate = learning_rate_at(step.number, trainer)
-        place = f"step {step.number}"
-        take_step(policy, optimizer, learning_rate=rate, gradient_clip=trainer.optimizer.gradient_clip, place=place)
+        clip = trainer.optimizer.gradient_clip
+        take_step(policy, optimizer, learning_rate=rate, gradient_clip=clip, blame=updates.blame)
     return dict(zip(SUMS, sums.tolist(), strict=True))
 
 
