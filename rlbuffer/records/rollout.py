@@ -38,7 +38,8 @@ MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
 MIN_LOGPROB = np.float32(-104.0)
 """In float32 e^-104 is 0: no sampler draws such a token. What is below is a stand-in for a logprob that is missing."""
-_LEAST, _MOST = float(MIN_LOGPROB), float(MAX_LOGPROB)
+MIN_OTHER_LOGPROB = np.float32(-1000.0)
+"""The same for columns of other models, which have not sampled the token: below it is a stand-in, too."""
 AT_LIMIT = "length"
 """The `finish_reason` of a rollout whose sampling a length limit ended: it is truncated."""
 
@@ -52,9 +53,9 @@ class Rollout:
     Raises:
         InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob, of any
             column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding) or below -104 (e^-104 is 0 in
-            float32, so that nothing draws such a token); a reward or a float of a column is
-            beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
-            cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated` is False.
+            float32, so that nothing draws such a token; -1000 in columns of other models); a reward or a float of a
+            column is beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap
+            or do not cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated` is False.
 
     Example:
         >>> rollout = Rollout.from_completion(
@@ -278,15 +279,17 @@ class RolloutArrays(NamedTuple):
 
 
 def check_logprobs(name: str, array: NDArray[Any]) -> None:
-    """Raises InvalidRollout unless all logprobs are from :data:`MIN_LOGPROB` to :data:`MAX_LOGPROB`."""
-    if not array.size or _LEAST <= array.item(array.argmin()) <= array.item(array.argmax()) <= _MOST:
+    """Raises InvalidRollout unless all logprobs are from :data:`MIN_LOGPROB`, or that of other models' columns, to
+    :data:`MAX_LOGPROB`."""
+    least = MIN_LOGPROB if name == "logprobs" else MIN_OTHER_LOGPROB
+    if not array.size or least <= array.item(array.argmin()) <= array.item(array.argmax()) <= MAX_LOGPROB:
         return
-    at = tuple(int(index) for index in np.argwhere((array < MIN_LOGPROB) | (array > MAX_LOGPROB))[0])
+    at = tuple(int(index) for index in np.argwhere((array < least) | (array > MAX_LOGPROB))[0])
     why = (
         "is above 0, so it is no logarithm of a probability; are these logits, or logprobs with the sign turned?"
         if array[at] > 0
-        else f"is below {_LEAST:g}: a sampler draws no token of that probability. Engines write such numbers where a "
-        "logprob is missing; take the token out of loss_mask and put 0 there, or leave the rollout out"
+        else f"is below {least:g}: no model gives a token that was drawn such a probability. Engines write such "
+        "numbers where a logprob is missing; take the token out of loss_mask and put 0 there, or leave the rollout out"
     )
     raise InvalidRollout(f"column {name}: {float(array[at]):.6g} at position {at[0]} {why}")
 

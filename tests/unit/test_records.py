@@ -57,14 +57,19 @@ def test_a_logprob_that_was_rounded_a_little_above_0_is_taken() -> None:
         made(logprobs=[0.0, 0.0, 2e-3, -0.25])
 
 
-@pytest.mark.parametrize("sentinel", [-104.5, -9999.0, -1e9, -1e30])
-@pytest.mark.parametrize("column", ["logprobs", "ref_logprobs", "teacher_logprobs"])
-def test_a_logprob_that_no_sampler_draws_is_refused_by_column_and_position(column: str, sentinel: float) -> None:
+@pytest.mark.parametrize("sentinel", [-9999.0, -1e9, -1e30])
+@pytest.mark.parametrize(("column", "least"), [("logprobs", -104), ("ref_logprobs", -1000), ("own_logprobs", -1000)])
+def test_a_logprob_that_no_sampler_draws_is_refused_by_column_and_position(
+    column: str, least: float, sentinel: float
+) -> None:
     values = np.array([0.0, 0.0, sentinel, -0.25])
     changes = {"logprobs": values} if column == "logprobs" else {"columns": {column: values}}
     with pytest.raises(InvalidRollout, match=rf"^column {column}: .*position 2\b"):
         made(**changes)
-    values[2] = -104.0
+    values[2] = least - 0.5
+    with pytest.raises(InvalidRollout, match=rf"^column {column}: .*position 2\b"):
+        made(**changes)
+    values[2] = least
     made(**changes)
 
 

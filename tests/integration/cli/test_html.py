@@ -109,7 +109,7 @@ def talk(characters: str, prompt: int = 5, **fields: object) -> rlbuffer.Rollout
     values = {
         "tokens": np.array([ord(c) for c in characters], np.int32),
         "loss_mask": mask,
-        "logprobs": np.where(mask, -np.arange(length) / 2.0, 0.0).astype(np.float32),
+        "logprobs": np.where(mask, -np.minimum(np.arange(length), 200) / 2.0, 0.0).astype(np.float32),
         "reward": 0.5,
         "version_spans": (VersionSpan(0, prompt, prompt + 1), *later),
         "turns": (Turn("user", 0, prompt), Turn("assistant", prompt, length, 0.25)),

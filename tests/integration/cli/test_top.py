@@ -76,7 +76,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert " MiB" in named["memory"]
     assert any(line.startswith("worker inf-1") and line.endswith("no\\x1bne") for line in lines)
     assert any(line.startswith("rank 0") and "step 0" in line for line in lines)
-    assert lines[-1] == "ranks 0 ▄ 1 █"
+    assert lines[-1] == "ranks 0 ▄ 1 █ slow"
 
 
 @pytest.mark.parametrize(
