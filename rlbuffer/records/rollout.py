@@ -55,7 +55,8 @@ class Rollout:
             column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding) or below -104 (e^-104 is 0 in
             float32, so that nothing draws such a token; -1000 in columns of other models); a reward or a float of a
             column is beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap
-            or do not cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated` is False.
+            or do not cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated`
+            is False.
 
     Example:
         >>> rollout = Rollout.from_completion(
