@@ -79,6 +79,6 @@ def run_alone(
         elif display != "none":
             narrate(event)
 
-    starting(f"{kind} {title}: loading what it works with (torch, the model)", is_long=display != "none")
+    starting(f"{kind} {title}: loading what it works with (torch, the model)")
     code = work(title, stop, on_event)
     return 0 if code == members.DONE else code

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from typing import TextIO
 
 RUN_COMMANDS = ("demo", "run", "serve", "worker", "score", "train", "weights")
@@ -32,17 +31,13 @@ def has_colours(stream: TextIO) -> bool:
     return is_drawable(stream) and not os.environ.get("NO_COLOR")
 
 
-def starting(what: str, *, is_long: bool = False) -> None:
-    """Says what is done now; elsewhere than on a terminal, only what `is_long`, half a minute of silence."""
+def starting(what: str) -> None:
+    """Says what is done now."""
     global _is_shown
     if is_drawable(sys.stderr):
         _is_shown = True
         sys.stderr.write(f"\r\x1b[K{what} ...")
         sys.stderr.flush()
-    elif is_long:
-        with suppress(OSError):
-            sys.stderr.write(f"{what} ...\n")
-            sys.stderr.flush()
 
 
 def clear() -> None:

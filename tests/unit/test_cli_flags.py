@@ -7,7 +7,6 @@ import shlex
 import pytest
 
 from rlbuffer_cli.options import Given
-from rlbuffer_cli.starting import starting
 
 
 @pytest.mark.parametrize(
@@ -25,11 +24,3 @@ def test_the_next_command_is_led_to_the_same_run(typed: dict[str, str]) -> None:
     assert dict(zip(words[::2], words[1::2], strict=True)) == {f"--{k}": v for k, v in typed.items()} | {
         "--run": "math"
     }
-
-
-def test_half_a_minute_of_silence_is_announced_without_a_terminal_too(capsys: pytest.CaptureFixture[str]) -> None:
-    starting("reading the settings")
-    assert capsys.readouterr() == ("", "")
-    starting("loading torch", is_long=True)
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), "loading torch" in err) == ("", 1, True)

@@ -66,7 +66,7 @@ def command(
 
 
 def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
-    starting("train: loading torch and the model", is_long=display != "none")
+    starting("train: loading torch and the model")
 
     from rlbuffer.process.environment import name_process
     from rlbuffer.trainer.launch.launcher import launch
