@@ -62,7 +62,6 @@ def run_alone(
     from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
-    from rlbuffer.process.watchdog import end_when_stuck
     from rlbuffer.run import members
 
     title = f"{key}-{replica}" if replica or replicas > 1 else key
@@ -70,7 +69,6 @@ def run_alone(
     share_cores(SHARING)
     stop = threading.Event()
     stop_on_signals(stop)
-    end_when_stuck(stop)
     narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: AnEvent) -> None:

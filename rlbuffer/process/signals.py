@@ -9,52 +9,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rlbuffer.process.watchdog import GRACE_SECONDS
-
-_ASKING = signal.SIGTERM, signal.SIGINT
+GRACE_SECONDS = 10.0
+"""Time between being asked to stop and leaving anyway, once the supervisor is gone."""
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130.
+    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
 
-    A thread hears them, so a main thread that is busy, blocked or holds a lock of `stop` keeps nobody from stopping.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in _ASKING:
-        signal.signal(number, _wake)
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_nothing)
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
 
-    def hear() -> None:
-        while signals := os.read(reading, 1):
-            if signals[0] not in _ASKING:
-                continue
-            if stop.is_set():
-                os._exit(130)
-            stop.set()
-
-    threading.Thread(target=hear, name="signals", daemon=True).start()
-
-
-def _wake(number: int, frame: object) -> None:
-    """What Python runs in the main thread; the number was written to the pipe before."""
-
-
-def _hold_back() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
-
-
-def _let_through() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
-
-
-def _hear_nothing() -> None:
-    """A process that the user's code forks ends by a signal, and never writes of it into the pipe of this one."""
-    signal.set_wakeup_fd(-1)
-    for number in _ASKING:
-        signal.signal(number, signal.SIG_DFL)
-    _let_through()
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
 
 
 def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
@@ -68,7 +36,7 @@ def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
 
 
 def end_with(wait_for_end: Callable[[], Any]) -> None:
-    """Sends this process SIGTERM when `wait_for_end` returns, and leaves :data:`GRACE_SECONDS` later regardless."""
+    """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
 
     def watch() -> None:
         wait_for_end()

@@ -27,7 +27,6 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
-from rlbuffer.process.watchdog import end_when_stuck
 
 DONE = 10
 """Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""
@@ -109,14 +108,12 @@ def member_main(settings_json: str, kind: str, key: str, replica: int, name: str
     _enter(log, f"{kind} {name}")
     stop = threading.Event()
     stop_on_signals(stop)
-    end_when_stuck(stop)
     _leave_with(lambda: MEMBERS[kind](from_json(settings_json), key, replica, name, stop))
 
 
 def member_apart_main(kind: str, key: str, replica: int, name: str) -> None:
     """The same with an interpreter of its own, as :func:`serve_main` is the batcher's."""
     settings, stop = _begin(f"{kind} {name}")
-    end_when_stuck(stop)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
     _leave_with(lambda: MEMBERS[kind](settings, key, replica, name, stop))

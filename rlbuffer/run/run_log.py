@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import IO
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
-TAIL_LINES = 2000
-"""Last lines of a process that are kept: the places of all of its threads."""
 
 
 class RunLog:
@@ -41,8 +38,7 @@ class RunLog:
         self._file: IO[str] | None = None
         self._lock = threading.Lock()
         self._is_broken = False
-        self._readers: dict[str, threading.Thread] = {}
-        self._tails: dict[str, deque[str]] = {}
+        self._readers: list[threading.Thread] = []
 
     def open(self) -> None:
         """Appends to the file from now on."""
@@ -66,28 +62,19 @@ class RunLog:
     def follow(self, name: str, stream: IO[str]) -> None:
         """Takes in the lines of a process's output as they come, in a thread, and closes it at its end."""
 
-        tail = self._tails[name] = deque(maxlen=TAIL_LINES)
-
         def copy() -> None:
             with stream:
                 for line in stream:
-                    tail.append(line)
                     if line.strip():
                         self.say(name, line.rstrip())
 
         thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
         thread.start()
-        self._readers[name] = thread
-
-    def tail(self, name: str) -> list[str]:
-        """The last lines of a process that has ended, the newest one of the name."""
-        if name in self._readers:
-            self._readers[name].join(timeout=1.0)
-        return list(self._tails.get(name, ()))
+        self._readers.append(thread)
 
     def close(self) -> None:
         """Waits a second for each output to end, and closes the file."""
-        for thread in self._readers.values():
+        for thread in self._readers:
             thread.join(timeout=1.0)
         if self._file is not None:
             with contextlib.suppress(OSError):  # the disk is full: that was said

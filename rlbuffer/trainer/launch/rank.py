@@ -22,7 +22,6 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.process.watchdog import HELD_SECONDS, end_when_stuck
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
@@ -86,8 +85,6 @@ def run_rank(
     torch.set_num_threads(threads_of_one(here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)
-    # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
-    end_when_stuck(threading.Event(), held_seconds=max(HELD_SECONDS, settings.trainer.timeout_seconds))
     # Modules stay as long as the process. A full collection of what torch and transformers bring takes 50 to 200 ms,
     # and all ranks wait for the one that is in it.
     gc.freeze()
