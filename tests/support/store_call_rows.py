@@ -279,6 +279,7 @@ ROWS: dict[str, Row] = {
     # -- trainer
     "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
     "trainer": Row(call=lambda store, run: store.trainer(), prepare=_attempted),
+    "rank_0": Row(call=lambda store, run: store.rank_0(), prepare=_attempted),
     "report": Row(call=_report, prepare=_attempted),
     "announce": Row(
         call=lambda store, run: store.announce(_attempt(run), PolicyVersion(version=2)) in (True, False),

@@ -128,7 +128,7 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
         "loss_mask": [False, True],
         "logprobs": [0.0, -0.5],
         "reward": 1.0,
-        "version_spans": [[0, 1, 2]],
+        "version_spans": [[3, 1, 2]],
     }
     path = tmp_path / "groups.jsonl"
     groups = [{"group_id": f"g{n}", "env": "b", "prompt_id": "p", "planned_size": 1} for n in range(3)]
