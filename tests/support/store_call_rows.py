@@ -329,7 +329,7 @@ ROWS: dict[str, Row] = {
         prepare=lambda run: run.store.add_evaluation("a", 3, {"reward": 0.5}),
     ),
     # -- seeing
-    "heartbeat": Row(call=lambda store, run: store.heartbeat("worker", "w", {"groups": 1})),
+    "heartbeat": Row(call=lambda store, run: store.heartbeat("worker", "w", {"groups": 1}) and None),
     "heartbeats": Row(
         call=lambda store, run: list(store.heartbeats("rank")),
         prepare=lambda run: run.store.heartbeat("rank", "0", {}),

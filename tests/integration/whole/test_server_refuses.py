@@ -153,7 +153,7 @@ def test_a_batcher_that_starts_meanwhile_leads_when_the_server_takes_writes(serv
 
 def test_a_worker_waits_and_goes_on(server: Moody, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_stage.hurry(monkeypatch)
-    monkeypatch.setattr(worker_stage.loop, "AWAY_SECONDS", 0.05)
+    monkeypatch.setattr(worker_stage.loop, "FIRST_PAUSE_SECONDS", 0.05)
     stage = worker_stage.Stage(server.url)
     stage.allow(2)
     stage.announce(0)
