@@ -8,10 +8,10 @@ Three locks, all released by the kernel when their holder dies, so none can be l
 - ``start.lock``: exclusive while a server is started or stopped. Eight processes at once start one. A server at work is
   joined without it.
 - ``users.lock``: shared, one per user. A user that can turn its own into an exclusive one is the last.
-- the folder itself: exclusive, inherited by the server. While it is held the server is alive, whatever its socket, a
-  record, or the process numbers of another container say, and nobody starts a second one on the same files. A folder
-  cannot be removed while there is something in it, and systemd's cleaning of /tmp leaves a locked one alone
-  (tmpfiles.d(5)). NFS locks files only: there it is ``alive.lock``.
+- ``alive.lock`` and the folder itself: exclusive, inherited by the server. While one of them is held the server is
+  alive, whatever its socket, a record, or the process numbers of another container say, and nobody starts a second one
+  on the same files. The file can be removed; the folder cannot while there is something in it, and systemd's cleaning
+  of /tmp leaves a locked one alone (tmpfiles.d(5)). NFS locks files only, and older versions look at the file alone.
 
 Losses by kind of failure (measured with Valkey 9.1.2; docs/log.md). A clean stop loses nothing. When the server process
 alone is killed, ``appendfsync always`` and ``no`` lose no acknowledged write: both hand each write to the kernel before
@@ -220,7 +220,7 @@ def _start_or_join(home: Path, settings: ServerSettings, deadline: float) -> Emb
     with exclusive(directory / "start.lock", deadline):
         is_ours = False
         while True:
-            if not is_held(_alive(directory)):
+            if not _is_alive(directory):
                 if is_ours:
                     raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
                 _start(directory, settings)
@@ -241,7 +241,7 @@ def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
     None when it is not, nobody listens, or its last user is about to stop it."""
     directory = home / "server"
     socket = read_record(directory).get("socket")
-    if not isinstance(socket, str) or not Path(socket).exists() or not is_held(_alive(directory)):
+    if not isinstance(socket, str) or not Path(socket).exists() or not _is_alive(directory):
         return None
     try:
         users = _join(directory)
@@ -265,7 +265,7 @@ def find(home: Path) -> EmbeddedServer | None:
     directory = home / "server"
     with _usable(directory):
         socket = read_record(directory).get("socket")
-        if not isinstance(socket, str) or not is_held(_alive(directory)):
+        if not isinstance(socket, str) or not _is_alive(directory):
             return None
     try:
         answer = _look(Path(socket))
@@ -274,9 +274,15 @@ def find(home: Path) -> EmbeddedServer | None:
     return None if answer is None else answer.server(home, socket)
 
 
-def _alive(directory: Path) -> Path:
-    """The lock that the server holds as long as it lives."""
-    return directory / "alive.lock" if _on_nfs(directory) else directory
+def _is_alive(directory: Path) -> bool:
+    """A server is at work on the folder's files."""
+    return any(is_held(path) for path in _alive_locks(directory))
+
+
+def _alive_locks(directory: Path) -> tuple[Path, ...]:
+    """What the server holds as long as it lives."""
+    file = directory / "alive.lock"
+    return (file,) if _on_nfs(directory) else (file, directory)
 
 
 @cache
@@ -298,14 +304,15 @@ def _start(directory: Path, settings: ServerSettings) -> None:
     cut_zeros(directory)
     config = directory / "server.conf"
     write_whole(config, configuration(directory, socket, settings), is_private=True)
-    lock = _alive(directory)
-    flags = os.O_RDONLY if lock == directory else os.O_RDWR | os.O_CREAT
-    alive = os.open(lock, flags | os.O_CLOEXEC, 0o600)
-    _starting.add(alive)
+    alive: list[int] = []
     try:
-        # Whoever just looks holds it for a moment.
-        while not try_lock(alive, fcntl.LOCK_EX):
-            time.sleep(LOCK_POLL_SECONDS)
+        for path in _alive_locks(directory):
+            flags = os.O_RDONLY if path == directory else os.O_RDWR | os.O_CREAT
+            alive.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+            _starting.add(alive[-1])
+            # Whoever just looks holds it for a moment.
+            while not try_lock(alive[-1], fcntl.LOCK_EX):
+                time.sleep(LOCK_POLL_SECONDS)
         with (directory / "server.log").open("ab") as log:
             child = subprocess.Popen(
                 [binary.path, config],
@@ -315,13 +322,14 @@ def _start(directory: Path, settings: ServerSettings) -> None:
                 cwd=directory,
                 # A session of its own: neither ctrl-C in the starter's terminal nor the starter's end reaches it.
                 start_new_session=True,
-                pass_fds=(alive,),
+                pass_fds=alive,
             )
     except OSError as error:
         raise ServerUnreachable(f"cannot start the embedded server {binary.path}: {error}") from error
     finally:
-        _starting.discard(alive)
-        os.close(alive)
+        for descriptor in alive:
+            _starting.discard(descriptor)
+            os.close(descriptor)
     _children.append(child)
     # Its program is recorded once it answers: a wrapper script changes it with `exec`.
     write_record(directory, pid=child.pid, socket=str(socket), program=None)
@@ -341,7 +349,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
             return answer
         if answer is not None:
             state = "is still loading its data"
-        elif not is_held(_alive(directory)) or _has_gone(read_record(directory)) or time.monotonic() > silent:
+        elif not _is_alive(directory) or _has_gone(read_record(directory)) or time.monotonic() > silent:
             return None
         time.sleep(LOCK_POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
@@ -377,7 +385,7 @@ def _end_unheard(directory: Path, recorded: Mapping[str, Any]) -> None:
     Raises:
         ServerUnreachable: it is not of this machine or container, or nobody knows what it is.
     """
-    if not is_held(_alive(directory)):
+    if not _is_alive(directory):
         return
     pid, deadline = recorded.get("pid"), time.monotonic() + SOCKET_SECONDS
     held = f"a server is at work on {directory} (its lock is held), and nobody listens at its socket."
@@ -396,7 +404,7 @@ def _end_unheard(directory: Path, recorded: Mapping[str, Any]) -> None:
             os.killpg(pid, signal.SIGKILL)  # a child that it forked to rewrite its file lives on
         elif program_of(pid)[1] == recorded.get("program"):
             os.kill(pid, signal.SIGTERM)
-    while is_held(_alive(directory)):
+    while _is_alive(directory):
         if time.monotonic() > deadline:
             raise ServerUnreachable(f"{held} Process {pid} of this host has it, or what that left behind: end it.")
         time.sleep(LOCK_POLL_SECONDS)
@@ -421,11 +429,11 @@ def _has_gone(recorded: Mapping[str, Any]) -> bool:
 def _stop(directory: Path, deadline: float) -> bool:
     """Asks the server to end, and waits for it: it syncs its append-only file before it goes."""
     socket = Path(str(read_record(directory).get("socket")))
-    if not is_held(_alive(directory)):
+    if not _is_alive(directory):
         return False
     with contextlib.suppress(redis.RedisError), _client(socket) as client:
         client.execute_command("SHUTDOWN")
-    while is_held(_alive(directory)):
+    while _is_alive(directory):
         if time.monotonic() > deadline:
             return False
         time.sleep(LOCK_POLL_SECONDS)

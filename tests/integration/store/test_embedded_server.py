@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import redis
@@ -444,6 +445,19 @@ def test_a_server_whose_files_were_all_removed_is_never_doubled(home: Path) -> N
     finally:
         os.kill(server.pid, signal.SIGTERM)
         wait_until_dead(home)
+
+
+def test_a_server_that_an_older_version_has_started_is_joined_and_seen_by_it(home: Path) -> None:
+    """Older versions hold and look at ``alive.lock`` alone."""
+    server = ensure(home, SETTINGS)
+    assert is_held(home / "server" / "alive.lock")
+    with patch("rlbuffer.store.server.embedded._alive_locks", lambda directory: (directory / "alive.lock",)):
+        server.release()
+        older = ensure(home, SETTINGS)
+    assert not is_held(home / "server")
+    newer = ensure(home, SETTINGS)
+    assert (newer.pid, newer.started_here) == (older.pid, False)
+    assert (older.release(), newer.release()) == (False, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace is root's to make")
