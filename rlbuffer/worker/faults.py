@@ -62,7 +62,7 @@ class Patience:
     def pause(self, error: BaseException) -> float:
         """Seconds to wait now. Requests that fail during one pause share it."""
         now = time.monotonic()
-        if now >= self._until:
+        if now >= self._until or not self._pause:  # the latter: others have worked since the last pause began
             self._pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * self._pause))
         asked = error.seconds if isinstance(error, SamplerBusy) else 0.0
         seconds = min(asked, 2 * LONGEST_PAUSE_SECONDS) or self._pause
