@@ -23,6 +23,7 @@ from strange_groups import strange_group
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.lengths import in_words
+from rlbuffer.records.rollout import MAX_LOGPROB, MIN_LOGPROB
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
@@ -34,7 +35,7 @@ from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES
 Command = tuple[Any, ...]
 NUMBERS: tuple[Any, ...] = (0, 1, -1, -5, 7, 999, 10**6, 10**14, 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 2**64, "9" * 30)
 FLOATS = (0.0, -0.0, 1.0, 1e12, 1.1e12, 1e39, 1.7e308, -1.7e308, 5e-324, float("inf"), float("-inf"), float("nan"))
-LOGPROBS = (0.0, -1.0, -1e3, -1e12, 1e-3, -1e-45)
+LOGPROBS = (0.0, -1.0, MIN_LOGPROB, MAX_LOGPROB, -1e-45)
 REWARDS = (0.0, 1.0, -1.0, 1e12, -1e12, 1e-300)
 VOCABULARY = 13
 """Vocabulary of the model that is trained."""
