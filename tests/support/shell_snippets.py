@@ -93,6 +93,9 @@ NOT_HERE = {
     "rlbuffer push good.parquet --run another": ARCHIVE,
     "rlbuffer export --archive /data/math --where 'step:40' -o step.html": ARCHIVE,
     "rlbuffer plot entropy /data/math": ARCHIVE,
+    "rlbuffer export --archive /data/math -o recorded.jsonl": ARCHIVE,
+    "rlbuffer push recorded.jsonl --run again --version current --done": "a file that is not here; with another: "
+    "tests/e2e/test_push_command.py",
     "rlbuffer inspect math.7/3 --with math.7/5": PAIR,
     "rlbuffer inspect math.7/3 --html worst.html": PAIR,
     "rlbuffer inspect --web": "it serves until it is stopped: tests/integration/cli/test_web.py",
