@@ -20,12 +20,14 @@ from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.client.writer import Writer, given_up
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.errors import (
+    Aborted,
     GroupFailed,
     InvalidRollout,
     PromptTooLong,
     RequestFailed,
     RlbufferError,
     RunGone,
+    SamplerBusy,
     ServerRefused,
     ServerUnreachable,
 )
@@ -89,6 +91,8 @@ class Flights:
         """Ticket number -> times in a row that its group could not be made."""
         self._patience = Patience()
         self._waits, self._said_at = 0, float("-inf")
+        self._is_away = False
+        """A sampler that has worked does not; that is said."""
         """Requests that waited for their server, and when that was last said."""
         self._ready: deque[tuple[Group, Future[None]]] = deque()
         """Groups that wait to be pushed: all of them go in one call."""
@@ -245,7 +249,9 @@ class Flights:
             seconds = self._patience.pause(error)
             self._waits += 1
             self._pulse.failures.note(type(error).__name__, f"{error}; it was waited for")
-            if time.monotonic() - self._said_at >= SAY_SECONDS:
+            was_away = self._is_away
+            self._is_away |= not isinstance(error, SamplerBusy | Aborted)
+            if time.monotonic() - self._said_at >= SAY_SECONDS or self._is_away > was_away:
                 self._said_at = time.monotonic()
                 waited = plural(self._waits, "request")
                 self._messages.trouble(Trouble(error=f"{error}; asked again in {seconds:g} s ({waited} waited)"))
@@ -260,6 +266,7 @@ class Flights:
         self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
         self._patience.works()
+        self._is_away = False
         self._messages.pushed(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""

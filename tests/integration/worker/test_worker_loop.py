@@ -18,14 +18,14 @@ import pytest
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_place
 
 from rlbuffer.config.settings import ModelSettings
-from rlbuffer.errors import ConfigError, InvalidRollout, ServerFull
+from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull
 from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.narration.waiting import draining
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
-from rlbuffer.worker import loop
+from rlbuffer.worker import faults, loop
 from rlbuffer.worker.envs import Score, make_env
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers.batched import Batched
@@ -336,6 +336,29 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     assert stage.troubles()[0] == "group counting.1 given up: ValueError: no verdict"
     assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=1)
     assert stage.heartbeat()["failed_groups"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(SamplerUnavailable("it has died"), 2), (SamplerBusy("429", seconds=0.2), 1)]
+)
+def test_each_death_of_a_sampler_that_has_worked_is_said_and_that_it_is_busy_once(
+    stage: Stage, error: Exception, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "FIRST_PAUSE_SECONDS", 0.2)
+    failing, sample = [1, 1, 0, 1, 0, 0], stage.sampler.sample
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        if failing and failing.pop(0):
+            raise error
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(stage.sampler, "sample", sometimes)
+    stage.allow(3)
+    stage.announce(0)
+    stage.start(groups_per_batch=1)
+    eventually(lambda: len(stage.groups()) == 3)
+    stage.finish()
+    assert len(stage.told("trouble")) == said
 
 
 def test_a_batch_that_lost_a_group_does_not_count_as_one_without_trouble(stage: Stage) -> None:
