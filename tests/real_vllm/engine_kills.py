@@ -185,9 +185,14 @@ def _said(run: Training, struck_at: float) -> tuple[str, float]:
 
 
 def _goes_on(run: Training, engine: Engine, kill: Kill, struck_at: float) -> None:
-    """Waits until the death of `struck_at` has been said and a group of the next engine is there."""
-    struck, noticed = _said(run, struck_at)
-    kill.struck, kill.noticed = kill.struck or struck, max(kill.noticed, noticed)
+    """Waits until the death of `struck_at` has been said and a group of the next engine is there.
+
+    Where a start was struck, it was said already that the engine is away.
+    """
+    noticed = 0.0
+    if not kill.again:
+        kill.struck, kill.noticed = _said(run, struck_at)
+        noticed = kill.noticed
 
     # A group that was finished when the engine died may still arrive: what counts comes after the word about it.
     def pushed() -> list[dict[str, Any]]:
