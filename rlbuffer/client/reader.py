@@ -30,6 +30,7 @@ from rlbuffer.narration.waiting import for_step
 from rlbuffer.process.identity import identity
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.protocol import Store
 
@@ -109,6 +110,8 @@ class Reader:
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
         self._skew = Skew(rank, world_size)
+        self._given: StepHeader | None = None
+        """Of the last step of :meth:`steps`: a server that comes back without it takes its number all the same."""
         self._pool: ThreadPoolExecutor | None = None
         self._heart: threading.Thread | None = None
         self._fetches: set[Future[Step]] = set()
@@ -170,6 +173,7 @@ class Reader:
                 except NotAwaited:
                     return
                 fetch = self._fetch(number + 1)
+                self._given = step.header
                 yield step
                 if step.number > self._progress.place.step:
                     self.trained(step)
@@ -212,7 +216,12 @@ class Reader:
             StepRetired: it was retired.
         """
         self._raise_fault()
-        header = step.header if isinstance(step, Step) else self._store.wait_step(step, block_seconds=0.0)
+        if isinstance(step, Step):
+            header: StepHeader | None = step.header
+        elif self._given is not None and self._given.step == step:
+            header = self._given
+        else:
+            header = self._store.wait_step(step, block_seconds=0.0)
         if header is None:
             last = self._store.meta().step
             raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")

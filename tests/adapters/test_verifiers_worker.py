@@ -75,8 +75,8 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
             stop.set()
             thread.join(PATIENCE_SECONDS)
         assert events[-1] == WorkerStopped(groups=2, rollouts=4, failed_groups=0)
-        trouble = [event.error for event in events if isinstance(event, Trouble)]
-        assert trouble == ["the server is away; asked again in 1 s"]  # its ticket went back, and nothing else happened
+        (trouble,) = (event.error for event in events if isinstance(event, Trouble))
+        assert trouble.startswith("the server is away")  # its ticket went back, and nothing else happened
         for entry in store.read_pool():
             payloads = store.client.hgetall(entry.payload_key)
             for index, info in enumerate(entry.info.rollouts):

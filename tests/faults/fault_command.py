@@ -15,7 +15,7 @@ from failover_runs import run_failovers
 from homes import Home
 from hostile_runs import run_hostile
 from kill_runs import run_kills
-from loss_runs import run_losses
+from loss_runs import EXAMPLES, run_losses
 from network_runs import run_network
 from outcome import Outcome, Say
 from places import EMBEDDED
@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
     parser.add_argument("--pushes", type=int, default=20_000, help="hostile pushes (default 20000)")
-    parser.add_argument("--losses", type=int, default=30, help="losses of newest writes (default 30)")
+    parser.add_argument(
+        "--losses", type=int, default=30, help="losses of newest writes, over own trainers (default 30)"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -119,7 +121,10 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
             )
             return
         if name == "losses":
-            yield run_losses(home, seed=args.seed, losses=args.losses, say=say)
+            for number, example in enumerate(EXAMPLES):
+                losses = (args.losses + number) // len(EXAMPLES)
+                (path / example).mkdir()
+                yield run_losses(Home(path / example), example, seed=args.seed, losses=losses, say=say)
             return
         if name == "torn":
             for number, program in enumerate(programs()):

@@ -27,7 +27,7 @@ import rlbuffer
 from rlbuffer.weights.model import TINY_QWEN3
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = "plain_loop"
+EXAMPLES = ("plain_loop", "hf_trainer", "accelerate_loop")
 RANKS = 2
 STANDSTILL_SECONDS = 30.0
 COPY_SECONDS, COPIES = 0.5, 8
@@ -52,8 +52,8 @@ groups_per_batch = 6
 class _Job:
     """The ranks of a trainer of one's own, started again when one of them ends."""
 
-    def __init__(self, home: Home, url: str) -> None:
-        self._home, self._url = home, url
+    def __init__(self, home: Home, url: str, example: str) -> None:
+        self._home, self._url, self._example = home, url, example
         self.number, self.given = 0, home.path / "given.jsonl"
         self._ranks: list[Any] = []
         self.start()
@@ -66,8 +66,14 @@ class _Job:
         for rank in range(RANKS):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1"}
             place |= {"MASTER_PORT": port, "GIVEN": self.given, "JOB": self.number, "OMP_NUM_THREADS": 1}
+            place["ACCELERATE_USE_CPU"] = "true"  # as `accelerate launch` says where there is no GPU
             self._home.environment = alone | {name: str(value) for name, value in place.items()}
-            command = (Path(__file__).parent / "noted_steps.py", self._home.path / f"{EXAMPLE}.py", self._url, "own")
+            command = (
+                Path(__file__).parent / "noted_steps.py",
+                self._home.path / f"{self._example}.py",
+                self._url,
+                "own",
+            )
             folders = (self._home.path / "model", self._home.path / "out", 10**6)
             self._ranks.append(self._home.start_python(*map(str, (*command, *folders)), log=f"rank-{rank}"))
         self._home.environment = alone
@@ -89,9 +95,9 @@ class _Job:
         return [tuple(json.loads(line)) for line in self.given.read_text().splitlines()] if self.given.exists() else []
 
 
-def run_losses(home: Home, *, seed: int, losses: int, say: Say) -> Outcome:
-    """Makes the server lose its newest writes `losses` times."""
-    outcome, dice, began = Outcome(name=f"lost writes under {EXAMPLE}.py"), random.Random(seed), time.monotonic()
+def run_losses(home: Home, example: str, *, seed: int, losses: int, say: Say) -> Outcome:
+    """Makes the server lose its newest writes `losses` times under one of :data:`EXAMPLES`."""
+    outcome, dice, began = Outcome(name=f"lost writes under {example}.py"), random.Random(seed), time.monotonic()
     for path in (ROOT / "docs" / "examples").glob("*.py"):
         shutil.copy(path, home.path)
     (home.path / "own.toml").write_text(CONFIG)
@@ -101,7 +107,7 @@ def run_losses(home: Home, *, seed: int, losses: int, say: Say) -> Outcome:
         home.environment["RLBUFFER_REDIS_URL"] = server.url
         home.start("serve", "--config", home.path / "own.toml", "--display", "plain", log="serve")
         home.start("worker", "parity", "--config", home.path / "own.toml", "--display", "plain", log="worker")
-        job = _Job(home, server.url)
+        job = _Job(home, server.url, example)
         copies: list[Path] = []
         try:
             _pass(job, server, copies, home.path, steps=4, seconds=0.0)

@@ -150,3 +150,16 @@ def test_a_rank_that_can_never_get_the_step_of_rank_0_ends_and_the_next_trainer_
     while (given := job.train([job._pool.submit(next, its) for its in steps]))[0].number < 3:
         assert given[0].digest == given[1].digest
     assert given[0].digest == given[1].digest != lost.digest
+
+
+def test_a_step_that_the_server_has_lost_is_trained_by_its_number_as_well(job: Job) -> None:
+    saved = job.train_two_steps(kept=1)
+    job.push()
+    asked = [job.asks(0), job.asks(1)]
+    given = [future.result(timeout=30) for future in asked]
+    job.loses(saved)
+    for reader, step in zip(job.readers, given, strict=True):
+        reader.trained(step.number)
+    ours, its = job.train([job.asks(0), job.asks(1)])
+    assert ours.number == given[0].number + 1
+    assert ours.digest == its.digest
