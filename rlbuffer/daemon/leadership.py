@@ -104,7 +104,8 @@ class Leadership:
         self._meta = store.meta()
         self._wishes = WishWatch(store, asked, self._meta)
         learns = needs_advantage(trainer.loss)
-        self._pending = Pending(store, config, teller, token=self._token, since=self._since, needs_advantage=learns)
+        clock = {"since": self._since, "began": self._began}
+        self._pending = Pending(store, config, teller, token=self._token, needs_advantage=learns, **clock)
         self._guard = Guard(store, config, self._pending, teller, token=self._token, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
@@ -225,7 +226,8 @@ class Leadership:
             self._say(*(self._of_trainer(trainer) if self._is_idle else in_hand))
             return
         started = time.perf_counter()
-        decision = batcher.next(step, world_size=trainer.world_size, now=trainer.now, rng=np.random.default_rng(step))
+        now, rng = self._pending.now, np.random.default_rng(step)
+        decision = batcher.next(step, world_size=trainer.world_size, now=now, rng=rng)
         if self._ends(decision, trainer):
             return
         self._pending.drop(decision.drops)

@@ -35,6 +35,7 @@ class Pending:
         teller: hears of every drop.
         token: the leader's fencing token.
         since: server time of the takeover, Unix seconds.
+        began: the same moment, monotonic seconds.
         needs_advantage: as :class:`~rlbuffer.batcher.batcher.Batcher` takes it.
     """
 
@@ -46,6 +47,7 @@ class Pending:
         *,
         token: int,
         since: float,
+        began: float,
         needs_advantage: bool,
     ) -> None:
         self._store = store
@@ -53,7 +55,7 @@ class Pending:
         self._teller = teller
         self._token = token
         self._since = since
-        self._began = time.monotonic()
+        self._began = began
         self._entries: dict[str, PoolEntry] = {}
         self._used: set[str] = set()
         """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
@@ -73,6 +75,11 @@ class Pending:
         """Entries in the pool."""
         return len(self._entries) - len(self._used)
 
+    @property
+    def now(self) -> float:
+        """Unix seconds of the takeover and what has passed since: the server's clock may be set meanwhile."""
+        return self._since + time.monotonic() - self._began
+
     def entries(self) -> Iterable[PoolEntry]:
         """All that is held, used groups too."""
         return self._entries.values()
@@ -88,7 +95,7 @@ class Pending:
             self._entries |= {entry.entry_id: entry for entry in group.entries}
             self._used |= {entry.entry_id for entry in group.entries}
             if group.uses < self._config.max_uses and len(parts) == len(group.entries) > 0:
-                pushed = group.entries[0].pushed_ms / 1000
+                pushed = min(group.entries[0].pushed_ms / 1000, self._since)
                 self.batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
             elif group.entries:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
@@ -117,7 +124,7 @@ class Pending:
             self.read_until = begun
         if not entries:
             return 0
-        now = self._since + time.monotonic() - self._began
+        now = self.now
         if int(entries[-1].entry_id.partition("-")[0]) > 1000 * now + AHEAD_MS:
             self.renumber()
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
@@ -130,10 +137,10 @@ class Pending:
             self.quotas.add(entry)
             self._teller.figures.arrived(entry)
             replaces = self._replaced(entry)
-            pushed = entry.pushed_ms / 1000
+            pushed = min(entry.pushed_ms / 1000, now)  # an id of before the clock was set back lies ahead
             # Time in which no batcher ran does not count against a group that is not full yet.
-            now = max(pushed, self._since)
-            self.batcher.add(entry.info, entry_id=entry.entry_id, now=now, pushed=pushed, replaces=replaces)
+            since = max(pushed, self._since)
+            self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)
             env, _, number = entry.group_id.rpartition(".")
             if env == entry.env and _NUMBER.match(number):
                 self._tickets.setdefault(env, []).append(int(number))

@@ -150,8 +150,6 @@ class Attempt:
     """Oldest checkpoint that the trainer still has: steps up to it may be retired."""
     seen_seconds_ago: float | None = None
     """Seconds since its last word; None before the first attempt."""
-    now: float = 0.0
-    """Server time of the answer, Unix seconds."""
     announced: Mapping[bytes, bytes] = field(default_factory=dict)
     """Adapter -> its current version, of all that were announced, as the server has them."""
     seen_ms: int = 0

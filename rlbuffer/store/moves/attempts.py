@@ -74,7 +74,7 @@ class TrainerMoves(Session):
         fields, versions, (seconds, micros) = self.look(read)
         now = int(seconds) + int(micros) / 1e6
         if not fields:
-            return Attempt(number=0, now=now, announced=versions)
+            return Attempt(number=0, announced=versions)
 
         def number(name: bytes) -> int:
             value = number_of(fields.get(name, b"0"))
@@ -100,7 +100,6 @@ class TrainerMoves(Session):
             server=text(fields.get(b"server", b"")),
             hand=Hand.of(fields.get(b"hand", b"")),
             seen_seconds_ago=abs(now - number(b"seen") / 1000),  # later than now: before the clock was set back
-            now=now,
             announced=versions,
         )
 

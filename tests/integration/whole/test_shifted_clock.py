@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import own_server
@@ -198,6 +199,36 @@ def test_what_the_dead_hold_lapses_though_the_clock_was_set_back(
     until(lambda: store.claim_evaluation("a", 1, owner="other", ttl_seconds=1.0))
     run.lead()
     assert store.retire(run.token, 1) == 1  # its payload is swept
+
+
+@pytest.mark.parametrize("leads_before", [True, False])
+def test_a_group_that_is_not_full_closes_in_time_though_the_clock_was_set_back(
+    shifted: tuple[Run, Callable[[float], None]], leads_before: bool
+) -> None:
+    """The ids that say when it was pushed lie ahead of the clock until that is there again."""
+    run, shift = shifted
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    config = rlbuffer.BatcherConfig(64, step_groups=2, group_timeout_seconds=0.5, min_group_size=1)
+    served = Served(run)
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+
+    def push(seed: int) -> None:
+        group = make_group(env="a", size=2, version=0, seed=seed)
+        writer.push(replace(group, rollouts=group.rollouts[:1]))
+
+    if leads_before:
+        served.serve(config)
+        served.wait_for(lambda: served.said("ready"), seconds=60)
+    shift(HALF_AN_HOUR)
+    push(0)
+    shift(0.0)
+    push(1)
+    assert all(entry.pushed_ms / 1000 > run.store.now() for entry in run.pool())
+    if not leads_before:
+        served.serve(config)
+    served.wait_for(lambda: run.store.meta().step == 1, seconds=60)
+    served.close()
 
 
 def test_a_trainer_is_heard_though_the_clock_was_set_back_since_the_takeover(
