@@ -40,8 +40,10 @@ class Pending:
     """Rollouts, tokens."""
     metadata: bytes
     pushed_ms: int
-    """Time at which its rollouts came first."""
+    """Time at which its rollouts came first, by the server's clock."""
     entry_id: tuple[int, int]
+    came: float
+    """The same by the true clock."""
 
     def ids(self) -> set[str]:
         """Its rollouts."""

@@ -18,6 +18,7 @@ from rlbuffer.store.moves.step_format import decode_header, decode_part, step_di
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 from simulation.accounts import Live, Pending, incarnation_of
+from simulation.network import Network
 from simulation.server import Server
 
 
@@ -25,6 +26,7 @@ class CommittedSteps(ABC):
     """Checks of the steps that an event has added, and of what ranks get of them."""
 
     server: Server
+    network: Network
     config: BatcherConfig
     keys: Keys
     steps: dict[int, Live]
@@ -199,7 +201,7 @@ class CommittedSteps(ABC):
         info: GroupInfo = payload.decode_info(sources[0].metadata)
         if any(payload.decode_info(source.metadata).needs for source in sources):
             self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
-        waited = now - min(source.pushed_ms for source in sources)
+        waited = round(1000 * (self.network.scheduler.now - min(source.came for source in sources)))
         if len({m.info.rollout_id for m in members}) != len(members) or len(members) > info.planned_size:
             self.fail("I6", f"step {step}: group {group} has {len(members)} rollouts, some twice or too many")
         is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said

@@ -61,6 +61,11 @@ CLOCK_STEPS_BACK = 0.1
 """Share of seeds in which the server's clock is set back."""
 CLOCK_STEP_BACK_SECONDS = (-0.2, -1.0, -4.0)
 """Seconds that it is set back: shorter and longer than a lease. Timed events wait as much longer."""
+CLOCKS_OFF = 0.15
+"""Share of seeds in which clocks are far off for a while, and right again."""
+CLOCKS = ("server", "server", "batcher", "writer", "scorer", "rank")
+CLOCK_OFF_SECONDS = (60.0, 600.0, 3600.0)
+"""Seconds that a clock is ahead or behind: longer than anything is given for, up to an hour."""
 
 ODD = {
     "memory": 0.1,
@@ -165,6 +170,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["away"] = (
         _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
     )
+    values["clocks"] = _clocks(seed) if mutation is None else ()
     values["own"] = own
     if own:
         values["world_sizes"] = (2,)
@@ -251,6 +257,20 @@ def _clock_steps(seed: int) -> tuple[tuple[float, float], ...]:
     if back.random() < CLOCK_STEPS_BACK:
         steps += ((back.uniform(0.1, 1.0), back.choice(CLOCK_STEP_BACK_SECONDS)),)
     return steps
+
+
+def _clocks(seed: int) -> tuple[tuple[str, float, float, float], ...]:
+    """Draws whose clocks are far off, from when, until when, and by how much."""
+    dice = random.Random(f"clocks {seed}")
+    count = dice.choice((1, 1, 2)) if dice.random() < CLOCKS_OFF else 0
+    return tuple(
+        (
+            dice.choice(CLOCKS),
+            *sorted((dice.uniform(0.0, 1.0), dice.uniform(0.0, 1.0))),
+            dice.choice(CLOCK_OFF_SECONDS) * dice.choice((1.0, -1.0)),
+        )
+        for _ in range(count)
+    )
 
 
 def _away(seed: int) -> float:

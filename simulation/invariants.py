@@ -181,6 +181,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                 fields[b"metadata"],
                 int(fields.get(b"pushed", entry_id[0])),
                 entry_id,
+                self.network.scheduler.now,
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
@@ -239,6 +240,8 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             self.fail("I10", f"a scored push of group {entry.group} is not what it replaces ({old_id})")
         elif old.pushed_ms != entry.pushed_ms:
             self.fail("I6", f"group {entry.group} grew {entry.pushed_ms - old.pushed_ms} ms younger by being scored")
+        if old is not None:
+            entry.came = old.came
         if old is not None and (of := self.sampled.get((incarnation_of(old.payload), old.group))):
             self.sampled[incarnation_of(entry.payload), entry.group] = of
         self.scored.add(old_id)

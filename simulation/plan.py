@@ -21,6 +21,7 @@ SHOWN_DRAWS = (
         "failover",
         "too_large",
         "clock_steps",
+        "clocks",
         "ends",
         "said",
         "together",
@@ -52,6 +53,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.scorer.loop", "RETRY_SECONDS"): 0.3,
     ("rlbuffer.scorer.loop", "ENTRIES_PER_READ"): 5,
     ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
+    ("rlbuffer.store.moves.tickets", "_LONGEST_MS"): 3000,
     ("rlbuffer.store.moves.push", "BATCH_PUSHES"): 3,
     ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
     ("rlbuffer.client.producer", "SPOOL_PUSHES"): 3,
@@ -151,6 +153,9 @@ class Plan:
     own: bool = field(default=False)
     """The trainer's loop is somebody's own: the ranks compare nothing before they exchange gradients. What the server
     loses, it loses while one rank has a step and another has not."""
+    clocks: tuple[tuple[str, float, float, float], ...] = field(default=())
+    """Clocks that are far off for a while: whose ("server", or the first word of processes' names), from when and until
+    when, as shares of the time of faults, and by how many seconds; below 0 it is behind."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:

@@ -30,6 +30,8 @@ class Process:
         self.name = name
         self.is_dead = False
         self.stopped_until = 0.0
+        self.clock_ahead = 0.0
+        """Seconds by which its clock is ahead of the others'."""
         self.tasks: list[Task] = []
         self.outcome: BaseException | None = None
         """What ended its main task; None when that returned."""

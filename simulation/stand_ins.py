@@ -33,7 +33,11 @@ class Time:
     def monotonic(self) -> float:
         return self._scheduler.now
 
-    time = perf_counter = process_time = monotonic
+    perf_counter = process_time = monotonic
+
+    def time(self) -> float:
+        task = self._scheduler.current
+        return self._scheduler.now + (task.process.clock_ahead if task is not None else 0.0)
 
     def sleep(self, seconds: float) -> None:
         self._scheduler.wait(seconds)

@@ -195,6 +195,9 @@ class World:
             later(plan.fault_seconds * when, partial(damage, self))
         for when, seconds in plan.clock_steps:
             later(plan.fault_seconds * when, partial(self._set_clock, seconds))
+        for whose, since, until, seconds in plan.clocks:
+            later(plan.fault_seconds * since, partial(self._put_off, whose, seconds))
+            later(plan.fault_seconds * until, partial(self._put_off, whose, -seconds))
         if plan.refusal:
             begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
             later(begin, partial(self._refuse, plan.refusal))
@@ -269,6 +272,16 @@ class World:
         self.clock_ahead += seconds
         if seconds < 0:
             self.invariants.clock_set_back()
+
+    def _put_off(self, whose: str, seconds: float) -> None:
+        """The clock of the server, or of these processes and of those that are started in their place."""
+        if whose == "server":
+            self._set_clock(seconds)
+            return
+        self.note(f"the clocks of {whose}s are set {'forward' if seconds > 0 else 'back'} by {abs(seconds):g} s")
+        self.host.clocks[whose] += seconds
+        for process in {task.process for task in self.scheduler.tasks if task.process.name.startswith(whose)}:
+            process.clock_ahead += seconds
 
     def take_back(self, keep: int = -1) -> None:
         """To a checkpoint, or to step `keep`."""
