@@ -62,13 +62,13 @@ def run_alone(
     from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
+    from rlbuffer.process.watchdog import ended_when_stuck
     from rlbuffer.run import members
 
     title = f"{key}-{replica}" if replica or replicas > 1 else key
     name_process(f"{kind} {title}")
     share_cores(SHARING)
     stop = threading.Event()
-    stop_on_signals(stop)
     narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: AnEvent) -> None:
@@ -78,5 +78,6 @@ def run_alone(
             narrate(event)
 
     starting(f"{kind} {title}: loading what it works with (torch, the model)")
-    code = work(title, stop, on_event)
+    with stop_on_signals(stop), ended_when_stuck(stop):
+        code = work(title, stop, on_event)
     return 0 if code == members.DONE else code

@@ -6,23 +6,28 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-GRACE_SECONDS = 10.0
-"""Time between being asked to stop and leaving anyway, once the supervisor is gone."""
+from rlbuffer.process.watchdog import GRACE_SECONDS
 
 
-def stop_on_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
+@contextmanager
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Inside, SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
             os._exit(130)
         stop.set()
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
@@ -36,7 +41,7 @@ def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
 
 
 def end_with(wait_for_end: Callable[[], Any]) -> None:
-    """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
+    """Sends this process SIGTERM when `wait_for_end` returns, and leaves :data:`GRACE_SECONDS` later regardless."""
 
     def watch() -> None:
         wait_for_end()

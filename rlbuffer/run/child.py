@@ -24,6 +24,8 @@ class Child:
     restarts: int = field(default=0)
     is_finished: bool = False
     """It has done all that it had to do."""
+    env: str = ""
+    """Of a worker."""
     is_forked: bool = True
     """It comes from the forkserver, which gives none before it has loaded torch."""
 

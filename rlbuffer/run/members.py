@@ -27,6 +27,7 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
+from rlbuffer.process.watchdog import ended_when_stuck
 
 DONE = 10
 """Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""
@@ -106,17 +107,20 @@ MEMBERS: Mapping[str, Callable[..., int]] = {"worker": sample, "score": score}
 def member_main(settings_json: str, kind: str, key: str, replica: int, name: str, log: Connection) -> None:
     """One process of ``[KIND.KEY]``."""
     _enter(log, f"{kind} {name}")
-    stop = threading.Event()
-    stop_on_signals(stop)
-    _leave_with(lambda: MEMBERS[kind](from_json(settings_json), key, replica, name, stop))
+    _work(from_json(settings_json), kind, key, replica, name, threading.Event())
 
 
 def member_apart_main(kind: str, key: str, replica: int, name: str) -> None:
     """The same with an interpreter of its own, as :func:`serve_main` is the batcher's."""
     settings, stop = _begin(f"{kind} {name}")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
-    _leave_with(lambda: MEMBERS[kind](settings, key, replica, name, stop))
+    _work(settings, kind, key, replica, name, stop)
+
+
+def _work(settings: RunSettings, kind: str, key: str, replica: int, name: str, stop: threading.Event) -> None:
+    with stop_on_signals(stop), ended_when_stuck(stop):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
+        _leave_with(lambda: MEMBERS[kind](settings, key, replica, name, stop))
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------------
@@ -179,7 +183,8 @@ def serve_main() -> None:
             say(f"serving run {event.run!r} from step {event.step}")
         narrator(event)
 
-    _leave_with(lambda: serve(settings, stop, on_event, follows="--again" in sys.argv[1:]))
+    with stop_on_signals(stop):
+        _leave_with(lambda: serve(settings, stop, on_event, follows="--again" in sys.argv[1:]))
 
 
 # -- both ends -------------------------------------------------------------------------------------------------------
@@ -199,10 +204,8 @@ def _begin(title: str) -> tuple[RunSettings, threading.Event]:
     name_process(title)
     outlive_readers()
     settings = from_json(sys.stdin.readline())
-    stop = threading.Event()
-    stop_on_signals(stop)
     end_with(sys.stdin.read)
-    return settings, stop
+    return settings, threading.Event()
 
 
 def _enter(log: Connection, title: str) -> None:

@@ -32,12 +32,17 @@ from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.waiting import at_end
+from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
+from rlbuffer.process.identity import may_live, visible_from
+from rlbuffer.process.watchdog import threads_at_the_end
 from rlbuffer.run import members, pythons
 from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.run_log import RunLog, Say
+from rlbuffer.run.silence import SILENT_SECONDS, Silence
+from rlbuffer.worker.failures import own_places
 
 CHILD_POLL_SECONDS = 0.1
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
@@ -48,8 +53,6 @@ MAX_FAILURES = 8
 DRAIN_SECONDS = 20.0
 """Time that a process has to finish what it is doing before it is killed."""
 OBSERVE_SECONDS = 0.5
-CHILD_FRESH_SECONDS = 6.0
-"""A rank that has said nothing for longer may be gone."""
 INTERRUPTED = 130
 
 
@@ -101,19 +104,20 @@ class Supervisor:
                 self.log.say(
                     "run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}"
                 )
-                ended = threading.Event()
-                observer = threading.Thread(target=self._observe, args=(buffer, ended), name="observe", daemon=True)
+                ended, children = threading.Event(), self._children()
+                observer = threading.Thread(
+                    target=self._observe, args=(buffer, ended, children), name="observe", daemon=True
+                )
                 observer.start()
-                children = self._children()
                 try:
                     return self._watch(children, buffer, stop, tick)
                 finally:
                     self._drain(children)
                     ended.set()
                     observer.join(timeout=DRAIN_SECONDS)
+                    (settings.run_dir / "pids.json").unlink(missing_ok=True)
         finally:
             self.log.close()
-            (settings.run_dir / "pids.json").unlink(missing_ok=True)
 
     # -- starting --------------------------------------------------------------------------------------------------
     def _start_forkserver(self) -> ForkServerContext:
@@ -155,6 +159,7 @@ class Supervisor:
                         start=lambda key=key, replica=replica, title=title: self._start_worker(  # type: ignore[misc]
                             key, replica, title
                         ),
+                        env=options.env,
                         is_forked=not pythons.is_apart(options),
                     )
                 )
@@ -228,7 +233,13 @@ class Supervisor:
         return process
 
     # -- watching --------------------------------------------------------------------------------------------------
-    def _watch(self, children: list[Child], buffer: Buffer, stop: threading.Event, tick: Callable[[], None]) -> int:
+    def _watch(
+        self,
+        children: list[Child],
+        buffer: Buffer,
+        stop: threading.Event,
+        tick: Callable[[], None],
+    ) -> int:
         losses = buffer.store.losses()
         while not stop.is_set():
             if buffer.store.losses() != losses:
@@ -247,14 +258,19 @@ class Supervisor:
             stop.wait(CHILD_POLL_SECONDS)
         return INTERRUPTED
 
-    def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
-        """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
-        said = ""
+    def _observe(self, buffer: Buffer, ended: threading.Event, children: list[Child]) -> None:
+        """Looks up who the server and the ranks are, and ends who is silent; in a thread, because it waits while the
+        server is away."""
+        said, silence = "", Silence()
         while not ended.wait(OBSERVE_SECONDS):
             try:
                 ranks = buffer.store.heartbeats("rank")
                 seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
+                for child in silence.of(children, buffer.store):
+                    self.log.say("run", f"{child.name} has said nothing for {SILENT_SECONDS:.0f} s: killed")
+                    send(child.pid, signal.SIGKILL)
             except RlbufferError:
+                silence = Silence()
                 continue  # the server is being restarted by whoever needs it; who it is then is seen next time
             except Exception as error:  # anybody may write there, and pids are for people
                 if str(error) != said:
@@ -290,7 +306,9 @@ class Supervisor:
             child.is_finished = True
             return None
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how = self._stuck(child) or (
+            f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        )
         if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
             self.log.say(
                 "run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log.path}"
@@ -302,6 +320,15 @@ class Supervisor:
         self.restarts += 1
         self.log.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
         return None
+
+    def _stuck(self, child: Child) -> str:
+        """How a process ended that its watchdog has ended; "" for any other."""
+        threads = threads_at_the_end(self.log.tail(child.name))
+        if not threads:
+            return ""
+        env = f" in env {child.env}" if child.env else ""
+        where = ", ".join(own_places(threads)) or "none of its threads was in a file of yours"
+        return f"was ended, because it held the interpreter or did not stop{env} ({where})"
 
     def _how_it_ended(self, buffer: Buffer) -> str:
         """ "" while the run has something to do, or nobody can tell."""
@@ -335,6 +362,8 @@ class Supervisor:
                         send(child.pid, signal.SIGKILL)
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)
+                if child.process is not None and (how := self._stuck(child)):
+                    self.log.say("run", f"{child.name} {how}")
                 if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError):  # it ended before it had read its settings
                         child.process.stdin.close()
@@ -343,10 +372,4 @@ class Supervisor:
 
 def _is_there(rank: Mapping[str, Any]) -> bool:
     """A rank of this machine that still runs: heartbeats outlive whoever was killed."""
-    if rank["seconds_ago"] > CHILD_FRESH_SECONDS or "pid" not in rank:
-        return False
-    try:
-        os.kill(int(rank["pid"]), 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    return rank["seconds_ago"] <= FRESH_SECONDS and rank.get("space") == visible_from() and may_live(rank)

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.process.identity import visible_from
+from rlbuffer.run import silence
 from rlbuffer.run.child import Child
 from rlbuffer.run.run_log import RunLog
 from rlbuffer.run.supervisor import Supervisor
@@ -41,3 +47,37 @@ class _Alive:
     """A process that goes on."""
 
     pid, exitcode = 1, None
+
+
+HERE = {"pid": 1, "space": visible_from(), "seconds_ago": 900.0}
+
+
+class Beats:
+    """A store with one heartbeat, of the worker `a`."""
+
+    def __init__(self, beat: Mapping[str, Any]) -> None:
+        self.beat = beat
+
+    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
+        return {"a": self.beat} if kind == "worker" else {}
+
+
+@pytest.mark.parametrize(
+    ("beat", "is_silent"),
+    [
+        pytest.param(HERE, True, id="silent"),
+        pytest.param({**HERE, "seconds_ago": 1.0}, False, id="heard"),
+        pytest.param({**HERE, "pid": 2}, False, id="of the process before"),
+        pytest.param({**HERE, "space": "another"}, False, id="of another machine"),
+    ],
+)
+def test_a_process_that_goes_on_and_says_nothing_is_found(
+    monkeypatch: pytest.MonkeyPatch, beat: Mapping[str, Any], is_silent: bool
+) -> None:
+    monkeypatch.setattr(silence, "SILENCE_LOOK_SECONDS", 0.0)
+    child = Child(name="worker a", start=_Alive, process=_Alive())
+    looking, store = silence.Silence(), Beats(beat)
+    assert looking.of([child], store) == []  # type: ignore[arg-type]
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.0)
+    assert looking.of([child], store) == ([child] if is_silent else [])  # type: ignore[arg-type]
+    assert silence.Silence().of([child], store) == []  # type: ignore[arg-type]

@@ -60,9 +60,9 @@ def command(
         raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
     loaded = _settings(given, steps, seed, deterministic)
     stop = threading.Event()
-    stop_on_signals(stop)
-    starting("connecting to the server, loading torch")
-    return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
+    with stop_on_signals(stop):
+        starting("connecting to the server, loading torch")
+        return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
 
 
 def _settings(

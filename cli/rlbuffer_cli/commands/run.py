@@ -48,18 +48,18 @@ def command(
     settings = loaded.settings
     shown = options.choose_display(display)
     stop = threading.Event()
-    stop_on_signals(stop)
     starting("connecting to the server, loading torch")
 
-    if shown == "rich":
-        from rlbuffer_cli.render.run_view import watch_run
+    with stop_on_signals(stop):
+        if shown == "rich":
+            from rlbuffer_cli.render.run_view import watch_run
 
-        code = watch_run(loaded, stop, planned=settings.trainer.steps)
-    else:
-        origin = options.redis_origin(loaded)
-        with connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer:
-            code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
-            say_ended(buffer, settings, code)
+            code = watch_run(loaded, stop, planned=settings.trainer.steps)
+        else:
+            origin = options.redis_origin(loaded)
+            with connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer:
+                code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
+                say_ended(buffer, settings, code)
     name, where = options.program(), given.again(settings.run)
     say(f"next: {name} inspect {where}   {name} verify {where}", err=True)
     return code

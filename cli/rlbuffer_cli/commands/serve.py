@@ -71,11 +71,10 @@ def command(
         _check_run(loaded, resume=resume)
     name_process("serve")
     stop, hangup = threading.Event(), threading.Event()
-    stop_on_signals(stop)
     set_on_hangup(hangup, stop)
     shown = options.choose_display(display)
     status = _Status(settings.run)
-    with Foot(status.lines) if shown == "rich" else nullcontext() as foot:
+    with stop_on_signals(stop), Foot(status.lines) if shown == "rich" else nullcontext() as foot:
         say = foot.say if foot is not None else echo
         narrator = ServeNarrator(
             lambda line: say(f"{datetime.now():%H:%M:%S} {line}"), None if foot is None else status.wait_for

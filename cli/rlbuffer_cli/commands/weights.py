@@ -60,11 +60,10 @@ def serve(
     serving = load_serving()
     name_process("weights")
     stop = threading.Event()
-    stop_on_signals(stop)
     cache = VersionCache.of(settings, stop=stop) if upstream else None
     folder = cache.directory if cache is not None else settings.output_dir / "weights"
     app = serving.make_app(folder, token=os.environ.get(TOKEN_VARIABLE, ""), upstream=upstream or "", cache=cache)
-    with serving.FileServer(app, address) as server:
+    with stop_on_signals(stop), serving.FileServer(app, address) as server:
         echo(f"serving {folder} at {address} ({server.url} from here)" + (f", from {upstream}" if upstream else ""))
         stop.wait()
     return 0

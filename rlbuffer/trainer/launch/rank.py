@@ -22,6 +22,7 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
@@ -88,7 +89,12 @@ def run_rank(
     # Modules stay as long as the process. A full collection of what torch and transformers bring takes 50 to 200 ms,
     # and all ranks wait for the one that is in it.
     gc.freeze()
-    with trainer_figures(settings, _say_nothing if quiet else _print_event, rank=rank) as on_event:
+    held_seconds = max(HELD_SECONDS, settings.trainer.timeout_seconds)
+    with (
+        # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
+        ended_when_stuck(threading.Event(), held_seconds=held_seconds),
+        trainer_figures(settings, _say_nothing if quiet else _print_event, rank=rank) as on_event,
+    ):
         return train(
             settings,
             rank=rank,
