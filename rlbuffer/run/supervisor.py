@@ -40,6 +40,7 @@ from rlbuffer.process.identity import may_live, visible_from
 from rlbuffer.process.watchdog import threads_at_the_end
 from rlbuffer.run import members, pythons
 from rlbuffer.run.child import Child, send, signal_name
+from rlbuffer.run.claim import Claim
 from rlbuffer.run.run_log import RunLog, Say
 from rlbuffer.run.silence import SILENT_SECONDS, Silence
 from rlbuffer.worker.failures import own_places
@@ -98,6 +99,8 @@ class Supervisor:
             with connect(
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
+                claim = Claim(buffer.store, settings.run)
+                claim.refuse_second(stop)
                 buffer.store.open_run()
                 buffer.store.expect(settings.worker)
                 server = buffer.store.server()
@@ -109,12 +112,14 @@ class Supervisor:
                     target=self._observe, args=(buffer, ended, children), name="observe", daemon=True
                 )
                 observer.start()
+                claim.start()
                 try:
-                    return self._watch(children, buffer, stop, tick)
+                    return self._watch(children, buffer, claim, stop, tick)
                 finally:
                     self._drain(children)
                     ended.set()
                     observer.join(timeout=DRAIN_SECONDS)
+                    claim.close()
                     (settings.run_dir / "pids.json").unlink(missing_ok=True)
         finally:
             self.log.close()
@@ -237,11 +242,13 @@ class Supervisor:
         self,
         children: list[Child],
         buffer: Buffer,
+        claim: Claim,
         stop: threading.Event,
         tick: Callable[[], None],
     ) -> int:
         losses = buffer.store.losses()
         while not stop.is_set():
+            claim.check()
             if buffer.store.losses() != losses:
                 # The server may be back without what a worker pushed last: whoever is done looks again.
                 losses = buffer.store.losses()

@@ -1,0 +1,58 @@
+"""One `rlbuffer run` per run: it says on the server that it is there, and another one does not begin beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.process.identity import may_live, named
+from rlbuffer.store.protocol import Store
+
+CLAIM_LOOK_SECONDS = 0.5
+
+
+class Claim(Heartbeats):
+    """The heartbeat of a supervisor. Call `refuse_second` before `start`."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        super().__init__("claim")
+        self._store, self._name = store, run
+
+    def refuse_second(self, stop: threading.Event) -> None:
+        """Waits until it is certain that no other supervisor is there; at once, unless one was heard a moment ago.
+
+        Raises:
+            ConfigError: one is there.
+        """
+        silent = float("inf")
+        while not stop.is_set():
+            beat = self._store.heartbeats("batcher").get("run")
+            if beat is None or beat["seconds_ago"] > FRESH_SECONDS or not may_live(beat):
+                return
+            if beat["seconds_ago"] < silent and silent < float("inf"):
+                raise self._taken(beat)
+            silent = beat["seconds_ago"]
+            stop.wait(CLAIM_LOOK_SECONDS)
+
+    def check(self) -> None:
+        """Raises ConfigError when another supervisor is there that began before this one: both began at once."""
+        twin = self.twin()
+        if twin is not None and (twin.get("started") or 0.0) < self._started:
+            raise self._taken(twin)
+
+    def _taken(self, other: Mapping[str, Any]) -> ConfigError:
+        return ConfigError(
+            f"run {self._name!r} has an `rlbuffer run` already, {named(other)}: two would restart each other's "
+            "processes and share checkpoints. End that one first, or give this run another name (--run)",
+            setting="run",
+        )
+
+    def _renew(self) -> None:
+        """Nothing is held but the name."""
+
+    def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        return self._store.heartbeat("batcher", "run", record)

@@ -1,0 +1,94 @@
+"""A worker that cannot end itself is ended and named, and its run goes on; a second `rlbuffer run` does not begin."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import signal
+
+import failing_envs
+import stuck_envs
+from homes import Home
+
+from rlbuffer.weights.model import TINY_QWEN3
+
+STUCK = {"holds": stuck_envs.Holds, "blocks": stuck_envs.Blocks, "never": stuck_envs.Never}
+CONFIG = """
+run = "stuck"
+
+[server]
+appendfsync = "no"
+
+[batcher]
+row_tokens = 64
+step_groups = 4
+
+[trainer]
+world_size = 1
+steps = 100000
+
+[worker.sound]
+env = "failing_envs:Sound"
+group_size = 2
+"""
+
+
+def place(name: str) -> str:
+    """The line of the env at which its worker is stuck."""
+    first = inspect.getsourcelines(STUCK[name].score)[1]
+    return f"stuck_envs.py:{first + (4 if name == 'holds' else 1)} in score"
+
+
+def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes_on(home: Home) -> None:
+    for module in (failing_envs, stuck_envs):
+        shutil.copy(module.__file__, home.path)
+    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
+    sections = "".join(
+        f'[worker.{name}]\nenv = "stuck_envs:{env.__name__}"\ngroup_size = 2\ngroups_per_batch = 1\n'
+        for name, env in STUCK.items()
+    )
+    config = home.path / "stuck.toml"
+    config.write_text(f"{CONFIG}{sections}[model.config]\n{model}")
+    running = home.start("run", config, "--display", "plain", log="run")
+    with home.connect("stuck") as buffer:
+
+        def said() -> str:
+            return (home.path / "run.log").read_text()
+
+        def is_at(name: str) -> bool:
+            return "score()" in str(buffer.store.heartbeats("worker").get(name, {}).get("doing"))
+
+        home.wait_until(lambda: all(map(is_at, STUCK)), seconds=60, why="three workers that are stuck")
+        begun = {name: home.pids("stuck")[f"worker {name}"] for name in STUCK}
+
+        second = home.call("run", config, "--display", "plain", timeout=60)
+        assert second.returncode == 3, second
+        assert f"pid {home.pids('stuck')['run']} on {os.uname().nodename}" in " ".join(second.stderr.split())
+
+        for name in ("blocks", "never"):
+            os.kill(begun[name], signal.SIGTERM)
+        home.wait_until(
+            lambda: all(f"worker {name} " in said() and place(name) in said() for name in ("holds", "blocks")),
+            seconds=30,
+            why="the places of those that were ended",
+        )
+        for name in ("holds", "blocks"):
+            line = next(line for line in said().splitlines() if " run " in line and place(name) in line)
+            assert f"worker {name} " in line
+            assert f"stuck_envs:{STUCK[name].__name__}" in line
+        home.wait_until(
+            lambda: place("never") in str(buffer.store.heartbeats("worker")["never"].get("busy")),
+            seconds=30,
+            why="the place of the one that does not return",
+        )
+        home.wait_until(
+            lambda: all(home.pids("stuck").get(f"worker {name}", pid) != pid for name, pid in begun.items()),
+            seconds=30,
+            why="the workers after them",
+        )
+        step = buffer.store.meta().step
+        home.wait_until(lambda: buffer.store.meta().step > step, seconds=30, why="the next step")
+    running.send_signal(signal.SIGTERM)
+    assert home.ended(running, 60) == 130
