@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import redis
 
-from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.errors import NotFound, PayloadError, RlbufferError, ServerUnsuitable, StepRetired
 from rlbuffer.packing.arena import Arena
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
-from rlbuffer.store.received import Checksum, FieldMemory, FieldReply, FieldRequest, InPlace
+from rlbuffer.store.payloads import FETCH_BYTES
+from rlbuffer.store.received import Checksum, FieldMemory, FieldReply, FieldRequest, InPlace, Received
 from rlbuffer.store.records import PartRollout, StepPart
 from rlbuffer.store.server.receiving import receive_fields
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, sound, text
 
 HEADERS_PER_READ = 64
 """Headers per read."""
+LEAST_WINDOW_BYTES = 2**20
+"""Payload bytes asked for at once where the server holds no more: it must hold as many."""
+MOST_CUTS = 3
+"""Times in a row that a connection breaks in the same answer of the same server before that is its limit."""
+_log = logging.getLogger(__name__)
+
+
+class _Cut(Exception):
+    """The connection broke in the middle of an answer, and the server is the same."""
 
 
 class StepReads(Session):
@@ -29,6 +40,8 @@ class StepReads(Session):
 
     _arena: Arena
     """Memory that payloads are received into."""
+    _window: int = FETCH_BYTES
+    """Payload bytes asked for at once; it never grows."""
 
     # -- pull ------------------------------------------------------------------------------------------------------
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
@@ -73,9 +86,14 @@ class StepReads(Session):
             return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
-        sizes = _sizes(refs)
-        values = _values(sizes, self.look(lambda client: _asked(client, sizes))) if refs else {}
-        return [values[ref.payload_key][str(ref.index)] for ref in refs]
+        values: dict[tuple[str, str], bytes | None] = {}
+        sizes = _sizes(refs).items()
+        request = {key: [(field, size, ()) for field, size in its.items()] for key, its in sizes}
+        for part, replies in self._in_windows(request, _asked):
+            for (key, its), reply in zip(part.items(), replies, strict=True):
+                names = [(key, field) for field, _, _ in its]
+                values |= zip(names, reply or [None] * len(names), strict=True)
+        return [values[ref.payload_key, str(ref.index)] for ref in refs]
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
         sizes = _sizes(refs)
@@ -96,14 +114,75 @@ class StepReads(Session):
 
     def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
 
-        def read(client: Any) -> list[Any]:
+        def read(client: Any, part: FieldRequest) -> list[Any]:
             if self.connection.is_memory or not isinstance(client, redis.Redis):  # a model has no socket
-                return _asked(client, {key: [field for field, _, _ in its] for key, its in request.items()}, "group")
-            return sound(receive_fields(client, request, "group", checksum))
+                return _asked(client, part, "group")
+            return sound(receive_fields(client, part, "group", checksum))
 
-        replies = self.look(read) if request else []
-        values = {key: reply or [None] * len(its) for (key, its), reply in zip(request.items(), replies, strict=False)}
-        return values, dict(zip(request, replies[len(request) :], strict=True))
+        values: dict[str, Received] = {}
+        groups: dict[str, bytes | None] = {}
+        for part, replies in self._in_windows(request, read):
+            for (key, its), reply in zip(part.items(), replies, strict=False):
+                arrived = reply or [None] * len(its)
+                values[key] = _joined(values[key], arrived, request[key]) if key in values else arrived
+            groups |= zip(part, replies[len(part) :], strict=True)
+        return values, groups
+
+    def _in_windows(
+        self, request: FieldRequest, read: Callable[[Any, FieldRequest], list[Any]]
+    ) -> Iterator[tuple[FieldRequest, list[Any]]]:
+        """Reads fields, as many bytes at once as the server holds for a client. -> parts of the request, with replies.
+
+        A server closes the connection of a client for which it holds more than its ``client-output-buffer-limit``. So
+        where a connection breaks in the middle of an answer, and the same process answers again, half as much is asked
+        for at once, from then on.
+
+        Raises:
+            ServerUnsuitable: it breaks again and again where less cannot be asked for.
+        """
+        left, breaks = [(key, field) for key, its in request.items() for field in its], 0
+        while left:
+            part, count, size = _first(left, self._window)
+            try:
+                replies = self._uncut(read, part)
+            except _Cut:
+                if count > 1 and size > LEAST_WINDOW_BYTES:
+                    self._window = max(size // 2, LEAST_WINDOW_BYTES)
+                    _log.warning(
+                        "the server at %s closed the connection while it sent %d bytes: at most %d are asked for at "
+                        "once from now on. Its client-output-buffer-limit may be too low",
+                        *(self.connection.address, size, self._window),
+                    )
+                    continue
+                breaks += 1
+                if breaks < MOST_CUTS:
+                    continue
+                raise ServerUnsuitable(
+                    f"the server at {self.connection.address} closes the connection each time that it sends "
+                    f"{'rollout' if count == 1 else f'{count} rollouts,'} {left[0][1][0]} of {left[0][0]} "
+                    f"({size} bytes), and less cannot be asked for. Its client-output-buffer-limit for normal clients "
+                    f"is too low: it must be well above {size} bytes, as with `CONFIG SET client-output-buffer-limit "
+                    '"normal 0 0 0"`, which is the default'
+                ) from None
+            yield part, replies
+            left, breaks = left[count:], 0
+
+    def _uncut(self, read: Callable[[Any, FieldRequest], list[Any]], part: FieldRequest) -> list[Any]:
+        """Reads a part. Raises _Cut where the connection broke, and the same process answers again."""
+        server, is_cut = self.server_id(), False
+
+        def ask(client: Any) -> list[Any]:
+            nonlocal server, is_cut
+            before, server = server, self.server_id()
+            if is_cut and server == before:
+                raise _Cut
+            try:
+                return read(client, part)
+            except redis.ConnectionError:
+                is_cut = True
+                raise
+
+        return self.look(ask)
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
 
@@ -177,23 +256,41 @@ def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:
     return sizes
 
 
-def _asked(client: Any, asked: Mapping[str, Iterable[str]], *further: str) -> list[Any]:
+def _asked(client: Any, asked: FieldRequest, *further: str) -> list[Any]:
     """The replies to an HMGET for each key, and then to an HGET of each further field."""
     with client.pipeline(transaction=False) as pipe:
-        for key, fields in asked.items():
-            pipe.hmget(key, list(fields))
+        for key, its in asked.items():
+            pipe.hmget(key, [field for field, _, _ in its])
         for field in further:
             for key in asked:
                 pipe.hget(key, field)
         return answers(pipe)
 
 
-def _values(sizes: Mapping[str, Mapping[str, int]], replies: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Payload key -> field -> value, of the replies to an HMGET for each key."""
-    return {
-        key: dict(zip(fields, values or [None] * len(fields), strict=True))
-        for (key, fields), values in zip(sizes.items(), replies, strict=False)
-    }
+def _first(fields: Sequence[tuple[str, FieldMemory]], window: int) -> tuple[FieldRequest, int, int]:
+    """As many of these as fit into `window` bytes, at least one. -> a request for them, their number, their bytes."""
+    part: dict[str, list[FieldMemory]] = {}
+    count = size = 0
+    for key, field in fields:
+        if count and size + field[1] > window:
+            break
+        part.setdefault(key, []).append(field)
+        count, size = count + 1, size + field[1]
+    return part, count, size
+
+
+def _joined(first: Received, then: Received, fields: Sequence[FieldMemory]) -> Received:
+    """The first of these fields of a hash, and those that came in the answer behind them."""
+    if isinstance(first, InPlace) and isinstance(then, InPlace):
+        return InPlace([*first.checksums, *then.checksums])
+    had = len(first.checksums if isinstance(first, InPlace) else first)
+    return [*_copied(first, fields), *_copied(then, fields[had:])]
+
+
+def _copied(arrived: Received, fields: Sequence[FieldMemory]) -> Sequence[bytes | None]:
+    if not isinstance(arrived, InPlace):
+        return arrived
+    return [b"".join(memory) for (_, _, memory), _ in zip(fields, arrived.checksums, strict=False)]
 
 
 def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:
