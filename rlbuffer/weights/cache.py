@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.process.environment import through_proxy
 from rlbuffer.process.file_locks import try_lock
 from rlbuffer.process.files import flush, rename_for_good
 from rlbuffer.records.policy_version import PolicyVersion
@@ -206,7 +207,7 @@ class VersionCache:
                 try:
                     self._download_from(client, f"{place.rstrip('/')}/{name}", name, weights, folder)
                 except WeightsError as error:
-                    reasons.append(f"  {place}: {error}")
+                    reasons.append(f"  {place}: {error}{through_proxy(place)}")
                     if self._stop.is_set():
                         break
                     continue

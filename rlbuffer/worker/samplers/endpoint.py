@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, SamplerUnavailable, WeightsError
-from rlbuffer.process.environment import NO_PROXY
+from rlbuffer.process.environment import NO_PROXY, through_proxy
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
@@ -252,11 +252,12 @@ class Endpoint:
         if response.status_code == HTTPStatus.NOT_FOUND:
             raise ConfigError(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
-                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension",
+                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
+                f"{through_proxy(self.url)}",
                 setting="sampler_options.servers",
             )
         if response.status_code >= HTTPStatus.BAD_REQUEST:
-            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}"
+            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}{through_proxy(self.url)}"
             raise error_of_status(response.status_code, sentence, response.headers.get("Retry-After", ""))
         try:
             return response.json() if response.content else {}
@@ -275,10 +276,13 @@ class Endpoint:
                 await asyncio.sleep(AGAIN_SECONDS)
                 return await ask()
         except httpx.TimeoutException as error:
-            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
+            raise SamplerUnavailable(
+                f"{self.url}{path} did not answer within {seconds:g} s{through_proxy(self.url)}"
+            ) from error
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
+            sentence = f"{self.url}{path} cannot be reached: {reason}{through_proxy(self.url)}"
+            raise SamplerUnavailable(sentence) from error
 
     def _completion(self, choice: Mapping[str, Any], version: int, *, greedy: bool) -> Completion:
         ids = choice.get("token_ids")
