@@ -110,6 +110,8 @@ class Meta:
     """Last step that retired early, because the server's memory was short; 0: none did."""
     early_ms: int = 0
     """Server time of it, in milliseconds."""
+    created: int = 0
+    """Server time when the run was begun, in milliseconds: a run that is begun anew under the same name has another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

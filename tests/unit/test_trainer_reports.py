@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,7 +156,7 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         record = {"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "buffer": {"wait": WAITS}}
         sink.write(record | {"examples": [{"text": "no"}]})
     run: Any = wandb.run
-    assert (run.id, run.step) == ("learns", 2)
+    assert run.name == "learns"
     config = run.config.as_dict()
     assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
     assert "secret" not in str(config)
@@ -172,11 +173,43 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     wandb.teardown()  # its service is a process of its own
 
 
+def test_wandb_draws_every_step_of_each_life_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A life goes on after a restart, also where steps are trained again; a run begun anew has a curve of its own."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    told = RunSettings(run="again", trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}))
+    ids = []
+    for created, steps in ((1, (1, 2, 3, 2, 3)), (1, ()), (2, (1,))):
+        (sink,) = sinks_of(told, created=created)
+        ids.append(str(wandb.run.id))  # type: ignore[union-attr]
+        for step in steps:
+            sink.write({"step": step, "time": 1e9, "loss": 0.5})
+        sink.close()
+    assert ids[0] == ids[1] != ids[2]
+    path = next(p for p in tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb") if history_of(p))
+    assert [row["step"] for row in history_of(path)] == [1, 2, 3, 2, 3]
+    axes = {
+        record.metric.glob_name: record.metric.step_metric for record in records_of(path) if record.metric.glob_name
+    }
+    assert axes == {"*": "step"}
+    wandb.teardown()  # its service is a process of its own
+
+
 def history_of(path: Path) -> list[dict[str, Any]]:
-    """W&B's rows in its own file, without its own fields: a LevelDB log behind seven bytes."""
+    """W&B's rows, without its own fields."""
+    found = []
+    for record in records_of(path):
+        row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if row:
+            found.append({name: json.loads(value) for name, value in row.items() if not name.startswith("_")})
+    return found
+
+
+def records_of(path: Path) -> Iterator[Any]:
+    """What is in W&B's own file: a LevelDB log behind seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole, rows = path.read_bytes(), 7, b"", []
+    data, at, whole = path.read_bytes(), 7, b""
     while at + 7 < len(data):
         left = 32768 - at % 32768
         if left < 7:
@@ -189,10 +222,7 @@ def history_of(path: Path) -> list[dict[str, Any]]:
             record = Record()
             record.ParseFromString(whole)
             whole = b""
-            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            if row:
-                rows.append({name: json.loads(value) for name, value in row.items() if not name.startswith("_")})
-    return rows
+            yield record
 
 
 def test_nothing_more_is_imported_where_nothing_more_is_asked_for(tmp_path: Path) -> None:

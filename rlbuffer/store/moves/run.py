@@ -151,4 +151,5 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         ended=number(b"ended") if b"ended" in fields else None,
         early=number(b"early"),
         early_ms=number(b"early_at"),
+        created=number(b"created"),
     )

@@ -45,7 +45,10 @@ class Reports:
         self._session = session
         self._on_event = on_event if session.is_first else None
         self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
-        self._sinks: list[Sink] = sinks_of(session.settings) if session.is_first else []
+        self._sinks: list[Sink] = []
+        if session.is_first:
+            created = 0 if isinstance(session.buffer, FakeBuffer) else session.buffer.store.meta().created
+            self._sinks = sinks_of(session.settings, created=created)
         self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)

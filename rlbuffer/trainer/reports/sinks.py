@@ -27,8 +27,11 @@ class Sink(Protocol):
         """Nothing more comes."""
 
 
-def sinks_of(settings: RunSettings) -> list[Sink]:
+def sinks_of(settings: RunSettings, *, created: int = 0) -> list[Sink]:
     """Those that the settings ask for.
+
+    Args:
+        created: when the run was begun, which tells it from others of its name; 0: nobody knows.
 
     Raises:
         ConfigError: a package is not installed.
@@ -37,7 +40,7 @@ def sinks_of(settings: RunSettings) -> list[Sink]:
     if settings.trainer.reports.tensorboard:
         sinks.append(TensorBoard(settings.output_dir / "tensorboard"))
     if settings.trainer.reports.wandb_project:
-        sinks.append(WeightsAndBiases(settings))
+        sinks.append(WeightsAndBiases(settings, created))
     return sinks
 
 
@@ -76,9 +79,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run of the run's own name, gone on with after a restart. WANDB_MODE and the like are W&B's own."""
+    """A W&B run of the run's own name, gone on with after a restart. WANDB_MODE and the like are W&B's own.
 
-    def __init__(self, settings: RunSettings) -> None:
+    Its id says when the run was begun: a run begun anew under the same name would otherwise go on with the old curve.
+    """
+
+    def __init__(self, settings: RunSettings, created: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -93,19 +99,22 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(
             project=settings.trainer.reports.wandb_project,
             name=settings.run,
-            id=settings.run,
+            id=f"{settings.run}-{created}" if created else settings.run,
             resume="allow",
             dir=str(settings.output_dir),
             config=config,
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """W&B takes no step twice: those that are trained again after a restart stay as they were."""
+        """W&B's own count of rows never goes back, and what is behind it is lost: a step is the axis, not the count.
+        One that is trained again after a restart is there twice."""
         drawn = {
             name: self._histogram(np_histogram=(np.array(counts), np.array(bounds)))
             for name, (bounds, counts, _) in histograms(record).items()
         }
-        self._run.log(scalars(record) | drawn, step=record["step"])
+        self._run.log(scalars(record) | drawn)
 
     def close(self) -> None:
         """Ends the upload."""
