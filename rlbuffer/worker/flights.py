@@ -28,6 +28,7 @@ from rlbuffer.errors import (
     RlbufferError,
     RunGone,
     SamplerBusy,
+    SamplerUnavailable,
     ServerRefused,
     ServerUnreachable,
 )
@@ -89,6 +90,9 @@ class Flights:
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
         """Ticket number -> times in a row that its group could not be made."""
+        self._refusals: dict[int, tuple[int, int]] = {}
+        """Ticket number -> times that the sampler turned it away, counted where groups were made in between, and the
+        groups that were made by then."""
         self._patience = Patience()
         self._waits, self._said_at = 0, float("-inf")
         self._is_away = False
@@ -112,6 +116,7 @@ class Flights:
     def forget(self) -> None:
         """Ticket numbers mean something else from now on."""
         self._failures.clear()
+        self._refusals.clear()
 
     def close(self) -> None:
         """Ends the thread that pushes."""
@@ -224,7 +229,7 @@ class Flights:
                 raise GroupFailed(f"prompt failed: {in_words(prompt, self._settings)}") from prompt
             group = await self._maker.make(ticket, prompt)
         except Exception as error:
-            await self._not_made(ticket, error, function)
+            await self._not_made(ticket, prompt, error, function)
             return
         try:
             push = asyncio.create_task(self._push(ticket, group, start))
@@ -232,19 +237,19 @@ class Flights:
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
         except InvalidRollout as error:
-            await self._give_up(ticket, in_words(error, self._settings), error.__cause__ or error, function)
+            await self._give_up(ticket, prompt, in_words(error, self._settings), error.__cause__ or error, function)
 
-    async def _not_made(self, ticket: Ticket, error: Exception, function: str) -> None:
+    async def _not_made(self, ticket: Ticket, prompt: Prompt | Exception, error: Exception, function: str) -> None:
         """Does what the one whose fault it is calls for."""
         fault = fault_of(error)
         if fault is Fault.SETTINGS:
             raise error
-        if fault is Fault.REQUEST:
+        if fault is Fault.REQUEST or self._is_turned_away(ticket, error):
             reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
             cause = error.__cause__ if isinstance(error, GroupFailed) and error.__cause__ else error
             # The env has no part in what a sampler refuses.
-            function = "" if isinstance(cause, RequestFailed | PromptTooLong) else function
-            await self._give_up(ticket, reason, cause, function)
+            function = "" if isinstance(cause, RequestFailed | SamplerUnavailable | PromptTooLong) else function
+            await self._give_up(ticket, prompt, reason, cause, function)
         elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
             seconds = self._patience.pause(error)
             self._waits += 1
@@ -258,6 +263,18 @@ class Flights:
             await asyncio.sleep(seconds)
             await self.release([ticket])
 
+    def _is_turned_away(self, ticket: Ticket, error: Exception) -> bool:
+        """The sampler has turned this ticket away time and again, and served others in between: it is the request's
+        fault."""
+        if not isinstance(error, SamplerUnavailable) or self._stop.is_set():
+            return False
+        times, groups = self._refusals.get(ticket.number, (0, -1))
+        self._refusals[ticket.number] = times, groups = times + (self._pulse.groups > groups), self._pulse.groups
+        if times < LAST_FAILURE:
+            return False
+        del self._refusals[ticket.number]
+        return True
+
     async def _push(self, ticket: Ticket, group: Group, start: float) -> None:
         stored: Future[None] = Future()
         self._ready.append((group, stored))
@@ -265,6 +282,7 @@ class Flights:
         await asyncio.wrap_future(stored)
         self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
+        self._refusals.pop(ticket.number, None)
         self._patience.works()
         self._is_away = False
         self._messages.pushed(group, time.monotonic() - start)
@@ -310,7 +328,9 @@ class Flights:
                 self._messages.works()
             return pushed
 
-    async def _give_up(self, ticket: Ticket, reason: str, error: BaseException, function: str) -> None:
+    async def _give_up(
+        self, ticket: Ticket, prompt: Prompt | Exception, reason: str, error: BaseException, function: str
+    ) -> None:
         """Counts a group that cannot be made. Its ticket goes back after a pause, and is closed the last time.
 
         Raises:
@@ -320,7 +340,8 @@ class Flights:
         self._pulse.failed_groups += 1
         self._failures[ticket.number] += 1
         place, kind = place_of(error, self._env, function), type(error).__name__
-        what = f"{reason} ({place})" if place else reason
+        whose = f"prompt {prompt.name}: " if isinstance(prompt, Prompt) else ""
+        what = whose + (f"{reason} ({place})" if place else reason)
         sentence = f"group {ticket.group_id} given up: {what}"
         is_last = self._failures[ticket.number] >= LAST_FAILURE
         if is_last:

@@ -117,7 +117,7 @@ class GroupMaker:
         for limit, what in ((self._sampler.context, "the model's context"), (self._row_tokens, "batcher.row_tokens")):
             if 0 < limit <= length:
                 raise PromptTooLong(
-                    f"prompt {prompt.prompt_id} of {length} tokens leaves no room for a completion: {what} is {limit}"
+                    f"prompt {prompt.name} of {length} tokens leaves no room for a completion: {what} is {limit}"
                 )
         return prompt
 

@@ -132,6 +132,7 @@ class JsonLines:
         self.eos_token_ids = tuple(eos_token_ids) or (self._text.eos_token_ids if self._text else ())
         self.max_new_tokens = max_new_tokens
         self._rewards = make_rewards(rewards or {"exact": 1.0}, length=length, on_error=on_error)
+        self._path = path
         self._lines, self.digest = _read(Path(path).expanduser(), fields)
         for line in self._lines:
             wrong = line.wrong(self.vocab_size, is_text=self._text is not None, compares=self._rewards.compares)
@@ -149,6 +150,7 @@ class JsonLines:
             tokens=self._tokens(line.prompt),
             answer=line.answer,
             metadata={**line.further, "epoch": epoch, "data": self.digest},
+            place=f"{self._path}:{line.number}",
         )
 
     def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:

@@ -25,6 +25,13 @@ class Prompt:
     """Reference answer; msgpack types only."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The env's own; msgpack types only."""
+    place: str = ""
+    """Where people find it, such as a file and its line, for messages alone."""
+
+    @property
+    def name(self) -> str:
+        """Its id and its place."""
+        return f"{self.prompt_id} ({self.place})" if self.place else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,8 @@ def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_env_ends(
     assert beat["failures"] == {"PromptTooLong": 3}
     assert "line-6" in beat["failure"]
     (said,) = stage.troubles()
-    assert "line-2 of 7 tokens" in said
+    assert "line-2 (" in said
+    assert "data.jsonl:2) of 7 tokens" in said
 
 
 CONFIG = """

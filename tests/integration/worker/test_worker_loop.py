@@ -25,8 +25,9 @@ from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
-from rlbuffer.worker import faults, loop
+from rlbuffer.worker import faults, flights, loop
 from rlbuffer.worker.envs import Score, make_env
+from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers.batched import Batched
 
@@ -333,7 +334,7 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.1", "counting.2"]
     assert stage.told("group")[-1].group_id == "counting.1"
-    assert stage.troubles()[0] == "group counting.1 given up: ValueError: no verdict"
+    assert stage.troubles()[0] == "group counting.1 given up: prompt 1: ValueError: no verdict"
     assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=1)
     assert stage.heartbeat()["failed_groups"] == 1
 
@@ -370,7 +371,7 @@ def test_a_batch_that_lost_a_group_does_not_count_as_one_without_trouble(stage: 
     eventually(stage.stop.is_set)
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.2"]
-    assert without_place(stage.heartbeat()["error"]) == "group counting.1 given up: ValueError: no verdict"
+    assert without_place(stage.heartbeat()["error"]) == "group counting.1 given up: prompt 1: ValueError: no verdict"
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
@@ -380,7 +381,7 @@ def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: 
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.groups() == ["counting.0"])
-    assert "group counting.0 given up: InvalidRollout: reward" in stage.told("trouble")[0].error
+    assert "group counting.0 given up: prompt 0: InvalidRollout: reward" in stage.told("trouble")[0].error
 
 
 def test_a_prompt_that_fails_again_and_again_is_left_out_and_others_go_on(stage: Stage) -> None:
@@ -516,3 +517,52 @@ def test_groups_that_are_ready_together_go_in_one_call_and_a_bad_one_costs_itsel
     flights._store_ready()  # the others' turn: nothing is left
     assert [type(stored.exception()) for stored in waited[:3]] == [type(None), InvalidRollout, type(None)]
     assert noted == stage.groups() == ["counting.1", "counting.3"]
+
+
+@pytest.mark.parametrize("status", [429, 503, 500])
+def test_a_prompt_that_is_turned_away_while_others_are_served_fails_as_its_own_group(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    sample = Batched.sample
+
+    async def refusing(self: Batched, prompt: Any, **rest: Any) -> Any:
+        if prompt[0] == 0:
+            raise error_of_status(status, f"it answers {status}")
+        return await sample(self, prompt, **rest)
+
+    stage.sampler.vocab_size = 1000  # as many prompts
+    monkeypatch.setattr(Batched, "sample", refusing)
+    monkeypatch.setattr(flights, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(faults, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(faults, "LONGEST_PAUSE_SECONDS", 0.02)
+    stage.allow(200)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: any("counting.0 " in t and "is left out" in t for t in stage.troubles()))
+    stage.finish()
+    assert stage.raised is None
+    assert "counting.0" not in stage.groups()
+    assert sum("group counting.0 " in trouble for trouble in stage.troubles()) == LAST_FAILURE
+    assert stage.heartbeat()["failures"][type(error_of_status(status, "")).__name__] >= LAST_FAILURE
+    left = stage.buffer.writer("w-1").take("counting", 200, timeout_seconds=0.0)
+    assert 0 not in [ticket.number for ticket in left], "its ticket is closed"
+
+
+def test_a_sampler_that_serves_nobody_fails_no_group_however_often_it_is_asked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refusing(prompts: Any, **rest: Any) -> Any:
+        asked.append(len(prompts))
+        raise error_of_status(503, "it answers 503")
+
+    monkeypatch.setattr(stage.sampler, "sample", refusing)
+    monkeypatch.setattr(faults, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(faults, "LONGEST_PAUSE_SECONDS", 0.02)
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(asked) > 3 * LAST_FAILURE**2)
+    stage.finish()
+    assert stage.heartbeat()["failed_groups"] == 0
