@@ -52,6 +52,8 @@ class Teller:
         self._drops: dict[str, list[int]] = {}
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
         """Records of the newest steps, the newest first."""
+        self._trained: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
+        """What the trainer measured in its newest steps, the newest first."""
         self._lesson = ""
         """Nothing is to be learned from them."""
 
@@ -66,7 +68,9 @@ class Teller:
         self._drops, self._record = {}, {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
-        self._lesson = nothing_to_learn(self._steps)
+        self._trained.clear()
+        self._trained.extend(self._store.history(LAST_STEPS, of="records"))
+        self._lesson = nothing_to_learn(self._steps, [*self._trained])
 
     def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "", why: Wait | None = None) -> None:
         """The waiting sentence, "" when nothing is waited for; and when it is due the leader's heartbeat, which is
@@ -120,7 +124,10 @@ class Teller:
         self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops, flat=flat))
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
         self._steps.appendleft(figures)
-        was_said, self._lesson = bool(self._lesson), nothing_to_learn(self._steps)
+        newest = self._store.history(1, of="records")  # a step or two behind, one for each that is committed
+        if newest != [*self._trained][:1]:
+            self._trained.extendleft(newest)
+        was_said, self._lesson = bool(self._lesson), nothing_to_learn(self._steps, [*self._trained])
         if self._lesson and not was_said:
             self.emit(CureNeeded(sentence=self._lesson))
         self._has_stepped = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,8 @@ LAST_STEPS, LEAST_STEPS = 20, 10
 """Steps that are looked at, and from how many on something is said."""
 MOST_FLAT = 0.9
 """Share of flat groups from which a run learns nothing."""
+STILL_GRADIENT, STILL_ENTROPY = 1e-6, 0.01
+"""The largest norm, and the mean entropy in nats, up to which a policy stands still."""
 
 
 def last_steps(newest_first: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -26,11 +29,27 @@ def mean_reward(steps: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(reward * rollouts for reward, rollouts in scored) / sum(n for _, n in scored) if scored else None
 
 
-def nothing_to_learn(steps: Iterable[Mapping[str, Any]]) -> str:
-    """The sentence about a run of whose newest steps nearly all groups are flat; "" of another one, and where it is not
-    known. Takes :func:`last_steps`."""
+def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]]) -> str:
+    """The sentence about a run in whose newest steps nearly all groups are flat, or whose policy stands still; "" of
+    another one, and where it is not known.
+
+    Args:
+        steps: :func:`last_steps`.
+        trained: what the trainer measured in its last steps; a trainer of one's own may measure nothing.
+    """
     steps = [r for r in steps if isinstance(r.get("flat"), int)]
     flat, groups = sum(r["flat"] for r in steps), sum(r["groups"] for r in steps)
-    if len(steps) < LEAST_STEPS or flat < MOST_FLAT * groups:
+    is_flat = len(steps) >= LEAST_STEPS and flat >= MOST_FLAT * groups
+    gradients, entropies = _numbers(trained, "grad_norm"), _numbers(trained, "entropy")
+    gradient = max(gradients) if len(gradients) >= LEAST_STEPS else None
+    entropy = sum(entropies) / len(entropies) if len(entropies) >= LEAST_STEPS else None
+    stands = (gradient is not None and gradient <= STILL_GRADIENT) or (entropy is not None and entropy <= STILL_ENTROPY)
+    if not (is_flat or stands):
         return ""
-    return waiting.for_flat(flat, groups, len(steps), mean_reward(steps))
+    return waiting.for_no_lesson((flat, groups, len(steps)), gradient, entropy, mean_reward(steps))
+
+
+def _numbers(trained: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Finite ones alone: a norm of an update that was left out is none."""
+    values = [record.get(name) for record in islice(trained, LAST_STEPS)]
+    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]

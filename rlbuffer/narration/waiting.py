@@ -159,13 +159,21 @@ def for_damaged(step: int, rollouts: int, whose: str) -> str:
     )
 
 
-def for_flat(flat: int, groups: int, steps: int, reward: float | None) -> str:
-    """Steps go on, and nearly nothing in them has a gradient."""
+def for_no_lesson(
+    flat: tuple[int, int, int], gradient: float | None, entropy: float | None, reward: float | None
+) -> str:
+    """Steps go on, and nearly nothing in them has a gradient. `flat`: groups that are, all, and the steps of them."""
+    count, groups, steps = flat
+    facts = []
+    if groups:
+        share = f"({count / groups:.0%})"
+        facts.append(f"{count} of the {groups} groups of the last {plural(steps, 'step')} {share} are flat")
+    if gradient is not None:
+        facts.append(f"the largest norm of the trainer's last gradients is {gradient:.1g}")
+    if entropy is not None:
+        facts.append(f"the policy's mean entropy is {entropy:.3f} nats")
     mean = "" if reward is None else f", at a mean reward of {reward:.3f}"
-    return (
-        f"Nothing to learn: {flat} of the {groups} groups of the last {plural(steps, 'step')} ({flat / groups:.0%}) "
-        f"are flat{mean}."
-    )
+    return f"Nothing to learn: {', '.join(facts)}{mean}."
 
 
 def all_paused(envs: list[str]) -> str:

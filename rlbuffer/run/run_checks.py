@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from rlbuffer.events.history import Committed, Dropped
-from rlbuffer.events.lessons import last_steps, nothing_to_learn
+from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.narration.numbers import duration, plural
 from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 from rlbuffer.records.states import Reason
@@ -53,7 +53,7 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
         for sentence in troubles(name, beat):
             yield doubtful("run", sentence, "rlbuffer inspect --workers shows the last error with its traceback")
     yield from _going_stale(store)
-    if lesson := nothing_to_learn(last_steps(store.history())):
+    if lesson := nothing_to_learn(last_steps(store.history()), store.history(LAST_STEPS, of="records")):
         yield doubtful("run", lesson, GUIDE)
     sentence = store.waiting().get("batcher", "")
     if sentence and (idle := _idle_seconds(store, opened)):

@@ -56,8 +56,9 @@ class Seeing(Protocol):
         One that cannot be read is added to `problems`; None: PayloadError.
         """
 
-    def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
-        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``)."""
+    def history(self, count: int = 1000, *, of: HistoryOf = "history") -> list[Mapping[str, Any]]:
+        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
+        the trainer measured in its steps (:meth:`add_record`)."""
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""

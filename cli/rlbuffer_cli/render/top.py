@@ -100,7 +100,7 @@ class Sight:
 def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
     from rlbuffer.events.history import Committed, Dropped
-    from rlbuffer.events.lessons import last_steps, mean_reward, nothing_to_learn
+    from rlbuffer.events.lessons import LAST_STEPS, last_steps, mean_reward, nothing_to_learn
 
     store = buffer.store
     now, history = store.now(), store.history(READ_RECORDS)
@@ -123,7 +123,7 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
         drops=dict(sorted(drops.items(), key=lambda item: -item[1][0])),
         ages=(steps[0]["age"], steps[0]["max_age"]) if steps else None,
         reward=mean_reward(last_steps(history)),
-        lesson=nothing_to_learn(last_steps(history)),
+        lesson=nothing_to_learn(last_steps(history), store.history(LAST_STEPS, of="records")),
         trained=trained[-RECENT_STEPS:],
     )
 

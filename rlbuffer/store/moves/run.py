@@ -10,7 +10,7 @@ from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch, ServerRefused, 
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.moves.lease import tombstone_ms, tombstone_steps
 from rlbuffer.store.moves.ledger import parse_ledger
-from rlbuffer.store.records import Ledger, Meta
+from rlbuffer.store.records import HistoryOf, Ledger, Meta
 from rlbuffer.store.server.append_file import sentence_until_whole
 from rlbuffer.store.session import Session, ranged, text
 from rlbuffer.wire import payload
@@ -116,8 +116,9 @@ class RunViews(Session):
     def ledger(self) -> Ledger:
         return parse_ledger(self.look_at(lambda client: client.hgetall(self.keys.ledger), {}))
 
-    def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
-        reply = self.look(lambda client: client.xrevrange(self.keys.history, count=count))
+    def history(self, count: int = 1000, *, of: HistoryOf = "history") -> list[Mapping[str, Any]]:
+        key = self.keys.history if of == "history" else self.keys.records
+        reply = self.look(lambda client: client.xrevrange(key, count=count))
         return [
             {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
             for entry_id, fields in ranged(reply)

@@ -99,7 +99,7 @@ def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
         now = float(round(store.now()))
         store.now = lambda: now  # type: ignore[method-assign]
         records = [one | {"at": now - since - gap * n} for n in range(100)]
-        store.history = lambda count=0: records  # type: ignore[method-assign,assignment]
+        store.history = lambda count=0, of="history": records if of == "history" else []  # type: ignore[method-assign,assignment]
         sight = look(buffer, [], PoolLook(store))
     assert (sight.window_seconds, sight.steps, sight.tokens) == (window, steps, steps * one["tokens"])
     said = next(line for line in sight_lines(sight, None) if line.startswith("  rates"))

@@ -32,8 +32,9 @@ def served(run: Run) -> Iterator[Served]:
     made.close()
 
 
-def push(run: Run, group_id: str, columns: tuple[str, ...], size: int = 3) -> None:
-    group = make_group(env="a", group_id=group_id, size=size, rewards=[0.0] * size)
+def push(run: Run, group_id: str, columns: tuple[str, ...], size: int = 3, best: float = 0.0) -> None:
+    """A group whose rollouts earn 0, but for the first, which earns `best`."""
+    group = make_group(env="a", group_id=group_id, size=size, rewards=[best] + [0.0] * (size - 1))
     rollouts = tuple(
         replace(r, columns={name: np.where(r.loss_mask, -0.5, 0).astype(np.float32) for name in columns})
         for r in group.rollouts
@@ -84,30 +85,55 @@ def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) ->
     assert (step["flat"], len(step["group_ids"])) == (2, 2)
 
 
-def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doctor(served: Served) -> None:
+def seen(run: Run) -> tuple[str, str, list[str]]:
+    """The lesson that `top` shows, the batcher's sentence, and what `doctor` finds of the first."""
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        sight = look(buffer, [], PoolLook(buffer.store))
+    assert sight.reward == next(iter(sight_records(sight)))["reward"]
+    assert sight.lesson in "\n".join(sight_lines(sight, None))
+    texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
+    return sight.lesson, run.store.waiting().get("batcher", ""), [text for text in texts if text == sight.lesson]
+
+
+@pytest.mark.parametrize(
+    ("best", "measured", "number"),
+    [
+        (0.0, {}, f"{LEAST_STEPS} of the {LEAST_STEPS} groups"),
+        (1.0, {"grad_norm": 0.0, "entropy": 0.041}, "0.041"),
+        (1.0, {"grad_norm": 0.5, "entropy": 0.002}, "0.002"),
+    ],
+    ids=["flat", "no gradient", "no entropy"],
+)
+def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doctor(
+    served: Served, best: float, measured: Mapping[str, float], number: str
+) -> None:
     run = served.run
     attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
     run.store.announce(attempt.number, PolicyVersion(version=0))
     served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
-    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
 
-        def seen() -> tuple[str, str, list[str]]:
-            sight = look(buffer, [], PoolLook(buffer.store))
-            assert sight.reward == next(iter(sight_records(sight)))["reward"] == 0.0
-            assert sight.lesson in "\n".join(sight_lines(sight, None))
-            texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
-            return (
-                sight.lesson,
-                run.store.waiting().get("batcher", ""),
-                [text for text in texts if text == sight.lesson],
-            )
+    def step(number: int) -> None:
+        """The trainer's record of a step is there before the next one is committed."""
+        run.store.add_record({"step": number, "digest": "", **measured})
+        push(run, f"a.{number}", (), best=best)
+        served.wait_for(lambda: len(served.said("step")) == number)
 
-        for n in range(LEAST_STEPS - 1):
-            push(run, f"a.{n}", ())
-        served.wait_for(lambda: len(served.said("step")) == LEAST_STEPS - 1)
-        assert seen()[0] == ""
-        push(run, "a.last", ())
-        served.wait_for(lambda: len(served.said("step")) == LEAST_STEPS)
-        lesson, _, found = served.wait_for(lambda: (its := seen())[0] and its[0] in its[1] and its)
-        assert found == [lesson]
-        assert f"{LEAST_STEPS} of the {LEAST_STEPS} groups" in lesson
+    for at in range(1, LEAST_STEPS):
+        step(at)
+    assert seen(run)[0] == ""
+    step(LEAST_STEPS)
+    lesson, _, found = served.wait_for(lambda: (its := seen(run))[0] and its[0] in its[1] and its)
+    assert found == [lesson]
+    assert number in lesson
+
+
+def test_a_run_that_learns_is_not_said_to_learn_nothing(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
+    for number in range(1, LEAST_STEPS + 1):
+        run.store.add_record({"step": number, "grad_norm": float(number == 1), "entropy": 0.04, "digest": ""})
+        push(run, f"a.{number}", (), best=1.0)
+        served.wait_for(lambda number=number: len(served.said("step")) == number)
+    assert seen(run)[0] == ""
