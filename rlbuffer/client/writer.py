@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
+from rlbuffer.client.stale_pushes import StalePushes
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout, PushGivenUp, RlbufferError, ServerRefused
 from rlbuffer.records.checks import as_integer
@@ -119,6 +120,8 @@ class Writer:
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
         self._has_said_zeros = False
+        self._run_config: Mapping[str, Any] = {}
+        self._stale = StalePushes(store, worker)
 
     @property
     def incarnation(self) -> str:
@@ -276,9 +279,10 @@ class Writer:
         now = time.monotonic()
         if now - self._limit_at >= CONFIG_SECONDS:
             own = self._config.as_dict() if self._config is not None else {}
-            config = self._store.meta().config or own
+            self._run_config = config = self._store.meta().config or own
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
+        self._stale.look(group.env, self._run_config)
         self._say_zeros(group)
         return group if self._limit is None else truncated_group(group, self._limit)
 

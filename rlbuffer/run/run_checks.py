@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
+from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
 from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.narration.numbers import duration, plural
@@ -25,8 +26,6 @@ STALL_STEPS = 5.0
 """So many times the usual time of a step must have passed, too."""
 FIRST_STEP_SECONDS = 300.0
 """Seconds that a run may take for its first steps, whose usual time is not known."""
-LEAST_PUSHED, MOST_STALE = 200, 0.2
-"""Rollouts of an env from which a share is worth a word, and the share of them that may go stale."""
 GUIDE = "docs/guide/it_waits.md says what to do about each such sentence"
 
 

@@ -34,7 +34,16 @@ BEGINS = {"+hello", "+auth", "+ping", "+client|setname", "+cluster|info", "+clus
 """A connection begins with them, and no MONITOR shows them, or not whose they were; the last two are of clusters."""
 ELSEWHERE = {
     "viewer": set[str](),
-    "worker": {"%R~{rlb:*}:pool", "%R~{rlb:*}:eval", "+zrem", "+hdel", "+del", "+pexpire"},
+    "worker": {
+        "%R~{rlb:*}:pool",
+        "%R~{rlb:*}:eval",
+        "%R~{rlb:*}:ledger",
+        "%R~{rlb:*}:history",
+        "+zrem",
+        "+hdel",
+        "+del",
+        "+pexpire",
+    },
     "scorer": {"%R~{rlb:*}:policy", "%R~rlb:*:g:*", "+hincrby", "~{rlb:*}:ledger", "+hdel", "+hlen", "+exists"},
     "trainer": {"+@transaction", "~{rlb:*}:waiting", "+xadd", "~{rlb:*}:records"},
     "operator": {"+bgrewriteaof"},
