@@ -335,7 +335,6 @@ class Figures:
                 "batch_rollouts": header.rollouts,
                 "batch_groups": len(header.group_ids),
                 "batch_fill_ratio": header.fill,
-                "batch_padding_ratio": 1.0 - header.fill,
                 "batch_used_ratio": {name: env["tokens"] / max(1, header.tokens) for name, env in its.items()},
                 "batch_age_mean": {name: env["age"] for name, env in its.items()},
                 "batch_age_max": {name: env["max_age"] for name, env in its.items()},

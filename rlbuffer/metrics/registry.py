@@ -156,7 +156,6 @@ SERVE = (
         ("batch_rollouts", "rollouts", "", "Of the last step."),
         ("batch_groups", "groups", "", "Of the last step."),
         ("batch_fill_ratio", "ratio", "", "Share of the last step's capacity that holds tokens."),
-        ("batch_padding_ratio", "ratio", "", "The rest of it."),
         ("last_step_time_seconds", "Unix seconds", "", "When the last step was committed, by the server's clock."),
     ),
     *_metrics(
