@@ -54,7 +54,7 @@ UNUSED = {
     *("worker: DEL evaluating:...", "worker: HDEL ends", "worker: HDEL workers", "worker: PEXPIRE evaluating:..."),
     *("worker: ZREM tickets:...", "worker: PERSIST new payload", "scorer: PERSIST new payload", "scorer: HDEL scorers"),
     *("scorer: HINCRBY ledger", "trainer: HDEL policy", "trainer: HDEL waiting", "trainer: HDEL ranks"),
-    "trainer: HSET waiting",
+    *("trainer: HSET waiting", "trainer: XADD records"),
 }
 """Writes of the same, as command and key; and those that a selector gives by its product of both."""
 
