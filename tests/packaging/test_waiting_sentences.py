@@ -24,7 +24,7 @@ ARGUMENTS = {
     "for_dead": ("math", 9.0),
     "to_learn": (7, 2, 10.0),
     "for_scorer": ("math", "ref_logprobs", 12, 0),
-    "for_flat": (155, 160, 20, 0.012),
+    "for_no_lesson": ((155, 160, 20), 0.0, 0.041, 0.012),
     "for_damaged": (8, 8, "8 of env math by math-0"),
     "all_paused": (["math"],),
     "for_hand": (7,),
