@@ -1,4 +1,4 @@
-"""Writes the pages of this folder that come from the code: settings, errors, records, the command line.
+"""Writes the pages of this folder that come from the code: settings, errors, records, metrics.
 
     python docs/reference/generate.py
 
@@ -8,20 +8,16 @@ A test compares what stands here with what this makes, so a page cannot drift fr
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-import click
-
 from rlbuffer import errors, records
 from rlbuffer.config.meanings import field_docs, prose, tables
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS
-from rlbuffer_cli.main import COMMANDS
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference/generate.py from the code: change it there. -->\n"
@@ -70,14 +66,6 @@ RECORD_HEAD = f"""{NOTE}
 What a worker makes, what the batcher decides about, and what a trainer gets: frozen dataclasses over numpy arrays,
 checked when they are made. `T` is a number of tokens, `N` of rollouts. All of them are in `rlbuffer.records`, most in
 `rlbuffer` itself."""
-CLI = f"""{NOTE}
-# Command line
-
-Results are on stdout, what a command says while it works on stderr. [Errors](errors.md) has the exit codes,
-[operate](../guide/operate.md) what to type when. Nearly every command takes:
-
-| option | meaning |
-|---|---|"""
 METRICS_HEAD = f"""{NOTE}
 # Prometheus and JSON
 
@@ -124,8 +112,6 @@ RECORDS = (
     *("Step", "MicroBatch", "Sample", "Padded", "Normalizers", "AdapterProgress"),
 )
 """Records that a worker or a trainer of the user's own has in its hands; the batcher's follow."""
-COMMON = ("--config", "--redis", "--run", "--home", "--debug")
-"""Options that nearly every command has."""
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -215,49 +201,6 @@ def _paragraphs(doc: str) -> Iterator[str]:
             yield f"```text\n{part.rstrip()}\n```\n" if is_drawn else prose(part) + "\n"
 
 
-# -- the command line ----------------------------------------------------------------------------------------------
-def cli_page() -> str:
-    """The page of all commands."""
-    page = [CLI]
-    commands = {name: importlib.import_module(f"rlbuffer_cli.commands.{name}").command for name in COMMANDS}
-    shared = {p.opts[0]: p for p in commands["serve"].params if p.opts[0] in COMMON}
-    page += [_option(shared[option]) for option in COMMON]
-    for name, command in commands.items():
-        page += _command(f"rlbuffer {name}", command, "##")
-    return "\n".join(page) + "\n"
-
-
-def _command(path: str, command: click.Command, level: str) -> Iterator[str]:
-    yield f"\n{level} {path}\n"
-    if not isinstance(command, click.Group):
-        context = click.Context(command, info_name=path)
-        yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```\n"
-    for part in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "")):
-        if not part.startswith("\b"):
-            yield prose(part) + "\n"
-            continue
-        title, *lines = part.strip("\b\n").splitlines()
-        drawn = inspect.cleandoc("\n" + "\n".join(lines))
-        yield f"{title}\n\n```text\n{drawn}\n```\n" if lines else title
-    options = [p for p in command.params if isinstance(p, click.Option) and p.opts[0] not in COMMON]
-    if options:
-        yield from ("| option | meaning |", "|---|---|")
-        yield from map(_option, options)
-    if isinstance(command, click.Group):
-        for name, inner in command.commands.items():
-            yield from _command(f"{path} {name}", inner, level + "#")
-
-
-def _option(option: click.Parameter) -> str:
-    assert isinstance(option, click.Option)
-    names = ", ".join([*option.opts, *option.secondary_opts])
-    choices = "|".join(option.type.choices) if isinstance(option.type, click.Choice) else ""
-    value = "" if option.is_flag else " " + (choices or option.metavar or option.type.name.upper())
-    default = f" Default: {option.default}." if option.show_default and option.default not in (None, False) else ""
-    required = " Required." if option.required else ""
-    return f"| `{_cell(names + value)}` | {_cell((option.help or '') + default + required)} |"
-
-
 # -- text ----------------------------------------------------------------------------------------------------------
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
@@ -284,7 +227,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings,
     "errors.md": error_page,
     "records.md": record_page,
-    "cli.md": cli_page,
     "prometheus.md": metrics_page,
 }
 """File -> what makes its text."""
