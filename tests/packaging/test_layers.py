@@ -38,7 +38,6 @@ LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 DOORS = {"rlbuffer", "rlbuffer.trainer.__main__"}
 """Modules that stand outside: the package itself, and what ``python -m`` starts. Nothing in a room needs them, except
 the version."""
-AT_THE_ROOT = {"__init__.py", "errors.py", "testing.py"}
 
 HEAVY = {"torch", "transformers", "safetensors", "vllm"}
 HEAVY_ROOMS = {"weights", "worker", "trainer", "scorer"}
@@ -107,25 +106,19 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
             yield from visit(module)
 
 
-def test_every_room_has_a_floor_and_the_house_is_small() -> None:
+def test_every_room_has_a_floor() -> None:
     rooms = {room(name) for name in MODULES} - {"rlbuffer"}
     assert rooms == set(LEVEL), "give a new room its floor in FLOORS, or put the module into a room"
-    up = sum(LEVEL[room(b)] > LEVEL[room(a)] for a in MODULES if a not in DOORS for b in ARROWS[a] - {"rlbuffer"})
-    lengths = sorted(len(path.read_text().splitlines()) for path in MODULES.values())
-    print(
-        f"{len(rooms)} rooms on {len(FLOORS)} floors, {up} imports that go up, {len(list(circles(ARROWS)))} circles, "
-        f"{len(lengths)} files, median {lengths[len(lengths) // 2]} lines, longest {lengths[-1]}"
-    )
-    assert len(rooms) <= 24
-    assert len(FLOORS) <= 9
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in DOORS])
-def test_imports_stay_in_their_room_or_go_down(module: str) -> None:
-    mine = room(module)
-    up = sorted(
-        other for other in ARROWS[module] - {"rlbuffer"} if room(other) != mine and LEVEL[room(other)] >= LEVEL[mine]
-    )
+def test_imports_stay_in_their_room_or_go_down() -> None:
+    up = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if module not in DOORS
+        for other in sorted(ARROWS[module] - {"rlbuffer"})
+        if room(other) != room(module) and LEVEL[room(other)] >= LEVEL[room(module)]
+    ]
     assert up == []
 
 
@@ -149,22 +142,6 @@ def test_nobody_imports_another_files_private_names() -> None:
         if alias.name.startswith("_") and not alias.name.startswith("__")
     ]
     assert private == []
-
-
-def test_the_root_of_the_package_holds_rooms_and_three_files() -> None:
-    assert {path.name for path in (ROOT / "rlbuffer").glob("*.py")} == AT_THE_ROOT
-
-
-def test_every_room_says_what_lives_there_and_what_to_open_first() -> None:
-    folders = [
-        path for path in MODULES.values() if path.name == "__init__.py" and path.parent.parent.name == "rlbuffer"
-    ]
-    short = [
-        str(path.relative_to(ROOT))
-        for path in folders
-        if "Open first: " not in (ast.get_docstring(ast.parse(path.read_text())) or "")
-    ]
-    assert short == []
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
