@@ -35,6 +35,8 @@ class Fences(ABC):
     _leader: tuple[bytes, int]
     """Owner, until when."""
     _closed: dict[str, tuple[int, str]]
+    _outlived: set[str]
+    """Groups of which the leader dropped what had been replaced meanwhile: it has not read yet that they go on."""
     """Group -> when it was closed, by what."""
     _left: dict[bytes, Pending]
     """Pushes that left the pool in this event, by payload key."""
@@ -98,6 +100,8 @@ class Fences(ABC):
             at += 6 + len(own)
             if closes != (reason in CLOSING_REASONS) and closes:
                 self.fail("I6", f"a drop for {reason} closes group {group}")
+            if left.isdisjoint(own):
+                self._outlived.add(group)
             if closes and not left.isdisjoint(own):  # else what it names was replaced meanwhile, and the group goes on
                 if reason not in ("void", "operator"):  # dropped by hand: the leader does not know
                     self._close(group, f"its drop ({reason})")
@@ -134,7 +138,8 @@ class Fences(ABC):
         oldest = 0 if self.network.plan.adapters else oldest_version(step, config.max_age)  # they count own steps
         groups = {name.decode() for name in out}
         for entry in self.pool.values():
-            if entry.env == env and entry.group not in self._closed and entry.oldest() >= oldest:
+            is_known = entry.group not in self._closed and entry.group not in self._outlived
+            if entry.env == env and is_known and entry.oldest() >= oldest:
                 groups.add(entry.group.removeprefix(f"{env}."))
         rows = max(self.network.plan.world_sizes) * config.micro_batches_per_rank * config.rows_per_micro_batch
         tokens = rows * config.row_tokens // SMALLEST_TOKENS

@@ -15,10 +15,11 @@
 --                4... field, value of `ends` as the leader knows them
 --                -> {'OK'} | {'OPEN'} something is pending, or the run is at another step, or somebody has let an env go
 --                on or expects a worker since the leader looked | {'FENCED', owner}
---       allow    2 token  3... env, tickets that may be out; replaces what was there, with nothing while the run
+--       allow    2 token  3 count  4... env, tickets that may be out; replaces what was there, with nothing while the run
 --                drains -> {'OK'} | {'FENCED', owner}
---       room     2 token  3... field, bytes that pushes may still take (see PUSH); replaces what was there, nothing is taken yet
---                -> {'OK'} | {'FENCED', owner}
+--       room     2 token  3 count  4... field, bytes that pushes may still take (see PUSH); replaces what was there, nothing
+--                is taken yet -> {'OK'} | {'FENCED', owner}
+--                `count` grows with each that the leader sends: one that comes late changes nothing
 --       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
 -- A lease that runs longer from now than it was given for (`ttl`) was given by a clock that has been set back since: it
 -- counts as lapsed, or nobody could lead until the clock is there again.
@@ -43,6 +44,7 @@ if action == 'acquire' then
   if lapse < now then
     status = 'ACQUIRED'
     token = string.format('%.0f', math.max(now, tonumber(token) + 1))
+    redis.call('HDEL', lease_key, 'allow', 'room')
   end
   redis.call('HSET', lease_key, 'owner', who, 'until', string.format('%.0f', till), 'token', token,
     'ttl', ttl)
@@ -56,6 +58,10 @@ if action == 'release' then
 end
 
 if token ~= who or lapse < now then return {'FENCED', owner} end
+if action == 'allow' or action == 'room' then
+  if tonumber(ARGV[3]) < tonumber(redis.call('HGET', lease_key, action) or '0') then return {'OK'} end
+  redis.call('HSET', lease_key, action, ARGV[3])
+end
 if action == 'config' then
   local config, digest, settled = ARGV[3], ARGV[4], ARGV[5]
   if settled ~= '' and redis.call('HGET', meta_key, 'wanted_digest') == settled then
@@ -88,10 +94,10 @@ elseif action == 'end' then
   end
 elseif action == 'room' then
   redis.call('DEL', room_key, taken_key)
-  for i = 3, #ARGV, 2 do redis.call('HSET', room_key, ARGV[i], ARGV[i + 1]) end
+  for i = 4, #ARGV, 2 do redis.call('HSET', room_key, ARGV[i], ARGV[i + 1]) end
 else
   redis.call('DEL', allowance_key)
   if redis.call('HEXISTS', meta_key, 'draining') == 1 then return {'OK'} end
-  for i = 3, #ARGV, 2 do redis.call('HSET', allowance_key, ARGV[i], ARGV[i + 1]) end
+  for i = 4, #ARGV, 2 do redis.call('HSET', allowance_key, ARGV[i], ARGV[i + 1]) end
 end
 return {'OK'}
