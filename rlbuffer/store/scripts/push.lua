@@ -21,7 +21,8 @@
 --       13 bytes of its payload, as its writer has it: counts where this cannot see it
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
---       {'LATE'}            what it was to replace is not pending any more
+--       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
+--                           may have its id
 --       {'LOST'}            it was given up: counted as lost, and its sequence is used up
 --       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
@@ -64,13 +65,13 @@ if stored ~= '' and redis.call('EXISTS', stored) == 0 then return {'MISSING'} en
 local old = nil
 if replaced ~= '' then
   local found = redis.call('XRANGE', pool_key, replaced, replaced)
-  if #found == 0 then
+  old = {}
+  for k = 1, #found > 0 and #found[1][2] or 0, 2 do old[found[1][2][k]] = found[1][2][k + 1] end
+  if old.env ~= env or old.group ~= group then
     use_up()
     return {'LATE'}
   end
-  old = {}
-  for k = 1, #found[1][2], 2 do old[found[1][2][k]] = found[1][2][k + 1] end
-  if old.env ~= env or old.group ~= group or old.rollouts ~= rollouts or old.tokens ~= tokens then
+  if old.rollouts ~= rollouts or old.tokens ~= tokens then
     return {'UNEQUAL', old.env or '', old.group or '', old.rollouts or '', old.tokens or ''}
   end
 end

@@ -103,6 +103,17 @@ def test_other_rollouts_cannot_take_the_place_of_a_push(run: Run):
     assert run.control_keys() == before
 
 
+def test_a_push_whose_id_another_group_has_got_is_as_gone_as_any(run: Run):
+    """A server that lost writes, and whose clock was set back, gives an id again."""
+    run.push("a.0", needs=["ref_logprobs"])
+    (old,) = run.pool()
+    fields = dict(run.client.xrange(run.store.keys.pool)[0][1])
+    run.client.delete(run.store.keys.pool)
+    run.client.xadd(run.store.keys.pool, fields | {b"group": b"a.1"}, id=old.entry_id)
+    assert replace(run, 1, old.entry_id) == ("duplicate", "")
+    assert [entry.group_id for entry in run.pool()] == ["a.1"]
+
+
 def test_a_server_that_lost_a_replacement_gets_it_again(run: Run):
     """The writer keeps what it replaced with what."""
     run.push("a.0", needs=["ref_logprobs"])
