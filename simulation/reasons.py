@@ -134,7 +134,8 @@ class Reasons:
         calm_ms = now_ms - 1000 * (world.scheduler.now - self._calm)
         took_over = calm_ms + 1000 * self._turns
         kinds = [Wait.STEP_IN_HAND] if trainer.get(b"hand") else []
-        if seen < took_over and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
+        is_before = seen < took_over or seen > now_ms  # the latter: since then the clock was set back
+        if is_before and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
             kinds.append(Wait.TAKEOVER)
         if not seen or now_ms - seen > 1000 * SILENT_SECONDS:
             kinds.append(Wait.TRAINER_GONE)
