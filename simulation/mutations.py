@@ -190,10 +190,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "scored-though-gone",
         "push",
-        "  if #found == 0 then\n",
+        "  old = {}\n",
         "  if #found == 0 then\n"
         "    found = {{0, {'env', env, 'group', group, 'rollouts', rollouts, 'tokens', tokens}}}\n"
-        "  end\n  if false then\n",
+        "  end\n  old = {}\n",
         scorers=2,
     ),
     _of("scored-beside-the-old", "push", "redis.call('XDEL', pool_key, replaced)", "local _ = 0", scorers=1),

@@ -73,7 +73,7 @@ def test_a_seed_says_which_branches_it_entered() -> None:
     assert tally.branches().count("not entered: ") == len(branches.branches()) - len(result.branches)
 
 
-@pytest.mark.parametrize(("circumstance", "script", "seeds"), [("left", "open", 3), ("strangers", "renumber", 10)])
+@pytest.mark.parametrize(("circumstance", "script", "seeds"), [("left", "open", 3), ("strangers", "renumber", 20)])
 def test_what_people_and_strangers_do_enters_every_branch_of_its_script(
     circumstance: str, script: str, seeds: int
 ) -> None:

@@ -59,8 +59,9 @@ end
 
 if token ~= who or lapse < now then return {'FENCED', owner} end
 if action == 'allow' or action == 'room' then
-  if tonumber(ARGV[3]) < tonumber(redis.call('HGET', lease_key, action) or '0') then return {'OK'} end
-  redis.call('HSET', lease_key, action, ARGV[3])
+  local count = ARGV[3]
+  if tonumber(count) < tonumber(redis.call('HGET', lease_key, action) or '0') then return {'OK'} end
+  redis.call('HSET', lease_key, action, count)
 end
 if action == 'config' then
   local config, digest, settled = ARGV[3], ARGV[4], ARGV[5]

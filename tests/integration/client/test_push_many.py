@@ -259,7 +259,8 @@ def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: 
 def test_a_refused_replacement_stops_the_batch(buffer: rlbuffer.Buffer) -> None:
     store: Any = buffer.store
     first, second, third = buffer.writer("p").push_many(groups(1, 2, 3))
-    pairs = [(groups(1)[0], first.entry_id), (groups(9)[0], second.entry_id), (groups(3)[0], third.entry_id)]
+    larger = make_group(env="a", size=3, group_id="a.2")
+    pairs = [(groups(1)[0], first.entry_id), (larger, second.entry_id), (groups(3)[0], third.entry_id)]
     names = {"producer": "w", "incarnation": "u", "sequence": 1, "epoch": store.open_run().epoch}
     outcomes, error = store.push_many(pairs, **names)
     assert [status for status, _ in outcomes] == ["stored"]

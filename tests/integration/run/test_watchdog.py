@@ -89,5 +89,7 @@ def test_nothing_is_left_of_it_afterwards_though_the_process_was_asked_to_stop()
         after="print(stop.is_set(), before - threading.active_count(), flush=True)\n"
         "time.sleep(2 * watchdog.GRACE_SECONDS)\nsignal.raise_signal(signal.SIGTERM)",
     )
-    out, said = process.communicate(timeout=60)
+    assert process.stdout is not None
+    out = process.stdout.read()  # communicate() would miss what came together with the first line
+    _, said = process.communicate(timeout=60)
     assert (out, said, process.returncode) == ("True 1\n", "", -signal.SIGTERM)
