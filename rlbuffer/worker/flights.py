@@ -95,9 +95,9 @@ class Flights:
         groups that were made by then."""
         self._patience = Patience()
         self._waits, self._said_at = 0, float("-inf")
+        """Requests that waited for their server, and when that was last said."""
         self._is_away = False
         """A sampler that has worked does not; that is said."""
-        """Requests that waited for their server, and when that was last said."""
         self._ready: deque[tuple[Group, Future[None]]] = deque()
         """Groups that wait to be pushed: all of them go in one call."""
         # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
