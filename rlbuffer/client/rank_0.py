@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rlbuffer.client.refusals import refused_for
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.store.hand import Hand
 from rlbuffer.store.protocol import Store
@@ -31,7 +32,7 @@ class RankZeroWatch:
         self._lost: tuple[Hand, float] | None = None
         """A step that only rank 0 can have, and since when."""
 
-    def has(self, step: int, digest: str, *, silence_seconds: float, check: Callable[[], None]) -> bool:
+    def has(self, step: int, digest: str, *, silence_seconds: float, check: Callable[[], str]) -> bool:
         """Waits until rank 0 was given step `step`. -> False when that is another one than this of `digest`, which is
         then to be pulled again.
 
@@ -40,7 +41,8 @@ class RankZeroWatch:
 
         Args:
             silence_seconds: how long rank 0 may be silent.
-            check: is called about once a second, and raises when there is nothing to wait for any more.
+            check: is called about once a second, and raises when there is nothing to wait for any more. -> why the
+                server takes no writes now, rank 0's neither; "" while it does.
 
         Raises:
             BatchTimeout: rank 0 is silent, or has a step that nobody else can have.
@@ -65,6 +67,8 @@ class RankZeroWatch:
             if rank_0.seen_ms != heard:
                 heard, heard_at = rank_0.seen_ms, now
             if now - heard_at > silence_seconds:
+                if refusal := check():
+                    raise BatchTimeout(refused_for(silence_seconds, refusal))
                 raise BatchTimeout(
                     f"rank 0 has not got step {step}, which this rank has, and has said nothing for "
                     f"{silence_seconds:g} s. It has ended, or hangs: see its message, and start the trainer again"

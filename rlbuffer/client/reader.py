@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from rlbuffer.client.fetch import Fetch, NotAwaited
@@ -314,7 +313,11 @@ class Reader:
             return self._refusals.waited_out(
                 lambda: self._progress.takes(step.number, step.digest), self.timeout_seconds
             )
-        check = partial(self._go_on, step.number, until)
+
+        def check() -> str:
+            self._go_on(step.number, until)
+            return self._refusals.current
+
         return self._rank_0.has(step.number, step.digest, silence_seconds=self.timeout_seconds, check=check)
 
     def _go_on(self, number: int, until: Callable[[], bool] | None) -> None:

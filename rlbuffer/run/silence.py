@@ -18,7 +18,7 @@ SILENCE_LOOK_SECONDS = 5.0
 
 
 class Silence:
-    """For how long processes have been silent while the server answered; made anew when it did not."""
+    """For how long processes have been silent while the server heard others; made anew when it did not answer."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")
@@ -32,6 +32,10 @@ class Silence:
             return []
         self._looked = now
         beats = {f"{kind} {name}": beat for kind in KINDS for name, beat in store.heartbeats(KINDS[kind]).items()}
+        heard = [*beats.values(), *store.heartbeats("rank").values(), *store.heartbeats("batcher").values()]
+        if all(beat["seconds_ago"] > FRESH_SECONDS for beat in heard):
+            self._since = {}  # nobody is heard: the server takes no heartbeats, as with a full disk
+            return []
         silent = {}
         for child in children:
             beat, pid = beats.get(child.name, {}), child.pid

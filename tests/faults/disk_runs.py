@@ -42,11 +42,17 @@ def run_full_disks(home: Home, *, rounds: int, full_seconds: float, say: Say) ->
             say(f"  {time.monotonic() - began:5.0f} s  step {home_step(home)}: the disk was full")
         finish(home, outcome, supervisor, steps)
         outcome.seconds = time.monotonic() - began
-        outcome.findings += [line for line in _lines(home) if "starting it again" in line or "Starting all" in line]
+        outcome.findings += _ends(_lines(home))
         if not outcome.findings:
             inspect_end(home, outcome, steps, server.directory)
     outcome.facts["lines about it"] = dict(zip(WAITING, _waiting(home), strict=True))
     return outcome
+
+
+def _ends(lines: list[str]) -> list[str]:
+    """What was started again, each behind what was said just before."""
+    found = [i for i, line in enumerate(lines) if "starting it again" in line or "Starting all" in line]
+    return [line for i in found for line in lines[max(0, i - 3) : i + 1]]
 
 
 def _lines(home: Home) -> list[str]:

@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--cluster", action="store_true", help="the same on a cluster of three shards with replicas")
     parser.add_argument("--slot-moves", type=int, default=2, help="moves of slots in its `failovers` (default 2)")
     parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
-    parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
+    parser.add_argument("--full-seconds", type=float, default=90.0, help="how long it stays so (default 90)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
     parser.add_argument("--pushes", type=int, default=20_000, help="hostile pushes (default 20000)")
     parser.add_argument(

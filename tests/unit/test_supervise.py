@@ -53,13 +53,13 @@ HERE = {"pid": 1, "space": visible_from(), "seconds_ago": 900.0}
 
 
 class Beats:
-    """A store with one heartbeat, of the worker `a`."""
+    """A store with the heartbeats of the worker `a` and of a batcher."""
 
-    def __init__(self, beat: Mapping[str, Any]) -> None:
-        self.beat = beat
+    def __init__(self, beat: Mapping[str, Any], *, batcher_seconds_ago: float = 1.0) -> None:
+        self.beats = {"worker": {"a": beat}, "batcher": {"leader": {"seconds_ago": batcher_seconds_ago}}}
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
-        return {"a": self.beat} if kind == "worker" else {}
+        return self.beats.get(kind, {})
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,13 @@ def test_a_process_that_goes_on_and_says_nothing_is_found(
     monkeypatch.setattr(silence, "SILENT_SECONDS", 0.0)
     assert looking.of([child], store) == ([child] if is_silent else [])  # type: ignore[arg-type]
     assert silence.Silence().of([child], store) == []  # type: ignore[arg-type]
+
+
+def test_nobody_is_silent_where_nobody_is_heard_as_while_the_servers_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence, "SILENCE_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.0)
+    child, looking = Child(name="worker a", start=_Alive, process=_Alive()), silence.Silence()
+    looking.of([child], Beats(HERE))  # type: ignore[arg-type]
+    assert looking.of([child], Beats(HERE, batcher_seconds_ago=900.0)) == []  # type: ignore[arg-type]
