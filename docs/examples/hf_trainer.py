@@ -55,18 +55,21 @@ class Buffered(TrainerCallback):
     def __init__(self, buffer, reader, folder):
         self.buffer, self.reader, self.folder = buffer, reader, folder
 
+    def place(self, args, state):
+        return Path(args.output_dir, f"checkpoint-{state.global_step}", "reader.json")
+
     def on_train_begin(self, args, state, control, model, **kwargs):
         self.buffer.policy().publish(model, self.reader.step, self.folder)  # what workers sample with first
 
     def on_step_end(self, args, state, control, model, **kwargs):
         self.buffer.policy().publish(model, state.global_step, self.folder)
         self.reader.trained(state.global_step)  # before the checkpoint, so that the reader's state is of the same step
+        if state.is_world_process_zero:
+            self.place(args, state).unlink(missing_ok=True)  # a step trained again is saved again: not whole meanwhile
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            Path(args.output_dir, f"checkpoint-{state.global_step}", "reader.json").write_text(
-                json.dumps(self.reader.state_dict())
-            )
+            self.place(args, state).write_text(json.dumps(self.reader.state_dict()))
             self.reader.checkpointed(state.global_step)
 
 
