@@ -34,7 +34,7 @@ CONFIG = BatcherConfig(row_tokens=128, step_groups=STEP_GROUPS, max_age=4, min_g
 SHORTENED: dict[tuple[str, str], float] = {
     ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): 5_000,
     ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): 5_000,
-    ("rlbuffer.batcher.pool_index", "TOMBSTONE_SECONDS"): 5.0,
+    ("rlbuffer.batcher.pool", "TOMBSTONE_SECONDS"): 5.0,
     ("rlbuffer.store.moves.pool", "HISTORY_ENTRIES"): 300,
     ("rlbuffer.store.moves.steps", "HISTORY_ENTRIES"): 300,
     ("rlbuffer.store.moves.steps", "SUMMARY_LINES"): 300,

@@ -163,7 +163,7 @@ class Plan:
         return CONSTANTS | {
             ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
-            ("rlbuffer.batcher.pool_index", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
+            ("rlbuffer.batcher.pool", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
             ("rlbuffer.config.batcher", "REMEMBERED_STEPS"): 3,
         }
 

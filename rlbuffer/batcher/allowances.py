@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from rlbuffer.batcher import admission, budget
-from rlbuffer.batcher.age import oldest_version
-from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Situation
 
@@ -30,7 +29,7 @@ def allow(
     limits: Limits,
     *,
     awaited: Collection[str] = (),
-    taken: Iterable[GroupState] = (),
+    taken: Iterable[Group] = (),
 ) -> dict[str, int]:
     """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
 
@@ -58,7 +57,7 @@ def allow(
             window = min(window, 1)
         supply[env] = admission.EnvSupply(
             window=window,
-            pending=max(0, _pending(known, env, step) - used[env]),
+            pending=max(0, known.pool.trainable(env, known.steps(step)) - used[env]),
             share=fractions[env],
             mean=known.mean(env),
             owed=known.accounts[env].deficit if env in known.accounts else 0.0,
@@ -87,15 +86,6 @@ def _open_step(known: Situation, supply: Mapping[str, admission.EnvSupply], limi
     least = config.close_fill * limits.tokens
     needed = admission.missing(supply, tokens=least, groups=limits.groups, rollouts=limits.rollouts)
     return {e: max(needed[e], e in known.short) for e in on_policy if e in needed}
-
-
-def _pending(known: Situation, env: str, step: int) -> int:
-    """Groups forming or ready that can still train; what cannot is no supply, though it may wait to be swept."""
-    pool, max_age = known.env(env), known.config.for_env(env).max_age
-    ready = 0
-    for adapter, lane in pool.lanes.items():
-        ready += lane.ready.count(oldest_version(known.own_step(adapter, step), max_age))
-    return ready + len(pool.order)
 
 
 def _window(known: Situation, env: str, step: int) -> int:

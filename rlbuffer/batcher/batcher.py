@@ -14,7 +14,7 @@ Time: `now` is any clock that does not run backwards, the same one in `add` and 
 the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
 starts the timeouts again, so time in which no batcher ran does not count.
 
-Cost: a step touches the groups that it selects or drops, and sums of the others (:mod:`rlbuffer.batcher.pool_index`).
+Cost: a step touches the groups that it selects or drops, and sums of the others (:mod:`rlbuffer.batcher.pool`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
-from rlbuffer.batcher.env_pool import EnvPool
+from rlbuffer.batcher.group import Rejected
 from rlbuffer.batcher.ordering import load_selector
-from rlbuffer.batcher.pool_index import PoolIndex
+from rlbuffer.batcher.pool import EnvGroups, Pool
 from rlbuffer.batcher.selection import Limits, Trial, select
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
@@ -87,8 +87,8 @@ class Batcher:
         estimators = step_plan.load_estimators(config)
         self.teaching = Teaching(config, needs_advantage=needs_advantage, estimators=estimators)
         """Judges whether a group teaches anything; to ask."""
-        self._pool = PoolIndex(config, self.teaching)
-        self.pools: Mapping[str, EnvPool] = self._pool.envs
+        self._pool = Pool(config, self.teaching)
+        self.pools: Mapping[str, EnvGroups] = self._pool.envs
         """env -> its pending groups, with running sums; to look at."""
         self._patience = Patience(config)
         self._known = Situation(
@@ -192,7 +192,7 @@ class Batcher:
     @property
     def forming(self) -> int:
         """Groups that wait for more of their rollouts."""
-        return sum(len(env.order) for env in self._pool.envs.values())
+        return sum(len(env.forming) for env in self._pool.envs.values())
 
     def committed(self, plan: StepPlan) -> None:
         """The store committed the plan of the last decision: its groups are gone, the accounts move.
@@ -246,16 +246,15 @@ class Batcher:
             if closed is None:
                 break
             advantages, untrainable = step_plan.advantages_of(closed.laid_out, self._config, self.teaching.estimators)
-            for group, why in untrainable:  # nobody can train them: the step is made of others
-                pool.drop(group, Reason.INVALID, why)
-            if untrainable:
+            useless = [(group, Rejected(Reason.INVALID, why)) for group, why in untrainable]
+            useless = useless or closing.useless(closed, self.teaching)
+            for group, rejected in useless:  # the step is made of others
+                pool.drop(group, *rejected)
+            if useless:
                 continue
-            teaches = closing.teaches(closed, pool)
-            if teaches:
-                break
-            if teaches is False:
+            if closing.waits_to_learn(closed, self.teaching):
                 waits_to_learn, closed = len(closed.groups), None
-                break
+            break
         drops = tuple(pool.drops.values())
         if closed is not None:
             return self._plan(step, closed, advantages, fractions, limits, drops)
@@ -291,12 +290,8 @@ class Batcher:
 
     def sweep(self, step: int) -> tuple[Drop, ...]:
         """Lets go what is too old for `step`, where `next` may not be asked yet. -> what must be dropped."""
-        pool, known = self._pool, self._known
-        for env, its in list(pool.envs.items()):
-            for adapter in list(its.lanes):
-                if not known.lags(env, adapter, step):  # else the newest version is what is old: it is waited for
-                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
-        return tuple(pool.drops.values())
+        self._pool.sweep_stale(self._known.steps(step), self._known.published)
+        return tuple(self._pool.drops.values())
 
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -310,7 +305,7 @@ class Batcher:
         known = self._known
         self._pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
         self._waits_since = min(self._waits_since, self._pool.now)  # no step waits for a clock that was set back
-        self._pool.sweep_future(lambda adapter: known.own_step(adapter, step))
+        self._pool.sweep_future(known.steps(step))
         self.sweep(step)
         if self._selector is not None:
             self._pool.rank(self._selector, rng)
@@ -320,7 +315,8 @@ class Batcher:
         known, pool = self._known, self._pool
         trial = self._select(step, limits, fractions)
         for group in trial.surplus:
-            pool.drop_flat(group)
+            most = f"a step holds at most {self._config.flat:g} of flat groups"
+            pool.drop(group, Reason.FLAT, f"{self.teaching.flatness(group)}, and {most}")
         known.short = frozenset(trial.short)
         awaited = allowances.awaited_envs(known, trial, step)
         self._patience.looked(
@@ -334,7 +330,7 @@ class Batcher:
         """One trial; unless it `waits`, no env is waited for, and the others fill its place."""
         config, known = self._config, self._known
         return select(
-            candidates={env: known.queue(env, pool, step) for env, pool in self._pool.envs.items()},
+            candidates=known.queues(step),
             deficits={env: account.deficit for env, account in known.accounts.items()},
             fractions=fractions,
             means={env: mean[0] for env, mean in known.means(fractions).items()},

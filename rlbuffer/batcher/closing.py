@@ -13,26 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher.groups import GroupState
-from rlbuffer.batcher.pool_index import PoolIndex
+from rlbuffer.batcher.group import Group, Rejected
 from rlbuffer.batcher.selection import Ended, Limits, Trial
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.step_plan import plan_groups
-from rlbuffer.batcher.teaching import UNTRAINED
+from rlbuffer.batcher.teaching import UNTRAINED, Teaching
 from rlbuffer.packing.planner import fewest_rows
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Plan
 
-Planner = Callable[[Sequence[GroupState]], Plan]
+Planner = Callable[[Sequence[Group]], Plan]
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
     """A step that takes no more groups."""
 
-    groups: Sequence[GroupState]
+    groups: Sequence[Group]
     """Groups in the order of selection."""
-    laid_out: Sequence[GroupState]
+    laid_out: Sequence[Group]
     """The groups as the step holds them."""
     plan: Plan
     closed_by: ClosedBy
@@ -64,12 +63,12 @@ def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Cl
 
 
 def close_as_it_is(
-    groups: Sequence[GroupState], known: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
+    groups: Sequence[Group], known: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
 ) -> Closed:
     """The step of as many of these groups as it holds."""
     config = known.config
 
-    def planner(some: Sequence[GroupState]) -> Plan:
+    def planner(some: Sequence[Group]) -> Plan:
         return plan_groups(some, config, world_size)
 
     if not limits.by_rows:
@@ -79,34 +78,30 @@ def close_as_it_is(
     return Closed(kept, kept, plan, closed_by)
 
 
-def teaches(closed: Closed, pool: PoolIndex) -> bool | None:
-    """Whether a step teaches anything: True, it can be committed; False, it waits for more; None, groups were dropped,
-    and another look may find a step.
-
-    A step of which no token is trained is never committed: it would divide by 0. One that is full may be flat: that is
-    the setting's to say. One that is not would only move the learning rate: it waits on, or goes when there is nothing
-    to wait for.
-    """
-    teaching = pool.teaching
+def useless(closed: Closed, teaching: Teaching) -> list[tuple[Group, Rejected]]:
+    """The groups that go before a step is made of others: all, where no token of the step is trained, because it would
+    divide by 0; the fresh ones of the last step, where it teaches nothing."""
     if not any(map(teaching.trains, closed.groups)):
-        for group in closed.groups:
-            pool.drop(group, Reason.FLAT, UNTRAINED)
-        return None
-    if closed.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.END) or any(map(teaching.of, closed.groups)):
-        return True
-    fresh = [group for group in closed.groups if not group.used and closed.closed_by is ClosedBy.END]
-    for group in fresh:
-        pool.drop(group, Reason.FLAT, f"nothing more comes, and {teaching.flatness(group)}")
-    return None if fresh else False
+        return [(group, Rejected(Reason.FLAT, UNTRAINED)) for group in closed.groups]
+    if closed.closed_by is not ClosedBy.END or not waits_to_learn(closed, teaching):
+        return []
+    fresh = [group for group in closed.groups if not group.used]
+    return [(group, Rejected(Reason.FLAT, f"nothing more comes, and {teaching.flatness(group)}")) for group in fresh]
 
 
-def _name(group: GroupState) -> tuple[str, int, str]:
+def waits_to_learn(closed: Closed, teaching: Teaching) -> bool:
+    """True of a step that would only move the learning rate. One that is full may be flat: that is the setting's to
+    say."""
+    return closed.closed_by in (ClosedBy.TIMEOUT, ClosedBy.END) and not any(map(teaching.of, closed.groups))
+
+
+def _name(group: Group) -> tuple[str, int, str]:
     """Sort key of the groups of a step that closes at a count: by name, so that the same groups make the same step in
     whatever order they came. A step that closes otherwise keeps the order of selection."""
     return group.env, len(group.group_id), group.group_id
 
 
-def longest_fit(groups: Sequence[GroupState], planner: Planner, micro_steps: int) -> tuple[int, Plan]:
+def longest_fit(groups: Sequence[Group], planner: Planner, micro_steps: int) -> tuple[int, Plan]:
     """The longest prefix of `groups` whose plan has at most `micro_steps` forward passes, and that plan.
 
     At least one group, even if it alone needs more: else a group larger than a step would block it for ever. More than
@@ -131,7 +126,7 @@ def longest_fit(groups: Sequence[GroupState], planner: Planner, micro_steps: int
     return (best, best_plan) if best else (1, planner(groups[:1]))
 
 
-def needs_more_rows(groups: Sequence[GroupState], row_tokens: int, rows: int) -> bool:
+def needs_more_rows(groups: Sequence[Group], row_tokens: int, rows: int) -> bool:
     """True when no packing puts `groups` into `rows` rows: then the step is full although its tokens are not."""
     adapters: dict[str, list[int]] = {}
     for group in groups:

@@ -79,12 +79,12 @@ def _need(
     owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking
     mean = means.get(env, (0.0, 0.0, 0.0))[0]
     pool = known.env(env)
-    oldest = next(iter(pool.order.values()), None)
+    oldest = next(iter(pool.forming.values()), None)
     return waiting.EnvNeed(
         env=env,
         missing=owed / mean if mean else 1.0,
         ready=pool.ready_groups,
-        forming=len(pool.order),
+        forming=len(pool.forming),
         oldest_seconds=None if oldest is None else max(0.0, known.pool.now - oldest.since),
         is_silent=env not in known.pool.envs and env not in known.accounts,
         dead_seconds=known.patience.dead(known.pool.now).get(env),

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlbuffer.batcher.adapters import Queue
 from rlbuffer.batcher.budget import Deficits, size_of
-from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Limits:
         """The amount that fills a step: groups, rollouts or tokens."""
         return self.groups or self.rollouts or self.tokens
 
-    def amount(self, group: GroupState) -> int:
+    def amount(self, group: Group) -> int:
         """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
@@ -78,7 +78,7 @@ class Ended(StrEnum):
 class Trial:
     """The groups that a trial selected, and how it ended."""
 
-    groups: list[GroupState] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)
     """Env -> its deficit after the last selected group."""
     ended: Ended = Ended.EMPTY
@@ -88,14 +88,14 @@ class Trial:
     """Envs with a budget that are short, the neediest first."""
     lent: list[str] = field(default_factory=list)
     """Envs that are short, too, but not waited for: others fill their place."""
-    surplus: list[GroupState] = field(default_factory=list)
+    surplus: list[Group] = field(default_factory=list)
     """Flat groups beyond what a step may hold of them."""
     exhausted: list[str] = field(default_factory=list)
     """Envs with a share of which every ready group is selected."""
     balanced: int = 0
     """Longest prefix of `groups` at `close_fill` or more with every env that has a budget within a mean group."""
 
-    def add(self, group: GroupState) -> None:
+    def add(self, group: Group) -> None:
         """Selects one more group."""
         self.groups.append(group)
         self.tokens += group.tokens
@@ -116,22 +116,22 @@ class _Shares:
     tokens_of: dict[str, int] = field(default_factory=dict)
     """Adapter -> tokens."""
 
-    def add(self, group: GroupState, *, is_flat: bool) -> None:
+    def add(self, group: Group, *, is_flat: bool) -> None:
         """Counts a group that is selected."""
         if group.used or is_flat:
             amount = self.limits.amount(group)
             self.used += amount * bool(group.used)
             self.flat += amount * is_flat
 
-    def is_past_used(self, group: GroupState) -> bool:
+    def is_past_used(self, group: Group) -> bool:
         """True when groups that were trained before would take too much with this one."""
         return self.used + self.limits.amount(group) > self.limits.used * self.limits.total
 
-    def is_past_flat(self, group: GroupState, share: float) -> bool:
+    def is_past_flat(self, group: Group, share: float) -> bool:
         """True when flat groups would take more than `share` with this one."""
         return self.flat + self.limits.amount(group) > share * self.limits.total
 
-    def is_past_rows(self, group: GroupState) -> bool:
+    def is_past_rows(self, group: Group) -> bool:
         """Counts a group that goes next; True when no packing puts it into the rows, too."""
         row = self.limits.row_tokens
         # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
@@ -153,7 +153,7 @@ def select(
     limits: Limits,
     unit: str,
     close_fill: float,
-    teaches: Callable[[GroupState], bool],
+    teaches: Callable[[Group], bool],
     excused: Collection[str] = (),
     overdue: Collection[str] = (),
 ) -> Trial:
@@ -183,7 +183,7 @@ def select(
     by_rows, capacity, least = limits.by_rows, limits.tokens, close_fill * limits.tokens
     shares = _Shares(limits)
 
-    def put(env: str, head: GroupState | None) -> None:
+    def put(env: str, head: Group | None) -> None:
         heads[env] = head
         turns.offer(env, None if head is None else size_of(unit, tokens=head.tokens, rollouts=head.rollouts))
         if head is None and env in waited:
@@ -241,7 +241,7 @@ def _name_overdue(trial: Trial, late: Collection[str]) -> None:
 
 
 def _short(
-    heads: Mapping[str, GroupState | None],
+    heads: Mapping[str, Group | None],
     owed: Mapping[str, float],
     means: Mapping[str, float],
     budgeted: Collection[str],

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import oldest_version
-from rlbuffer.batcher.env_pool import EnvPool, Lane
-from rlbuffer.batcher.groups import GroupState
-from rlbuffer.batcher.pool_index import PoolIndex
+from rlbuffer.batcher.pool import EnvGroups, Pool, StepOf
 from rlbuffer.batcher.selection import Limits
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 
-EMPTY = EnvPool()
 Mean = tuple[float, float, float]
 """Mean group in (budget's unit, tokens, rollouts)."""
 
@@ -27,7 +24,7 @@ class Situation:
     """Everything that a decision is made of."""
 
     config: BatcherConfig
-    pool: PoolIndex
+    pool: Pool
     patience: Patience
     accounts: Mapping[str, budget.EnvAccount]
     """env -> account, as after the last committed step."""
@@ -51,8 +48,7 @@ class Situation:
 
     def is_finished(self, env: str) -> bool:
         """True when it sends nothing more, and all that it sent is gone from the pool."""
-        pool = self.env(env)
-        return env in self.done and not pool.order and not any(len(lane.ready) for lane in pool.lanes.values())
+        return env in self.done and not self.pool.has_fresh(env)
 
     @property
     def absent(self) -> set[str]:
@@ -67,7 +63,7 @@ class Situation:
     @property
     def is_last(self) -> bool:
         """True when nothing more becomes ready either: no group waits for a scorer."""
-        return self.is_closing and not any(p.order for e, p in self.pool.envs.items() if e not in self.paused)
+        return self.is_closing and not any(p.forming for e, p in self.pool.envs.items() if e not in self.paused)
 
     @property
     def is_over(self) -> bool:
@@ -75,9 +71,9 @@ class Situation:
         everybody = self.others.union(self.known())
         return bool(self.done) and self.done.issuperset(everybody) and self.pool.is_empty
 
-    def env(self, env: str) -> EnvPool:
+    def env(self, env: str) -> EnvGroups:
         """The pending groups of `env`."""
-        return self.pool.envs.get(env, EMPTY)
+        return self.pool.env(env)
 
     def fractions(self, step: int) -> dict[str, float]:
         """env -> its share of `step`."""
@@ -127,6 +123,10 @@ class Situation:
         """`step` in the adapter's own count."""
         return self.adapters.own_step(adapter, step, self.published)
 
+    def steps(self, step: int) -> StepOf:
+        """adapter -> `step` in its own count."""
+        return partial(self.adapters.own_step, step=step, published=self.published)
+
     def sampled(self, env: str) -> list[str]:
         """Adapters that are sampled in `env`, as far as is known: those it has sent, else any that is published."""
         sent = self.env(env).lanes.keys() | self.adapters.tags.get(env, {}).keys()
@@ -151,23 +151,10 @@ class Situation:
         return min(ages, default=None)
 
     # -- groups -------------------------------------------------------------------------------------------------------
-    def queue(self, env: str, pool: EnvPool, step: int) -> Queue:
-        """The env's ready groups in the order in which they should train."""
-        max_age = self.config.for_env(env).max_age
-        lanes = {
-            adapter: self._walk(lane, oldest_version(self.own_step(adapter, step), max_age))
-            for adapter, lane in pool.lanes.items()
-        }
-        return Queue(lanes, self.adapters.tags.get(env), self.config.unit)
-
-    def _walk(self, lane: Lane, oldest: int) -> Iterator[GroupState]:
-        newest_first = self.config.order != "oldest_first"
-        fresh = (
-            lane.ranked.walk(oldest=oldest)
-            if self.pool.ranks
-            else lane.ready.walk(newest_first=newest_first, oldest=oldest)
-        )
-        return chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
+    def queues(self, step: int) -> dict[str, Queue]:
+        """env -> its ready groups in the order in which they should train."""
+        step_of, tags = self.steps(step), self.adapters.tags
+        return {e: Queue(self.pool.queues(e, step_of), tags.get(e), self.config.unit) for e in self.pool.envs}
 
     def limits(self, world_size: int) -> Limits:
         """The bounds of a step."""

@@ -18,7 +18,7 @@ from rlbuffer.batcher.advantages import (
     load_estimator,
     over_batch,
 )
-from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
@@ -27,12 +27,12 @@ from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, PlannedRollouts, StepPlan
 
 
-def _numbers(groups: Sequence[GroupState]) -> NDArray[np.void]:
+def _numbers(groups: Sequence[Group]) -> NDArray[np.void]:
     """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
     return np.frombuffer(b"".join([group.rows for group in groups]), ROW_DTYPE)
 
 
-def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:
+def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
     adapters = [g.adapter for g in groups for _ in range(g.rollouts)] if any(g.adapter for g in groups) else None
     return plan(
@@ -56,7 +56,7 @@ def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
     return {name: load_estimator(name, setting=place) for place, name in places.items()}
 
 
-def group_facts(group: GroupState) -> dict[str, Any]:
+def group_facts(group: Group) -> dict[str, Any]:
     """The facts about a group that a user's estimator gets besides its rewards: of the valid rollouts, in order.
 
     group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
@@ -79,8 +79,8 @@ def group_facts(group: GroupState) -> dict[str, Any]:
 
 
 def advantages_of(
-    groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
-) -> tuple[NDArray[np.float32], list[tuple[GroupState, str]]]:
+    groups: Sequence[Group], config: BatcherConfig, estimators: Mapping[str, Loaded]
+) -> tuple[NDArray[np.float32], list[tuple[Group, str]]]:
     """Returns [rollouts] float32, group by group, by each env's estimator; and the groups that have no advantages that
     can be trained, with the reason. When there are any, the advantages are those of the others.
 
@@ -130,7 +130,7 @@ def advantages_of(
     return advantages.astype(np.float32), []
 
 
-def trained_tokens(groups: Sequence[GroupState], config: BatcherConfig) -> NDArray[np.int64]:
+def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
     numbers = _numbers(groups)
     tokens = numbers["loss_tokens"].astype(np.int64)
@@ -146,7 +146,7 @@ def _are_truncated(numbers: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def step_plan(
     step: int,
-    groups: Sequence[GroupState],
+    groups: Sequence[Group],
     advantages: NDArray[np.float32],
     rows: Plan,
     closed_by: ClosedBy,

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from rlbuffer.batcher.advantages import OF_DIFFERENCES, Loaded
-from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.step_plan import advantages_of, trained_tokens
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
@@ -61,21 +61,21 @@ class Teaching:
         self.estimators = estimators or {}
         self._config, self._needs_advantage = config, needs_advantage
 
-    def of(self, group: GroupState) -> bool:
+    def of(self, group: Group) -> bool:
         """True when a ready group teaches anything."""
         return not self.flatness(group)
 
-    def flatness(self, group: GroupState) -> str:
+    def flatness(self, group: Group) -> str:
         """The reason why a ready group teaches nothing; "" when it teaches. Judged once a group."""
         if group.flatness is None:
             group.flatness = self._judge(group)
         return group.flatness
 
-    def trains(self, group: GroupState) -> bool:
+    def trains(self, group: Group) -> bool:
         """True when a token of the group is trained."""
         return bool(trained_tokens([group], self._config).any())
 
-    def lesson(self, group: GroupState) -> float:
+    def lesson(self, group: Group) -> float:
         """How much a ready group teaches, as far as can be told without its payload: the variance over n of what it is
         judged by; -1 for one that teaches nothing, :data:`MOST` for one that teaches whatever its rewards are."""
         if not self.of(group):
@@ -86,8 +86,8 @@ class Teaching:
 
     def of_push(self, info: GroupInfo) -> bool | None:
         """The same of a group that is one push; None of a part, or of one that is not scored yet."""
-        group = GroupState(info, 0.0)
-        if group.take("", info, self._config.row_tokens) is not None or not group.is_whole(1):
+        group = Group(info, 0.0)
+        if group.take("", info, self._config.row_tokens) is not None or group.is_waiting:
             return None
         return self.of(group)
 
@@ -107,7 +107,7 @@ class Teaching:
         values = [r.rewards.get(name, r.reward if name == "reward" else None) for r in rollouts]
         return [value for value in values if value is not None] if None not in values else None
 
-    def _judge(self, group: GroupState) -> str:
+    def _judge(self, group: Group) -> str:
         trained = trained_tokens([group], self._config)
         if not trained.any():
             return UNTRAINED
@@ -117,7 +117,7 @@ class Teaching:
             return _alike(by, named) if are_flat(named) else ""
         if self.anyway((), _columns(group)):
             return ""
-        equal, name = group.has_equal_rewards, self._config.for_env(group.env).advantage
+        equal, name = group.is_flat, self._config.for_env(group.env).advantage
         if name not in OF_DIFFERENCES or not (equal or trained.all()):
             try:
                 advantages, untrainable = advantages_of([group], self._config, self.estimators)
@@ -132,8 +132,8 @@ class Teaching:
         return _alike("reward", group.rewards) if equal else "no rollout of it has an advantage"
 
 
-def _columns(group: GroupState) -> set[str]:
-    return {name for part in group.parts.values() for name, _, _ in part.columns}
+def _columns(group: Group) -> set[str]:
+    return {name for part in group.parts.values() for name, _, _ in part.info.columns}
 
 
 def _alike(name: str, values: Sequence[float]) -> str:

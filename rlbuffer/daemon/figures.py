@@ -274,7 +274,7 @@ class Figures:
         pools = {
             name: {
                 "groups_ready": pool.ready_groups,
-                "groups_forming": len(pool.order),
+                "groups_forming": len(pool.forming),
                 "rollouts_ready": pool.ready_rollouts,
                 "tokens_ready": pool.ready_tokens,
                 "tokens_forming": pool.forming_tokens,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.batcher.groups import REWARD
+from rlbuffer.batcher.group import REWARD
 from rlbuffer.config.dotted import load
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import InvalidRollout, RewardFailed

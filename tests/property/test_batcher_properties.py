@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from batcher_calls import pending_tokens
 from closed_loop import EnvSpeed, group_info, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +42,7 @@ def test_shares_hold_within_one_group_over_200_random_steps(unit: str, seed: int
     given_by = dict.fromkeys(budgets, 0)
     for step in range(1, 201):
         for env in budgets:
-            while batcher._pool.pending_tokens(env) < 12_000:
+            while pending_tokens(batcher, env) < 12_000:
                 name = f"{env}.{len(sizes)}"
                 lengths = rng.integers(1, 600, int(rng.integers(1, 5)))
                 sizes[name] = {"tokens": int(lengths.sum()), "rollouts": len(lengths), "groups": 1}[unit]

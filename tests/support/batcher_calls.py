@@ -52,5 +52,10 @@ def ask(made, step=1, *, now=0.0, world_size=2):
     return made.next(step, world_size=world_size, now=now, rng=RNG)
 
 
+def pending_tokens(made, env):
+    its = made.pools.get(env)
+    return 0 if its is None else its.ready_tokens + its.forming_tokens
+
+
 def drops_of(decision):
     return [(d.group_id, d.reason, d.detail, d.rollouts, d.tokens) for d in decision.drops]

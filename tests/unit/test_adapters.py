@@ -7,7 +7,7 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
 from rlbuffer.batcher.adapters import at_step
-from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS
+from rlbuffer.batcher.pool import TOMBSTONE_SECONDS
 from rlbuffer.config.batcher import REMEMBERED_STEPS, AdapterConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import AdapterProgress

@@ -3,7 +3,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from batcher_calls import ask, batcher, drops_of, put
+from batcher_calls import ask, batcher, drops_of, pending_tokens, put
 
 from rlbuffer.batcher.advantages import BY_ROWS, ESTIMATORS, POSITIVE, advantage
 from rlbuffer.config.batcher import EnvConfig
@@ -159,7 +159,7 @@ def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mi
         ask(made)
     assert str(error.value).startswith(f"batcher.envs.a.advantage = 'estimators_of_a_test:answer' {why}")
     assert error.value.setting == "batcher.envs.a.advantage"
-    assert made._pool.pending_tokens("a") == 100  # nothing is dropped because of it
+    assert pending_tokens(made, "a") == 100  # nothing is dropped because of it
 
 
 @pytest.mark.parametrize(

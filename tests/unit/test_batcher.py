@@ -3,7 +3,7 @@ import dataclasses
 import msgpack
 import numpy as np
 import pytest
-from batcher_calls import ask, batcher, drops_of, put
+from batcher_calls import ask, batcher, drops_of, pending_tokens, put
 
 from rlbuffer.batcher.admission import ANY_ENV
 from rlbuffer.config.batcher import EnvConfig
@@ -141,8 +141,8 @@ def test_max_age_may_differ_by_env():
     put(made, "gb", env="b", version=1)
     decision = ask(made, 5)
     assert drops_of(decision) == [("ga", "stale", "age 1 > max_age 0 at step 5", 4, 100)]
-    assert made._pool.pending_tokens("a") == 0
-    assert made._pool.pending_tokens("b") == 100
+    assert pending_tokens(made, "a") == 0
+    assert pending_tokens(made, "b") == 100
 
 
 @pytest.mark.parametrize(("now", "dropped"), [(60.0, False), (60.1, True)])
@@ -212,7 +212,7 @@ def test_an_entry_read_twice_counts_once():
     put(made, "g")
     put(made, "g")
     assert ask(made).drops == ()
-    assert made._pool.pending_tokens("a") == 100
+    assert pending_tokens(made, "a") == 100
 
 
 @pytest.mark.parametrize(

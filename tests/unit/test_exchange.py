@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batcher_calls import ask, batcher, drops_of, put
+from batcher_calls import ask, batcher, drops_of, pending_tokens, put
 
 
 def test_a_group_becomes_ready_when_its_push_is_replaced_by_one_that_needs_nothing():
@@ -15,7 +15,7 @@ def test_a_group_becomes_ready_when_its_push_is_replaced_by_one_that_needs_nothi
     plan = ask(made).plan
     assert plan.group_ids == ("g",)
     assert {ref.entry_id for ref in plan.rollouts} == {"g-1"}
-    assert made._pool.pending_tokens("a") == 100
+    assert pending_tokens(made, "a") == 100
 
 
 def test_needs_are_added_one_after_the_other():

@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, PoolIndex
+from rlbuffer.batcher.pool import TOMBSTONE_SECONDS, Pool
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import REMEMBERED_STEPS, BatcherConfig
 from rlbuffer.testing import make_group
 
 
-def pool(**settings: object) -> PoolIndex:
+def pool(**settings: object) -> Pool:
     config = BatcherConfig(row_tokens=1000, **settings)  # type: ignore[arg-type]
-    return PoolIndex(config, Teaching(config))
+    return Pool(config, Teaching(config))
 
 
-def add(made: PoolIndex, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:
+def add(made: Pool, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:
     made.add(make_group(group_id=name, size=2, version=version).info(), entry or f"{name}-0", now)
 
 
-def reasons(made: PoolIndex) -> list[tuple[str, str]]:
+def reasons(made: Pool) -> list[tuple[str, str]]:
     return [(drop.group_id, drop.reason) for drop in made.drops.values()]
 
 
@@ -72,7 +72,9 @@ def test_a_group_from_the_future_that_is_gone_is_not_dropped_again() -> None:
     made.remove("g-0")
     made.sweep_future(lambda adapter: 3)
     assert reasons(made) == [("h", "future")]
-    assert made.pending_tokens("a") == 0
+    assert made.is_empty is False
+    made.confirm([*made.drops.values()])
+    assert made.is_empty
 
 
 @pytest.mark.parametrize("planned", [2, 4])

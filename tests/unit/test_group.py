@@ -1,6 +1,6 @@
 import pytest
 
-from rlbuffer.batcher.groups import GroupState, most_common
+from rlbuffer.batcher.group import Group, most_common
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.step_plan import EntryUse
 
@@ -23,7 +23,7 @@ def part(*rollouts, planned_size=4, **fields):
 
 
 def state_of(*parts, row_tokens=100):
-    state = GroupState(parts[0], since=0.0)
+    state = Group(parts[0], since=0.0)
     verdicts = [state.take(f"{n}-0", p, row_tokens) for n, p in enumerate(parts)]
     return state, verdicts
 
@@ -32,7 +32,7 @@ def test_parts_merge_and_the_sums_follow():
     state, verdicts = state_of(part(rollout("r0", version=3), rollout("r1")), part(rollout("r2", length=30, version=1)))
     assert verdicts == [None, None]
     assert (state.rollouts, state.tokens, state.min_version, state.max_version) == (3, 50, 0, 3)
-    assert [(m.entry_id, m.place) for m in state.members] == [("0-0", 0), ("0-0", 1), ("1-0", 0)]
+    assert [(push.entry_id, [*push.places]) for push, _ in state.pushes] == [("0-0", [0, 1]), ("1-0", [0])]
 
 
 def test_the_same_rollout_twice_is_a_duplicate_and_one_too_many_is_late():
@@ -53,7 +53,7 @@ def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_add
     assert state_of(part(rollout("r0", reward=None)))[1] == [("invalid", "rollout r0 has no reward")]
     state, verdicts = state_of(part(rollout("r0", reward=None), needs=("reward",), planned_size=1))
     assert verdicts == [None]
-    assert not state.is_whole(1)
+    assert state.is_waiting
     needy = part(rollout("r0", reward=None), needs=("reward",))
     assert state_of(needy, part(rollout("r1", reward=None)))[1] == [None, ("invalid", "rollout r1 has no reward")]
     other = part(rollout("r0", reward=None), needs=("ref_logprobs",))
@@ -90,7 +90,7 @@ def test_a_part_that_contradicts_its_group_is_invalid(field, value, detail):
 def test_a_group_is_whole_when_nothing_more_can_come_and_enough_is_valid(valid, oversized, least, whole):
     rollouts = [rollout(f"r{i}") for i in range(valid)] + [rollout(f"o{i}", length=101) for i in range(oversized)]
     state, _ = state_of(part(*rollouts))
-    assert state.is_whole(least) is whole
+    assert (not state.is_waiting and state.too_small(least) is None) is whole
 
 
 def test_entries_are_accounted_for_exactly():
@@ -128,9 +128,9 @@ def test_a_drop_takes_all_entries_with_everything_they_hold():
 
 
 @pytest.mark.parametrize(("rewards", "flat"), [((1, 1, 1), True), ((1, 1, 0.5), False), ((0.25,), True)])
-def test_a_group_without_variance_has_equal_rewards(rewards, flat):
+def test_a_group_without_variance_is_flat(rewards, flat):
     state, _ = state_of(part(*(rollout(f"r{i}", reward=r) for i, r in enumerate(rewards))))
-    assert state.has_equal_rewards is flat
+    assert state.is_flat is flat
 
 
 def test_of_equally_common_reasons_the_first_in_the_tables_counts():

@@ -1,0 +1,318 @@
+"""Parts merge into a group, and the group knows whether more of it may come.
+
+A part is one push, so one pool entry. Its rollouts are judged as it arrives: valid ones join, others are left out with
+a reason and are accounted for together with the entry that holds them.
+
+A group is a value: it is in no index and knows of none (:mod:`rlbuffer.batcher.pool`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlbuffer.narration.numbers import plural
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, are_flat
+from rlbuffer.records.lengths import by_bucket
+from rlbuffer.records.states import Reason
+from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
+
+REWARD = "reward"
+"""Need of a group whose rollouts are not scored yet."""
+_REASONS = tuple(Reason)
+"""In the order of tables."""
+
+
+class Rejected(NamedTuple):
+    """The reason why a part, or one rollout of it, does not join its group."""
+
+    reason: Reason
+    detail: str
+
+
+class Part(NamedTuple):
+    """A push of which rollouts have joined."""
+
+    info: GroupInfo
+    kept: Sequence[int]
+    """Places in the push of the rollouts that have joined; a range where all have."""
+    left_out: tuple[tuple[int, Reason], ...]
+    """(place, reason) of every other rollout."""
+    tokens: int
+    """Of the rollouts that have joined."""
+
+    @property
+    def rollouts(self) -> Sequence[RolloutInfo]:
+        """Those that have joined."""
+        return [self.info.rollouts[place] for place in self.kept] if self.left_out else self.info.rollouts
+
+    @property
+    def rows(self) -> bytes:
+        """Their numbers: a :data:`~rlbuffer.records.info.ROW` each."""
+        rows = self.info.rows
+        return np.frombuffer(rows, ROW_DTYPE)[self.kept].tobytes() if self.left_out else rows
+
+    @property
+    def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
+        """(reason, rollouts, tokens) of what is left out, as an :class:`EntryUse` has it."""
+        lengths: dict[Reason, list[int]] = {}
+        for place, reason in self.left_out:
+            lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
+        return tuple((r, *sums) for r in _REASONS if r in lengths for sums in by_bucket(lengths[r]).values())
+
+
+class Group:
+    """One group as the batcher holds it: its parts, and running sums of the rollouts that have joined.
+
+    Most groups are one push that joins whole, by sums that came with it: nobody looks at its rollouts until the group
+    is selected or dropped.
+    """
+
+    __slots__ = (
+        "_ids",
+        "adapter",
+        "env",
+        "flatness",
+        "group_id",
+        "is_ready",
+        "max_version",
+        "min_version",
+        "needs",
+        "parts",
+        "planned_size",
+        "prompt_id",
+        "pushed",
+        "rollouts",
+        "since",
+        "tokens",
+        "used",
+    )
+
+    def __init__(self, info: GroupInfo, since: float, pushed: float | None = None, used: int = 0) -> None:
+        self.group_id = info.group_id
+        self.env = info.env
+        self.prompt_id = info.prompt_id
+        self.adapter = info.adapter
+        self.planned_size = info.planned_size
+        self.since = since
+        """Time of the first part, on the clock that the batcher is given."""
+        self.pushed = since if pushed is None else pushed
+        """When the first part was pushed: before `since` when no batcher ran then."""
+        self.used = used
+        """Steps that trained it before."""
+        self.is_ready = False
+        """It takes no more rollouts."""
+        self.flatness: str | None = None
+        """Why it teaches nothing, "" when it teaches; None until it is judged (:mod:`rlbuffer.batcher.teaching`)."""
+        self._empty()
+
+    def _empty(self) -> None:
+        self.parts: dict[str, Part] = {}
+        """entry id -> part, of those of which a rollout has joined."""
+        self.needs: frozenset[str] = frozenset()
+        self.rollouts = self.tokens = 0
+        """Of the rollouts that have joined, as are the versions."""
+        self.min_version = self.max_version = 0
+        self._ids: set[str] | None = None
+
+    # -- what it holds ------------------------------------------------------------------------------------------------
+    @property
+    def infos(self) -> Sequence[RolloutInfo]:
+        """The rollouts that have joined, in order of arrival."""
+        its = [part.rollouts for part in self.parts.values()]
+        return its[0] if len(its) == 1 else [rollout for rollouts in its for rollout in rollouts]
+
+    @property
+    def rows(self) -> bytes:
+        """Their numbers: a :data:`~rlbuffer.records.info.ROW` each."""
+        return b"".join([part.rows for part in self.parts.values()])
+
+    @property
+    def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
+        """Their places, by push."""
+        about = self.group_id, self.env, self.adapter
+        return [(PlannedPush(key, *about, part.kept), part.info) for key, part in self.parts.items() if part.kept]
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids of the rollouts that came, valid or not."""
+        if self._ids is None:
+            self._ids = {info.rollout_id for info in self.infos}
+        return self._ids
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of the rollouts that have joined; all have one once the group is ready."""
+        return [info.reward for info in self.infos if info.reward is not None]
+
+    @property
+    def is_flat(self) -> bool:
+        """True when these rewards tell nothing apart."""
+        if len(self.parts) == 1:
+            (part,) = self.parts.values()
+            if not part.left_out:
+                return part.info.totals.is_flat
+        return are_flat([info.reward for info in self.infos])
+
+    # -- what it takes ------------------------------------------------------------------------------------------------
+    def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
+        """Merges one push. -> why all of it is rejected, or None when a rollout of it joined."""
+        for name in ("env", "prompt_id", "adapter", "planned_size"):
+            mine, theirs = getattr(self, name), getattr(info, name)
+            if mine != theirs:
+                return Rejected(Reason.INVALID, f"{name} {theirs!r} differs from the group's {mine!r}")
+        totals = info.totals
+        if not totals.rollouts:
+            return Rejected(Reason.INVALID, "a part without rollouts")
+        if self._joins_whole(info, row_tokens):
+            part, oldest, newest = Part(info, range(totals.rollouts), (), totals.tokens), totals.oldest, totals.newest
+        else:
+            kept, left_out = list[int](), list[tuple[int, Rejected]]()
+            for place, rollout in enumerate(info.rollouts):
+                why = self._judge(rollout, info, row_tokens, self.rollouts + len(kept))
+                if why is None or why.reason in (Reason.OVERSIZED, Reason.INVALID):
+                    self.ids.add(rollout.rollout_id)
+                if why is None:
+                    kept.append(place)
+                else:
+                    left_out.append((place, why))
+            if not kept:
+                reason = most_common(why.reason for _, why in left_out)
+                return next(why for _, why in left_out if why.reason is reason)
+            joined = [info.rollouts[place] for place in kept]
+            reasons = tuple((place, why.reason) for place, why in left_out)
+            part = Part(info, kept, reasons, sum(rollout.length for rollout in joined))
+            oldest, newest = min(r.min_version for r in joined), max(r.max_version for r in joined)
+        if info.needs:
+            self.needs |= set(info.needs)
+        self.min_version = min(self.min_version, oldest) if self.rollouts else oldest
+        self.max_version = max(self.max_version, newest)
+        self.parts[entry_id] = part
+        self.rollouts += len(part.kept)
+        self.tokens += part.tokens
+        return None
+
+    def hold(self, entry_id: str, info: GroupInfo, reason: Reason) -> None:
+        """Keeps a push of which no rollout joins."""
+        left_out = tuple((place, reason) for place in range(info.totals.rollouts))
+        self.parts[entry_id] = Part(info, [], left_out, 0)
+
+    def exchange(
+        self, old: str, entry_id: str, info: GroupInfo, row_tokens: int
+    ) -> list[tuple[str, GroupInfo, Rejected]]:
+        """Puts a push in the place of one of its parts: the same rollouts, with what that one needed.
+
+        -> the parts (entry id, push, why) that do not fit any more.
+        """
+        parts = [(entry_id, info) if key == old else (key, part.info) for key, part in self.parts.items()]
+        # Rollouts of parts that were rejected whole have come all the same.
+        elsewhere = self.ids - {r.rollout_id for part in self.parts.values() for r in part.info.rollouts}
+        self._empty()
+        judged = [(key, part, self.take(key, part, row_tokens)) for key, part in parts]
+        self.ids.update(elsewhere)
+        return [(key, part, why) for key, part, why in judged if why is not None]
+
+    def _joins_whole(self, info: GroupInfo, row_tokens: int) -> bool:
+        """True of a part of which nothing can be rejected, the first one of its group: nearly every push is one."""
+        totals = info.totals
+        return (
+            not (self.arrived or self.is_ready)
+            and totals.rollouts <= self.planned_size
+            and totals.longest <= row_tokens
+            and totals.is_distinct
+            and (totals.is_scored or REWARD in info.needs)
+        )
+
+    def _judge(self, rollout: RolloutInfo, part: GroupInfo, row_tokens: int, valid: int) -> Rejected | None:
+        if rollout.rollout_id in self.ids:
+            return Rejected(Reason.DUPLICATE, f"rollout {rollout.rollout_id} came before")
+        if self.is_ready or valid >= self.planned_size:
+            return Rejected(Reason.LATE, f"the group was closed with {valid} of {plural(self.planned_size, 'rollout')}")
+        if rollout.length > row_tokens:
+            return Rejected(Reason.OVERSIZED, f"length {rollout.length} > row_tokens {row_tokens}")
+        if rollout.reward is None and REWARD not in part.needs:
+            return Rejected(Reason.INVALID, f"rollout {rollout.rollout_id} has no reward")
+        return None
+
+    # -- what becomes of it -------------------------------------------------------------------------------------------
+    @property
+    def arrived(self) -> int:
+        """Distinct rollouts that came, valid or not."""
+        return self.rollouts if self._ids is None else len(self._ids)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while waiting may help: rollouts that were planned have not come, or something is still to be added."""
+        return bool(self.needs) or self.arrived < self.planned_size
+
+    def too_small(self, least: int, when: str = "") -> Rejected | None:
+        """Why it cannot be trained if nothing more comes; None when it can. `when` is added to the sentence."""
+        if self.needs:
+            return Rejected(Reason.SMALL, f"still needs {', '.join(sorted(self.needs))}{when}")
+        if self.rollouts < max(1, least):
+            least, valid = max(1, least), plural(self.rollouts, "valid rollout")
+            return Rejected(Reason.SMALL, f"{valid} < min_group_size {least}{when}")
+        return None
+
+    def uses(self, max_uses: int = 1) -> list[EntryUse]:
+        """The exact use of each of the group's entries when it is packed.
+
+        Other rollouts of an entry are dropped with the first use.
+        """
+        return [
+            EntryUse(
+                entry_id=entry_id,
+                env=self.env,
+                packed_rollouts=len(part.kept),
+                packed_tokens=part.tokens,
+                dropped=() if self.used else part.dropped,
+                group_id=self.group_id,
+                uses=self.used,
+                is_kept=self.used + 1 < max_uses,
+                left_out=() if self.used else part.left_out,
+            )
+            for entry_id, part in self.parts.items()
+        ]
+
+    def drop(self, reason: Reason, detail: str) -> Drop:
+        """The drop of the whole group: all its entries with everything they hold.
+
+        A group that was used holds nothing any more that the ledger could drop: it is only released.
+        """
+        rewards, infos = self.rewards, [] if self.used else [part.info for part in self.parts.values()]
+        return Drop(
+            group_id=self.group_id,
+            env=self.env,
+            reason=reason,
+            rollouts=sum(info.totals.rollouts for info in infos),
+            tokens=sum(info.tokens for info in infos),
+            entry_ids=tuple(self.parts),
+            detail=detail,
+            min_version=self.min_version,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+        )
+
+
+def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
+    """The drop of one pool entry that does not join its group."""
+    rewards = [r.reward for r in info.rollouts if r.reward is not None]
+    return Drop(
+        group_id=info.group_id,
+        env=info.env,
+        reason=why.reason,
+        rollouts=info.totals.rollouts,
+        tokens=info.tokens,
+        entry_ids=(entry_id,),
+        detail=why.detail,
+        min_version=info.totals.oldest,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def most_common(reasons: Iterable[Reason]) -> Reason:
+    """The reason that occurs most often; of equals the first in the order of tables."""
+    counts = Counter(reasons)
+    return max(_REASONS, key=lambda reason: counts[reason])

@@ -1,0 +1,459 @@
+"""The index of what is pending: every entry read once, every group where it will be looked for.
+
+::
+
+    forming --(all rollouts came and nothing is lacking, or the timeout)--> ready --trained--> used
+       |                                                                      |                 |
+       +----------------------------> dropped(reason) <-----------------------+-----------------+
+
+Only :class:`Pool` moves groups, and nothing walks all of them: a step touches those that it selects or drops, and what
+it needs to know of the others is kept as running sums. A group changes between `_lift`, which takes it out of every
+index and sum, and `_place`, which puts it where it belongs by then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
+from rlbuffer.batcher.group import Group, Rejected, drop_part
+from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
+from rlbuffer.batcher.teaching import Teaching
+from rlbuffer.config.batcher import BatcherConfig, remembered_steps
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.states import Reason
+from rlbuffer.records.step_plan import Drop
+
+TOMBSTONE_SECONDS = 3600.0
+"""Seconds that a closed group is remembered at least, so that a late part of it is known as late; and for some
+steps."""
+StepOf = Callable[[str], int]
+"""adapter -> the step that is planned, in the adapter's own count."""
+
+
+class Lane:
+    """The groups of one env and adapter: versions of different adapters cannot be compared."""
+
+    __slots__ = ("forming", "ranked", "ready", "used")
+
+    def __init__(self) -> None:
+        self.forming: VersionIndex[Group] = VersionIndex()
+        """Those of which a rollout has joined."""
+        self.ready: VersionIndex[Group] = VersionIndex()
+        self.used: VersionIndex[Group] = VersionIndex()
+        """Groups that were trained and may be trained again; fresh ones go before them."""
+        self.ranked = PriorityIndex()
+        """Ready groups by priority; empty where versions decide the order."""
+
+
+class EnvGroups:
+    """One env's groups by adapter, and running sums of them. Only the pool changes it."""
+
+    __slots__ = (
+        "expiring",
+        "forming",
+        "forming_tokens",
+        "lanes",
+        "lost",
+        "ready_groups",
+        "ready_rollouts",
+        "ready_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, Lane] = {}
+        """Adapter -> its groups."""
+        self.forming: OrderedDict[str, Group] = OrderedDict()
+        """By their first part, the oldest first: whose timeout comes next."""
+        self.expiring: deque[Group] = deque()
+        """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
+        self.forming_tokens = 0
+        self.ready_groups = 0
+        """Those that were used before count, too."""
+        self.ready_rollouts = 0
+        self.ready_tokens = 0
+        self.lost = ""
+        """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
+
+    def lane(self, adapter: str) -> Lane:
+        """The adapter's groups."""
+        lane = self.lanes.get(adapter)
+        if lane is None:
+            lane = self.lanes[adapter] = Lane()
+        return lane
+
+
+_NOTHING = EnvGroups()
+
+
+class Pool:
+    """All pending groups, tombstones of closed ones, and drops that the store has not confirmed yet."""
+
+    def __init__(self, config: BatcherConfig, teaching: Teaching) -> None:
+        self.config = config
+        self.teaching = teaching
+        self.envs: dict[str, EnvGroups] = {}
+        """To look at."""
+        self.drops: dict[tuple[str, ...], Drop] = {}
+        """entry ids -> drop; repeated until confirmed."""
+        self.needs: Counter[tuple[str, str]] = Counter()
+        """(env, what is missing) -> forming groups that need it."""
+        self.now = float("-inf")
+        self._ranks = config.order == "priority" or ":" in config.order
+        """Priorities decide the order, not versions."""
+        self._dropping: dict[str, tuple[tuple[str, ...], GroupInfo]] = {}
+        """entry id -> all entries of its unconfirmed drop, and what it holds."""
+        self._groups: dict[str, Group] = {}
+        self._entries: dict[str, str] = {}
+        """entry id -> its group."""
+        self._closed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Closed group -> when, and the step that was planned then."""
+        self._began: tuple[float, int] | None = None
+        """The first time and step that were told: what was closed before, by a takeover, was closed then."""
+        self._step = 0
+        self._unjudged: list[Group] = []
+        """Groups that got a part since the last sweep: one of them may be from the future."""
+        self._unranked: list[Group] = []
+
+    # -- arriving -----------------------------------------------------------------------------------------------------
+    def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = "") -> None:
+        """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then."""
+        if entry_id in self._entries:
+            return
+        self.now = max(self.now, now)
+        if replaces in self._entries and self._exchange(info, entry_id, replaces):
+            return
+        self._entries[entry_id] = info.group_id
+        if info.group_id in self._closed:
+            self._queue(drop_part(entry_id, info, Rejected(Reason.LATE, "the group is closed")), {entry_id: info})
+            return
+        group = self._groups.get(info.group_id)
+        if group is None:
+            group = self._begin(info, pushed)
+        elif not group.is_ready:
+            self._lift(group)
+        why = group.take(entry_id, info, self.config.row_tokens)
+        if why is not None:
+            self._queue(drop_part(entry_id, info, why), {entry_id: info})
+        self._unjudged.append(group)
+        if not group.is_ready:
+            self._settle(group)
+
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained `uses` times before; a group that is already here is ignored."""
+        self.now = max(self.now, now)
+        first = parts[0][1]
+        if first.group_id in self._groups:
+            return
+        group = self._begin(first, pushed, uses)
+        for entry_id, info in parts:
+            self._entries[entry_id] = group.group_id
+            why = group.take(entry_id, info, self.config.row_tokens)
+            if why is not None:
+                group.hold(entry_id, info, why.reason)
+        group.is_ready = True
+        self._unjudged.append(group)  # steps that trained it may be void
+        self._place(group)
+        if not group.rollouts:
+            self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
+
+    def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> Group:
+        """A new group, not placed yet."""
+        group = self._groups[info.group_id] = Group(info, self.now, pushed, uses)
+        self._its(group.env).lane(group.adapter)  # it is sampled there, whatever becomes of the group
+        if self.config.for_env(group.env).max_age_seconds is not None:
+            self._its(group.env).expiring.append(group)
+        return group
+
+    def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
+        """Puts a push in the place of one that is here. -> False when its group waits for nothing any more: then it
+        is a push like any other."""
+        group = self._groups.get(info.group_id)
+        if group is None or group.is_ready or old not in group.parts:
+            self.remove(old)
+            return False
+        del self._entries[old]
+        self._entries[entry_id] = info.group_id
+        self._lift(group)
+        for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
+            self._queue(drop_part(key, part, why), {key: part})
+        self._settle(group)
+        return True
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+    def drop(self, group: Group, reason: Reason, detail: str) -> None:
+        """Takes a group out and queues its drop."""
+        self._lift(group)
+        self._end(group, reason, detail)
+
+    def let_go(self, *, paused: Collection[str]) -> None:
+        """Drops what is left when no further step can be made."""
+        for name in sorted(self.envs.keys() - set(paused)):
+            for lane in self.envs[name].lanes.values():
+                for group in [*lane.ready.walk(newest_first=False, oldest=0)]:
+                    self.drop(group, Reason.STALE, "nothing more comes, and no step can hold it")
+                for group in [*lane.used.walk(newest_first=False, oldest=0)]:
+                    self.drop(group, Reason.VOID, "nothing more comes that it could be trained again with")
+
+    def consume(self, group_ids: Iterable[str]) -> None:
+        """A commit consumed these groups: forgets them, or keeps them for another use.
+
+        Late parts of them are still known as late.
+        """
+        for group_id in group_ids:
+            group = self._groups.get(group_id)
+            if group is None:
+                continue
+            self._lift(group)
+            if group.used + 1 < self.config.max_uses:
+                group.used += 1
+                self._place(group)
+                continue
+            self._forget(group)
+            for entry_id in group.parts:
+                self._entries.pop(entry_id, None)
+
+    def remove(self, entry_id: str) -> None:
+        """Forgets an entry that is gone from the store; what is left of its group is no longer whole and is dropped."""
+        group = self._groups.get(self._entries.pop(entry_id, ""))
+        self._withdraw(entry_id)
+        if group is not None and entry_id in group.parts:
+            self._lift(group)
+            del group.parts[entry_id]
+            self._end(group, Reason.INVALID, f"its part {entry_id} is gone from the pool")
+
+    def close(self, group_ids: Iterable[str]) -> None:
+        """Remembers groups as closed; what is pending of them is late."""
+        for group_id in group_ids:
+            group = self._groups.get(group_id)
+            if group is not None and not group.used:
+                self.drop(group, Reason.LATE, "the group is closed")
+            self._closed[group_id] = self.now, self._step
+
+    def confirm(self, drops: Iterable[Drop]) -> None:
+        """Forgets drops that the store has made."""
+        for drop in drops:
+            self.drops.pop(drop.entry_ids, None)
+            for entry_id in drop.entry_ids:
+                self._entries.pop(entry_id, None)
+                self._dropping.pop(entry_id, None)
+
+    # -- time and age -------------------------------------------------------------------------------------------------
+    def advance(self, now: float, step: int, *, forgets: bool = True, done: Collection[str] = ()) -> None:
+        """Closes or drops the groups whose time is up, and those of envs that are said to be `done`, unless a scorer
+        may still complete them; forgets old tombstones unless told otherwise.
+
+        `step` is the one that is planned.
+        """
+        self.now = max(self.now, now)
+        self._step = step
+        for name in sorted(done):
+            for group in [*self.env(name).forming.values()]:
+                if not group.needs:
+                    self._lift(group)
+                    self._settle(group, ", and its env is done")
+        timeout = self.config.group_timeout_seconds
+        for env in self.envs.values():
+            while env.forming:
+                group = next(iter(env.forming.values()))
+                if group.since + timeout > self.now:
+                    break
+                self._lift(group)
+                self._settle(group, f" after {timeout:g} s")
+        for name, env in self.envs.items():
+            limit = self.config.for_env(name).max_age_seconds
+            while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
+                group = env.expiring.popleft()
+                if self._is_here(group):
+                    waited = self.now - group.pushed
+                    self.drop(group, Reason.STALE, f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
+        if forgets:
+            self._forget_tombstones()
+
+    def sweep_future(self, step_of: StepOf) -> None:
+        """Drops groups sampled by weights that are not made yet. Only what came since is looked at: steps only grow, so
+        a group that is not from the future never will be. One that is must go at once, also while it is forming: the
+        version that it names will be made one day, as another one."""
+        unjudged, self._unjudged = self._unjudged, []
+        steps = {adapter: step_of(adapter) for adapter in {group.adapter for group in unjudged}}
+        for group in unjudged:
+            step = steps[group.adapter]
+            if is_future(step, group.max_version) and self._is_here(group):
+                detail = f"policy version {group.max_version} > {step - 1} at step {step}{_whose(group.adapter)}"
+                self.drop(group, Reason.FUTURE, detail)
+
+    def sweep_stale(self, step_of: StepOf, published: Mapping[str, int]) -> None:
+        """Drops groups that are too old for their step, and so for every later one. But not where the newest version,
+        `published` by adapter, is that old itself: it is waited for."""
+        for name, env in self.envs.items():
+            max_age = self.config.for_env(name).max_age
+            for adapter, lane in env.lanes.items():
+                step = step_of(adapter)
+                oldest = oldest_version(step, max_age)
+                if published.get(adapter, oldest) < oldest:
+                    continue
+                for index in (lane.ready, lane.forming, lane.used):
+                    for group in index.pop_older_than(oldest):
+                        age = age_at(step, group.min_version)
+                        detail = f"age {age} > max_age {max_age} at step {step}{_whose(adapter)}"
+                        self.drop(group, Reason.STALE, detail)
+
+    def rank(self, selector: Selector, rng: np.random.Generator) -> None:
+        """Gives the groups that became ready their priority; one that gets none is dropped.
+
+        Raises:
+            ConfigError: the selector failed.
+        """
+        unranked, self._unranked = self._unranked, []
+        for group in filter(self._is_here, unranked):
+            try:
+                priority = priority_of(group, selector, rng, self.config.order, self.teaching.lesson(group))
+            except InvalidRollout as error:
+                self.drop(group, Reason.INVALID, str(error))
+                continue
+            self._its(group.env).lane(group.adapter).ranked.add(group, priority)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    @property
+    def is_empty(self) -> bool:
+        """No group is here, and every drop is confirmed."""
+        return not self._groups and not self.drops
+
+    def env(self, name: str) -> EnvGroups:
+        """An env's groups, with running sums."""
+        return self.envs.get(name, _NOTHING)
+
+    def has_fresh(self, name: str) -> bool:
+        """True when the env has a group that was not trained yet."""
+        env = self.env(name)
+        return bool(env.forming) or any(len(lane.ready) for lane in env.lanes.values())
+
+    def trainable(self, name: str, step_of: StepOf) -> int:
+        """The env's groups, forming or ready, that can still train; others may wait to be swept."""
+        env, max_age = self.env(name), self.config.for_env(name).max_age
+        lanes = env.lanes.items()
+        return len(env.forming) + sum(lane.ready.count(oldest_version(step_of(a), max_age)) for a, lane in lanes)
+
+    def queues(self, name: str, step_of: StepOf) -> dict[str, Iterator[Group]]:
+        """adapter -> the env's ready groups that can train, in the order in which they should. The pool must not change
+        meanwhile."""
+        max_age, newest_first = self.config.for_env(name).max_age, self.config.order != "oldest_first"
+        out: dict[str, Iterator[Group]] = {}
+        for adapter, lane in self.env(name).lanes.items():
+            oldest = oldest_version(step_of(adapter), max_age)
+            ready = lane.ready.walk(newest_first=newest_first, oldest=oldest)
+            fresh = lane.ranked.walk(oldest=oldest) if self._ranks else ready
+            out[adapter] = chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
+        return out
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+    def _its(self, name: str) -> EnvGroups:
+        env = self.envs.get(name)
+        if env is None:
+            env = self.envs[name] = EnvGroups()
+        return env
+
+    def _is_here(self, group: Group) -> bool:
+        return self._groups.get(group.group_id) is group
+
+    def _lift(self, group: Group) -> None:
+        """Takes a group out of every index and sum, so that it may change. Its place in time it keeps until it ends or
+        is ready."""
+        self._count(group, -1)
+        lane = self._its(group.env).lane(group.adapter)
+        lane.forming.discard(group)
+        lane.ready.discard(group)
+        lane.used.discard(group)
+        lane.ranked.discard(group)
+
+    def _place(self, group: Group) -> None:
+        """Puts a group where it belongs."""
+        self._count(group, 1)
+        env = self._its(group.env)
+        lane = env.lane(group.adapter)
+        if group.is_ready:
+            (lane.used if group.used else lane.ready).add(group)
+            return
+        env.forming[group.group_id] = group
+        if group.rollouts:
+            lane.forming.add(group)
+
+    def _count(self, group: Group, sign: int) -> None:
+        env = self._its(group.env)
+        if group.is_ready:
+            env.ready_groups += sign
+            env.ready_rollouts += sign * group.rollouts
+            env.ready_tokens += sign * group.tokens
+            return
+        env.forming_tokens += sign * group.tokens
+        for need in group.needs:
+            self.needs[group.env, need] += sign
+
+    def _settle(self, group: Group, over: str = "") -> None:
+        """Places a forming group that was lifted, unless it is too small for ever, or nobody wants it. It is ready when
+        nothing more is to come, or its time is `over`: that says how."""
+        if over or not group.is_waiting:
+            least = self.config.for_env(group.env).min_group_size
+            why = group.too_small(least, over)
+            if why is None and self.config.flat == "drop" and not self.teaching.of(group):
+                why = Rejected(Reason.FLAT, self.teaching.flatness(group))
+            if why is not None:
+                self._end(group, *why)
+                return
+            group.is_ready = True
+            env = self._its(group.env)
+            env.forming.pop(group.group_id, None)
+            env.lost = ""
+            if self._ranks:
+                self._unranked.append(group)
+        self._place(group)
+
+    def _end(self, group: Group, reason: Reason, detail: str) -> None:
+        """Drops a group that was lifted."""
+        self._forget(group)
+        if group.parts:
+            self._queue(group.drop(reason, detail), {key: part.info for key, part in group.parts.items()})
+
+    def _forget(self, group: Group) -> None:
+        self._its(group.env).forming.pop(group.group_id, None)
+        del self._groups[group.group_id]
+        self._closed[group.group_id] = self.now, self._step
+
+    def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
+        self.drops[drop.entry_ids] = drop
+        self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
+        if drop.reason not in (Reason.LATE, Reason.DUPLICATE) and drop.rollouts:  # those groups did train
+            self._its(drop.env).lost = f"{drop.reason}: {drop.detail}"
+
+    def _withdraw(self, entry_id: str) -> None:
+        """An entry that is gone cannot be dropped any more; what else its drop holds still must be."""
+        entry_ids, info = self._dropping.pop(entry_id, ((), None))
+        drop = self.drops.pop(entry_ids, None)
+        if drop is None or info is None or len(entry_ids) == 1:
+            return
+        left = tuple(e for e in entry_ids if e != entry_id)
+        rollouts, tokens = max(0, drop.rollouts - len(info.rollouts)), max(0, drop.tokens - info.tokens)
+        self.drops[left] = replace(drop, entry_ids=left, rollouts=rollouts, tokens=tokens)
+        self._dropping.update({e: (left, self._dropping[e][1]) for e in left})
+
+    def _forget_tombstones(self) -> None:
+        self._began = began = self._began or (self.now, self._step)
+        keep = max(TOMBSTONE_SECONDS, 2 * self.config.group_timeout_seconds)
+        steps = remembered_steps(self.config.largest_max_age)
+        while self._closed:
+            at, step = map(max, next(iter(self._closed.values())), began)
+            if at + keep >= self.now or step + steps >= self._step:
+                break
+            self._closed.popitem(last=False)
+
+
+def _whose(adapter: str) -> str:
+    return f" of adapter {adapter}" if adapter else ""
