@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.config.batcher import BatcherConfig, EnvConfig
+from rlbuffer.config.batcher import BatcherConfig
 from simulation.mutations import Mutation
 from simulation.plan import Plan
 
@@ -110,9 +110,6 @@ OWN_LOOPS = 0.25
 """Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
 OWN_LOSSES = 0.5
 """Share of those in which the server loses a step that one rank has and another has not."""
-QUOTAS = 0.1
-"""Share of the seeds with quotas."""
-QUOTA_BYTES = (8000, 12000)
 AWAY = 0.05
 """Share of the seeds in which the trainer ends for a while, and the server is started again meanwhile."""
 AWAY_SECONDS = (4.0, 8.0)
@@ -146,7 +143,6 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     rollback = rollback or (own and random.Random(f"own loss {seed}").random() < OWN_LOSSES)
     config = _with_reuse(config, seed, is_asked=asks.pop("reuse", False), rollback=rollback)
     config, ends = _with_end(config, seed)
-    config = config if mutation is not None else _with_quotas(config, seed)
     values = _people(seed, config, rollback=rollback, is_lossy=rollback or bool(asks.get("rollback")))
     values |= {"clock_steps": _clock_steps(seed), "scorers": _scorers(seed)}
     is_odd, odd, later = _what_is_odd(seed)
@@ -223,18 +219,6 @@ def _with_end(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, int]:
     if dice.random() < 0.3:
         config = replace(config, fill_timeout_seconds=dice.choice((0.3, 1.5)))
     return config, ends
-
-
-def _with_quotas(config: BatcherConfig, seed: int) -> BatcherConfig:
-    """Bounds for what an env, or a writer, may have pending: more than a step, and less than what writers push."""
-    dice = random.Random(f"quotas {seed}")
-    if dice.random() >= QUOTAS:
-        return config
-    envs = {"a": EnvConfig(quota_bytes=dice.choice(QUOTA_BYTES))} if dice.random() < 0.5 else {}
-    worker = dice.choice((None, *QUOTA_BYTES))
-    return replace(
-        config, quota_bytes=dice.choice(QUOTA_BYTES), worker_quota_bytes=worker, envs={**config.envs, **envs}
-    )
 
 
 def _people(seed: int, config: BatcherConfig, *, rollback: bool, is_lossy: bool) -> dict[str, Any]:

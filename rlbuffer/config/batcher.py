@@ -65,8 +65,6 @@ class EnvConfig(_Section):
     """Rollouts."""
     advantage: str | None = None
     """Estimator by name, or the user's own."""
-    quota_bytes: int | None = None
-    """Bytes that the env's pending pushes may take on the server."""
 
 
 @refusing_as_config_error
@@ -156,12 +154,6 @@ class BatcherConfig(_Section):
     """Divisor of advantages: none, or the standard deviation of all rewards of the step."""
     truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
     """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
-    quota_bytes: int | None = field(default=None, kw_only=True)
-    """Bytes that an env's pending pushes may take on the server; then its pushes wait, and what is written past that is
-    dropped. With less than a step takes of the env no step fills. Envs that neither `budgets` nor `envs` name share one
-    quota. Not set: no limit but the server's memory."""
-    worker_quota_bytes: int | None = field(default=None, kw_only=True)
-    """The same for the pending pushes of one worker process."""
     flat_by: str = field(default="", kw_only=True)
     """Number by which a group is flat where all rollouts have it: the name of one of their `rewards`, or `reward`, the
     whole one. Not set: no trained token has an advantage, no column `advantages` brings one, and the trainer's loss
@@ -229,8 +221,6 @@ class EnvSettings:
     """Rollouts."""
     advantage: str
     """Estimator by name, or the user's own."""
-    quota_bytes: int | None
-    """Bytes that its pending pushes may take on the server; not set: no limit."""
 
     @classmethod
     def of(cls, config: BatcherConfig, override: EnvConfig) -> EnvSettings:
@@ -241,7 +231,6 @@ class EnvSettings:
             max_age_seconds=config.max_age_seconds if seconds is None else seconds,
             min_group_size=config.min_group_size if least is None else least,
             advantage=config.advantage if override.advantage is None else override.advantage,
-            quota_bytes=config.quota_bytes if override.quota_bytes is None else override.quota_bytes,
         )
 
 
@@ -253,7 +242,6 @@ def _check_ranges(config: BatcherConfig) -> None:
     for names, least, what in (
         (("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch"), 1, "must be at least 1"),
         (("min_group_size", "max_uses", "step_rollouts", "step_groups", "adapter_batch_size"), 1, "must be at least 1"),
-        (("quota_bytes", "worker_quota_bytes"), 1, "must be at least 1"),
         (("lookahead", "max_age"), 0, "must not be negative"),
     ):
         for name in names:
@@ -333,8 +321,6 @@ def _check_overrides(config: BatcherConfig) -> None:
             _refuse(f"{place}.max_age", f"= {override.max_age} must not be negative")
         if override.min_group_size is not None and override.min_group_size < 1:
             _refuse(f"{place}.min_group_size", f"= {override.min_group_size} must be at least 1")
-        if override.quota_bytes is not None and override.quota_bytes < 1:
-            _refuse(f"{place}.quota_bytes", f"= {override.quota_bytes} must be at least 1")
 
     for adapter, settings in config.adapters.items():
         place = f"adapters.{adapter}"

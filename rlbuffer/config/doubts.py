@@ -8,7 +8,6 @@ from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.losses import needs_advantage
-from rlbuffer.config.memory_needs import capacity_bytes
 from rlbuffer.config.mistakes import Places
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.narration.numbers import plural
@@ -20,7 +19,7 @@ LATE = 2**53
 def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
     """A sentence for each combination that works, but hardly as meant."""
     subjects = (
-        *(_uses, _budgets, _quotas, _temperatures, _scorers, _updates, _unasked_weights),
+        *(_uses, _budgets, _temperatures, _scorers, _updates, _unasked_weights),
         *(_losses, _envs_elsewhere, _one_env_twice, _wasted_rollouts, _idle_gpus, _idle_settings, _absent_weights),
     )
     return tuple(sentence for subject in subjects for sentence in subject(settings, places)) + tuple(
@@ -54,29 +53,6 @@ def _budgets(settings: RunSettings, places: Places) -> Iterator[str]:
                     f"worker.{worker} samples {env_name}, which has no budget while the others take all of it: "
                     f"its groups will never train ({places(f'worker.{worker}.env', 'batcher.budgets')})."
                 )
-
-
-def _quotas(settings: RunSettings, places: Places) -> Iterator[str]:
-    """Names the quotas under which no step can fill, by the least that a full one takes of an env."""
-    batcher = settings.batcher
-    size, shares = capacity_bytes(batcher, settings.trainer.world_size), budgets_at(batcher.budgets, LATE)
-    quotas = {env: batcher.for_env(env).quota_bytes for env in shares}
-    left = 1 - sum(shares.values())
-    if left > 1e-9 and batcher.envs.keys() <= shares.keys():  # the envs that get it share a quota
-        shares, quotas = {**shares, "": left}, {**quotas, "": batcher.quota_bytes}
-    fills_otherwise = batcher.fill_timeout_seconds is not None or batcher.max_uses > 1
-    if size is None or fills_otherwise or (batcher.spillover != "block" and (left > 1e-9 or len(shares) > 1)):
-        return  # steps may close without an env's whole share
-    for env, quota in quotas.items():
-        least = int(batcher.close_fill * shares[env] * size)
-        if quota is not None and quota < least:
-            own = env in batcher.envs and batcher.envs[env].quota_bytes is not None
-            name = f"batcher.envs.{env}.quota_bytes" if own else "batcher.quota_bytes"
-            whose = f" of env {env}" if env else " of envs without a budget" if len(shares) > 1 else ""
-            yield (
-                f"{name} = {quota} is less than a step takes{whose}, at least {least} bytes: pushes wait, and no "
-                f"step fills ({places(name)})."
-            )
 
 
 def _temperatures(settings: RunSettings, places: Places) -> Iterator[str]:

@@ -49,8 +49,6 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "fill_timeout_seconds": "it counts for the step that is waited for, too",
         "env_dead_after_seconds": "silence is counted anew",
         "on_dead_env": "with `stop`, an env that is dead already stops the run",
-        "quota_bytes": "what is pending stays; a smaller one lets pushes wait until less is",
-        "worker_quota_bytes": "what is pending stays; a smaller one lets pushes wait until less is",
     }
 )
 """Setting -> what changing it does to what is there; "" when nothing but the next step is concerned."""

@@ -1,4 +1,4 @@
-"""The leader's guard against those who may only push: quotas of what is pending, and payloads that are nobody's.
+"""The leader's guard against those who may only push: payloads that are nobody's.
 
 The server's users (deploy/users.acl) bound commands and keys, and no bytes. A payload is written before its push is
 counted, so a worker may write payloads that it never announces. The leader finds them by their names and removes them:
@@ -14,14 +14,11 @@ writes faster than that fills the server up to its `maxmemory` for so long, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
-from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.memory_rules import payloads_swept
 from rlbuffer.daemon.pending import Pending
-from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
+from rlbuffer.daemon.teller import Teller
 from rlbuffer.events.batcher import StraysSwept
-from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 
 ROUND_SECONDS, STRAY_SECONDS = 60.0, 60.0
@@ -30,8 +27,6 @@ PRESSED_ROUND_SECONDS, PRESSED_STRAY_SECONDS = 1.0, 5.0
 """The same while memory is short."""
 PRESSED_SHARE = 0.6
 """Share of the server's memory from which it is short: below the mark from which steps retire early."""
-HEAVIER, ALLOWED_BYTES = 2, 1 << 16
-"""A pending payload may take so many times what its metadata says, and so much more: names and rounding."""
 
 
 class Guard:
@@ -39,22 +34,14 @@ class Guard:
 
     Args:
         store: the run.
-        config: the quotas.
         pending: the pool.
         teller: hears of what is removed.
-        token: of the lease.
         since: the connection's losses when the leadership began.
     """
 
-    def __init__(
-        self, store: Store, config: BatcherConfig, pending: Pending, teller: Teller, *, token: int, since: int
-    ) -> None:
+    def __init__(self, store: Store, pending: Pending, teller: Teller, *, since: int) -> None:
         self._store, self._pending, self._teller = store, pending, teller
-        self._token, self._since = token, since
-        self._quotas = pending.quotas
-        self._room: dict[str, int] | None = None
-        self._full: frozenset[str] = frozenset()
-        self._published = float("-inf")
+        self._since = since
         self._cursor = 0
         self._next_round = time.monotonic() + ROUND_SECONDS
         self._in_use: set[str] = set()
@@ -65,31 +52,10 @@ class Guard:
         """Those of this round."""
         self.strays: int | None = None
         """Bytes of payloads of nobody that a round has left while memory is short; None before there was one."""
-        self._weighed: set[str] = set()
-        """Entries whose payloads were found as heavy as their metadata says."""
 
     def turn(self, memory_share: float) -> None:
-        """Drops what is beyond a quota, publishes what is left, and looks at some of the server's payloads."""
-        if self._quotas.are_any:
-            self._pending.drop_broken(self._quotas.beyond())
-        self._publish()
+        """Looks at some of the server's payloads."""
         self._look(memory_share >= PRESSED_SHARE)
-
-    def allowed(self, allowances: Mapping[str, int]) -> dict[str, int]:
-        """`allowances`, with none for envs whose quota is used up."""
-        return {env: 0 if self._quotas.field_of(env) in self._full else n for env, n in allowances.items()}
-
-    def sentence(self) -> str:
-        """The sentence for envs and workers whose pushes wait, else ""."""
-        return "".join(f"{waiting.for_quota(field, *sizes)} " for field, sizes in sorted(self._quotas.full().items()))
-
-    def _publish(self) -> None:
-        room = self._quotas.room()
-        full = frozenset(self._quotas.full()) if room else frozenset()
-        is_due = time.monotonic() - self._published > TELEMETRY_SECONDS
-        if self._room is None or full != self._full or (is_due and room):
-            self._store.set_room(self._token, room)
-            self._room, self._full, self._published = room, full, time.monotonic()
 
     def _look(self, is_pressed: bool) -> None:
         """One page of a round, once a round is due."""
@@ -106,8 +72,6 @@ class Guard:
         strays = [key for key in keys if key.startswith("{", prefix)]
         strays += self._store.not_garbage([key for key in named if key not in self._in_use])
         self._again.update((key, self._seen.get(key, now)) for key in strays)
-        if self._quotas.are_any:
-            self._weigh([key for key in named if key in self._in_use])
         if not self._cursor:
             self._seen, self._again = self._again, {}
             self._next_round = now + ROUND_SECONDS
@@ -132,16 +96,3 @@ class Guard:
         self._teller.figures.swept(swept, size)
         if swept:
             self._teller.emit(StraysSwept(payloads=swept, bytes=size, sentence=payloads_swept(swept, size)))
-
-    def _weigh(self, keys: list[str]) -> None:
-        """Drops pushes whose payloads take far more than their metadata says."""
-        entries = {entry.payload_key: entry for entry in self._pending.entries() if entry.info is not None}
-        todo = [key for key in keys if key in entries and entries[key].entry_id not in self._weighed]
-        heavy = {}
-        for key, size in zip(todo, self._store.weights(todo), strict=True):
-            entry = entries[key]
-            said = sum(rollout.size for rollout in entry.info.rollouts) if entry.info is not None else 0
-            if size > HEAVIER * said + ALLOWED_BYTES:
-                heavy[entry.entry_id] = f"its payload takes {size} bytes of the server, its metadata says {said}"
-            self._weighed.add(entry.entry_id)
-        self._pending.drop_broken(heavy)

@@ -106,7 +106,7 @@ class Leadership:
         learns = needs_advantage(trainer.loss)
         clock = {"since": self._since, "began": self._began}
         self._pending = Pending(store, config, teller, token=self._token, needs_advantage=learns, **clock)
-        self._guard = Guard(store, config, self._pending, teller, token=self._token, since=self._losses)
+        self._guard = Guard(store, self._pending, teller, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
@@ -159,7 +159,6 @@ class Leadership:
             self._pending.restore()
             while self._pending.ingest(block_seconds=0.0):
                 self._stay()
-        self._pending.quotas.settle()
         taken_over = LeaderReady if self._is_first else ReadAgain
         self._teller.emit(
             taken_over(
@@ -238,7 +237,7 @@ class Leadership:
             self._is_idle = True
             said = self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
-            trouble = self._archive.sentence() + self._memory.sentence() + self._guard.sentence()
+            trouble = self._archive.sentence() + self._memory.sentence()
             said = trouble + (waiting.not_normal(said) if trouble else said) + more
             self._say(*(self._end_of(trainer) or (decision.why, said)))
             return
@@ -320,7 +319,6 @@ class Leadership:
         """Publishes the allowances also when nothing changed: an older one that was delayed on its way may have
         replaced them."""
         now = time.monotonic()
-        allowances = self._guard.allowed(allowances)
         if now - self._published > TELEMETRY_SECONDS:
             self._pending.renumber()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:

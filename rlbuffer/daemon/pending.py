@@ -10,7 +10,6 @@ from typing import Any
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.quotas import Quotas
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.narration.numbers import plural
@@ -66,7 +65,6 @@ class Pending:
         """Entries read that took the place of another, whose payload is garbage since."""
         self.read_until = float("-inf")
         """Monotonic seconds; everything that was pushed before is read."""
-        self.quotas = Quotas(config)
         self.batcher = Batcher(config, state=_state(store), needs_advantage=needs_advantage)
         self.batcher.close(store.closed_groups())
 
@@ -134,7 +132,6 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            self.quotas.add(entry)
             self._teller.figures.arrived(entry)
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id of before the clock was set back lies ahead
@@ -156,7 +153,6 @@ class Pending:
             if _shape(old) != _shape(entry):
                 return ""
             del self._entries[entry.replaces]
-            self.quotas.remove(entry.replaces)
         self.replaced += bool(entry.replaces)
         return entry.replaces
 
@@ -220,7 +216,6 @@ class Pending:
         for entry_id in entry_ids:
             self._entries.pop(entry_id, None)
             self._used.discard(entry_id)
-            self.quotas.remove(entry_id)
 
 
 def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:

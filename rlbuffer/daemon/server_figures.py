@@ -157,7 +157,6 @@ def server_values(store: Store, labels: Labels) -> Values:
         "trainer_step": _rank_steps(store.heartbeats("rank")),
         "rollouts_damaged_total": ledger.damaged,
         "pushes_lost_total": ledger.lost,
-        "pushes_refused_total": ledger.refused,
         **ledger_values(ledger.envs, labels),
     }
 

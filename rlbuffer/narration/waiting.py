@@ -310,16 +310,3 @@ def _trainer(published: int | None, need: EnvNeed) -> str:
 def for_archive(trouble: str) -> str:
     """The archive cannot be written, and nothing retires without it. Another sentence follows."""
     return f'The archive cannot be written ({trouble}), and archive.when_full = "wait" lets no step retire. '
-
-
-def for_quota(field: str, size: int, quota: int) -> str:
-    """Pushes of an env or a worker wait, `size` bytes of theirs are pending. Another sentence may follow."""
-    kind, _, name = field.partition(" ")
-    who = {"env": f"env {name}", "worker": f"the worker process {name}"}[kind]
-    if field == "env *":
-        who = "the envs that neither batcher.budgets nor batcher.envs name"
-    setting = "quota_bytes" if kind == "env" else "worker_quota_bytes"
-    return (
-        f"Pushes of {who} wait: {size} bytes of theirs are pending, and batcher.{setting} is {quota}. They go on when "
-        "a step takes some; if no step can fill under this quota, raise it."
-    )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class Guarding(Protocol):
-    """Calls of :class:`rlbuffer.store.protocol.Store` by which the leader bounds what workers may write."""
+    """Calls of :class:`rlbuffer.store.protocol.Store` by which the leader finds what workers have left."""
 
     def load_scripts(self) -> None:
         """Loads the scripts that the server does not know: most users may call them and load none."""
-
-    def set_room(self, token: int, room: Mapping[str, int]) -> None:
-        """Bytes that pushes may still take, in place of what was there: by ``env NAME``, ``env *`` (envs without a
-        field of their own, together), ``worker UUID`` and ``worker *`` (each of the others). Raises LeaseLost."""
 
     def payload_page(self, cursor: int) -> tuple[int, list[str]]:
         """Some of the payload keys of the run, those of no push too. -> where to go on, 0 at the end; the keys."""

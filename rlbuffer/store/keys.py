@@ -51,13 +51,11 @@ class Keys:
         "pool",
         "records",
         "reuse",
-        "room",
         "run",
         "state",
         "steps",
         "summary",
         "tag",
-        "taken",
         "trainer",
         "waiting",
     )
@@ -78,8 +76,6 @@ class Keys:
         self.damaged = f"{self.tag}:damaged"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
-        self.room = f"{self.tag}:room"
-        self.taken = f"{self.tag}:taken"
         self.ends = f"{self.tag}:ends"
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"

@@ -289,8 +289,6 @@ class Ledger:
     """Rollouts found missing or damaged when pulled; each once per step."""
     lost: int = 0
     """Pushes that producers know are missing on the server."""
-    refused: int = 0
-    """Times that a push was made to wait because a quota was used up."""
 
     def total(self) -> EnvLedger:
         """Sum over the envs."""

@@ -29,8 +29,8 @@ PLACED = RUNS[:4]
 """Those that run on other servers, too."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
 back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), more than one machine,
-faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills the server's memory
-(tests/integration/daemon/test_quotas.py), a scorer's login in hostile hands, a cluster that grows or shrinks."""
+faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills the server's memory, a
+scorer's login in hostile hands, a cluster that grows or shrinks."""
 
 
 def main() -> int:

@@ -46,7 +46,6 @@ CONTROL = (
     *("history", "summary", "waiting", "reuse", "allowance", "numbers", "ends", "eval", "workers", "scorers", "ranks"),
     *("batchers", "paused", "tickets:vcopy", "visits:vcopy", "producer:x:u"),
 )
-ROOMS = ("env *", "env vcopy", "worker *", "worker u", "x")
 FATES = ("pushed", "packed", "trained", "dropped:flat", "dropped:x", "reused", "x")
 FORBIDDEN = (
     ("FLUSHALL",),
@@ -79,7 +78,6 @@ class Attacker(Pushes):
                 lambda seen: ("XADD", self.keys.eval, self._id(seen), *self._pairs(("env", "version", "reward"))),
             ),
             ("ledger", lambda seen: ("HINCRBY", self.keys.ledger, self._fate(), self._number())),
-            ("taken", lambda seen: ("HINCRBY", self.keys.taken, self.dice.choice(ROOMS), self._number())),
             ("numbers", lambda seen: ("HINCRBY", self.keys.numbers, self._env(), self._number())),
             ("ticket", lambda seen: ("ZADD", self._tickets(), self.dice.choice(SCORES), self._value())),
             ("no ticket", lambda seen: ("ZREM", self._tickets(), self.dice.randrange(50))),
@@ -223,12 +221,12 @@ class Attacker(Pushes):
 def _keys_of(name: str, keys: Keys) -> list[str]:
     """The control keys of a script, in its order; for those that no worker calls, as many as there are."""
     own = {
-        "push": [keys.meta, keys.pool, f"{keys.tag}:producer:evil:u", keys.ledger, keys.garbage, keys.room, keys.taken],
+        "push": [keys.meta, keys.pool, f"{keys.tag}:producer:evil:u", keys.ledger, keys.garbage],
         "ticket": [keys.tickets("vcopy"), keys.allowance, keys.numbers, keys.ends],
         "keep": [keys.tickets("vcopy")],
         "done": [keys.ends, keys.numbers, keys.meta],
         "telemetry": [keys.heartbeats("worker"), keys.damaged, keys.meta],
-        "lease": [keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends, keys.room, keys.taken],
+        "lease": [keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends],
         "renumber": [keys.lease, keys.pool],
         "attempt": [keys.trainer, keys.meta, keys.policy, keys.steps],
         "report": [keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy],

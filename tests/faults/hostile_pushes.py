@@ -241,7 +241,6 @@ class Pushes:
         uuid = suffix.partition(".")[0] or "u"
         producer = f"{self.keys.tag}:producer:evil:{dice.choice((uuid, str(self._count)))}"
         keys = [self.keys.meta, self.keys.pool, producer, self.keys.ledger, self.keys.garbage]
-        keys += [self.keys.room, self.keys.taken]
         script: Command = ("EVALSHA", self._push_sha, len(keys), *keys, *args)
         if not stores:
             return [script]

@@ -39,7 +39,6 @@ ARGUMENTS = {
     "for_silent": ("math", "math-0", "score() (envs.py:3 in score)"),
     "for_worker": ("math", "math-0", "no such file"),
     "for_share": (EXAMPLE, 6),
-    "for_quota": ("env math", 2048, 1024),
     "for_archive": ("/data: No space left on device",),
 }
 NAMED = {

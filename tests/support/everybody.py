@@ -14,7 +14,7 @@ from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
 
 ROLES = ("viewer", "worker", "scorer", "trainer", "operator")
-CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9, quota_bytes=10**9, worker_quota_bytes=10**9)
+CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
 UrlOf = Callable[[str], str]
 """Role -> the address that it uses."""
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
         "+del",
         "+pexpire",
     },
-    "scorer": {"%R~{rlb:*}:policy", "%R~rlb:*:g:*", "+hincrby", "~{rlb:*}:ledger", "+hdel", "+hlen", "+exists"},
+    "scorer": {"%R~{rlb:*}:policy", "%R~rlb:*:g:*", "+hincrby", "~{rlb:*}:ledger", "+hdel", "+exists"},
     "trainer": {"+@transaction", "~{rlb:*}:waiting", "+xadd", "~{rlb:*}:records"},
     "operator": {"+bgrewriteaof"},
 }

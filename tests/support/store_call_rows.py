@@ -219,7 +219,6 @@ ROWS: dict[str, Row] = {
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
     "load_scripts": Row(call=lambda store, run: store.load_scripts()),
-    "set_room": Row(call=lambda store, run: store.set_room(run.token, {"env *": 100}), prepare=_pool),
     "payload_page": Row(call=lambda store, run: store.payload_page(0)[0] >= 0, prepare=_pool),
     "not_garbage": Row(call=lambda store, run: len(store.not_garbage(["rlb:none:g:x"])), prepare=_pool),
     "weights": Row(call=lambda store, run: store.weights(["rlb:none:g:x"]), prepare=_pool),

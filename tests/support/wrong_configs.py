@@ -227,11 +227,6 @@ TABLE = [
     ),
     (
         "batcher",
-        f"quota_bytes = {10**20}",
-        [f"batcher.quota_bytes = {10**20}: must lie between"],
-    ),
-    (
-        "batcher",
         f"cost = [1, {10**20}]",
         [f"batcher.cost = [1, {10**20}]: must lie between"],
     ),

@@ -126,9 +126,6 @@ def config(**settings: Any) -> BatcherConfig:
             for name in ("my_package.adv", "my package:f", ":f", "a:b:c", "1a:f")
         ),
         ({"adapter_batch_size": 0}, "adapter_batch_size", "= 0 must be at least 1"),
-        ({"quota_bytes": 0}, "quota_bytes", "= 0 must be at least 1"),
-        ({"worker_quota_bytes": -1}, "worker_quota_bytes", "= -1 must be at least 1"),
-        ({"envs": {"a": EnvConfig(quota_bytes=0)}}, "envs.a.quota_bytes", "= 0 must be at least 1"),
         ({"adapters": {"x": AdapterConfig(batch_size=0)}}, "adapters.x.batch_size", "= 0 must be at least 1"),
         (
             {"adapters": {"": AdapterConfig(batch_size=8)}},

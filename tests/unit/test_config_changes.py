@@ -28,10 +28,7 @@ def test_differences_are_named_setting_by_setting() -> None:
     assert [str(change) for change in changes(OLD.as_dict(), new.as_dict())] == [
         "batcher.budgets.b: 0.25 -> None",
         "batcher.budgets.c: None -> 0.1",
-        (
-            "batcher.envs.a: None -> {'max_age': 0, 'max_age_seconds': None, 'min_group_size': None, "
-            "'advantage': None, 'quota_bytes': None}"
-        ),
+        ("batcher.envs.a: None -> {'max_age': 0, 'max_age_seconds': None, 'min_group_size': None, 'advantage': None}"),
         "batcher.max_age: 1 -> 2",
     ]
     assert changes(OLD.as_dict(), OLD.as_dict()) == []

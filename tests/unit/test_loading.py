@@ -288,35 +288,6 @@ def test_more_uses_than_the_age_allows_are_doubtful(file: Path, uses: int, age: 
     assert load(environ={}).warnings == ((sentence,) if steps else ())
 
 
-@pytest.mark.parametrize(
-    ("batcher", "sentence"),
-    [
-        (
-            "quota_bytes = 2000",
-            "batcher.quota_bytes = 2000 is less than a step takes, at least 9182 bytes",
-        ),
-        ("quota_bytes = 9182", ""),
-        ("quota_bytes = 2000\nfill_timeout_seconds = 5.0", ""),
-        ("quota_bytes = 2000\nstep_groups = 2", ""),
-        ("quota_bytes = 2000\nmax_uses = 2", ""),
-        ("quota_bytes = 2000\nenvs.b.quota_bytes = 9000", ""),  # env b has a quota of its own
-        (
-            "quota_bytes = 8000\nbudgets = { a = 0.9 }\nenvs.a.quota_bytes = 8263",
-            "batcher.envs.a.quota_bytes = 8263 is less than a step takes of env a, at least 8264 bytes",
-        ),
-        (
-            "quota_bytes = 917\nbudgets = { a = 0.9 }\nenvs.a.quota_bytes = 8264",
-            "batcher.quota_bytes = 917 is less than a step takes of envs without a budget, at least 918 bytes",
-        ),
-        ('quota_bytes = 1\nbudgets = { a = 0.9 }\nspillover = "borrow"', ""),
-    ],
-)
-def test_a_quota_under_which_no_step_fills_is_doubtful(file: Path, batcher: str, sentence: str) -> None:
-    file.write_text(f"[batcher]\n{batcher}\nrow_tokens = 1024\n")
-    warnings = [warning.partition(" (rlbuffer.toml:")[0] for warning in load(environ={}).warnings]
-    assert warnings == ([f"{sentence}: pushes wait, and no step fills"] if sentence else [])
-
-
 @pytest.mark.parametrize("closing", ["", "step_groups = 8"])
 def test_more_updates_than_micro_batches_are_doubtful(file: Path, closing: str) -> None:
     file.write_text(f"[batcher]\nmicro_batches_per_rank = 2\n{closing}\n[trainer.optimizer]\nupdates_per_pass = 3\n")

@@ -238,7 +238,7 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
     }
     added = {"env_dead_after_seconds": 120.0, "on_dead_env": "wait", "adapters": {}, "adapter_batch_size": 64}
     added |= {"fill_timeout_seconds": None, "advantage_scale": "none", "truncated": "train"}
-    added |= {"quota_bytes": None, "worker_quota_bytes": None, "flat_by": ""}
+    added |= {"flat_by": ""}
     parameters = inspect.signature(rlbuffer.BatcherConfig).parameters
     assert list(parameters) == [*frozen, *added]
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in added)

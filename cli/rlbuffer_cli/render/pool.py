@@ -204,7 +204,6 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "ledger": asdict(summary.ledger.total()),
         "damaged": summary.ledger.damaged,
         "lost": summary.ledger.lost,
-        "refused": summary.ledger.refused,
         "waiting": dict(summary.waiting),
         "seconds_ago": dict(summary.seen),
         "error": summary.error,
@@ -294,8 +293,6 @@ def header_lines(summary: RunSummary) -> list[str]:
     if summary.ledger.damaged or summary.ledger.lost:
         lost = plural(summary.ledger.lost, "push", "pushes")
         lines.append(f"  ! {plural(summary.ledger.damaged, 'rollout')} damaged, {lost} lost")
-    if summary.ledger.refused:
-        lines.append(f"  {plural(summary.ledger.refused, 'time')} a push waited because a quota was used up")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
     if summary.revision > 1 or summary.has_wanted:

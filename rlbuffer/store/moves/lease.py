@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -32,8 +32,7 @@ class LeaseMoves(Session):
 
     _tokens: dict[str, int]
     """owner -> the token that this process last heard of."""
-    _replacements: int = 0
-    """Allowances and rooms that this process has sent."""
+    _allowances_sent: int = 0
 
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
         status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
@@ -63,19 +62,14 @@ class LeaseMoves(Session):
         self._as_leader("error", token, message)
 
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
-        self._replace("allow", token, ((env, max(0, int(n))) for env, n in allowances.items()))
-
-    def set_room(self, token: int, room: Mapping[str, int]) -> None:
-        self._replace("room", token, room.items())
+        # Counted: one from a connection that was given up may arrive behind a newer one.
+        self._allowances_sent += 1
+        words = (word for env, n in allowances.items() for word in (env, max(0, int(n))))
+        self._as_leader("allow", token, self._allowances_sent, *words)
 
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
         seen = (word for pair in written.items() for word in pair)
         return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
-
-    def _replace(self, action: str, token: int, pairs: Iterable[tuple[str, int]]) -> None:
-        """Counted: one from a connection that was given up may arrive behind a newer one."""
-        self._replacements += 1
-        self._as_leader(action, token, self._replacements, *(word for pair in pairs for word in pair))
 
     def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
         reply = self._say(action, token, *args)
@@ -85,7 +79,7 @@ class LeaseMoves(Session):
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
-        where = (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends, keys.room, keys.taken)
+        where = (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends)
         reply = self.move("lease", where, (action, *args))
         if text(reply[0]) == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")

@@ -10,11 +10,11 @@ from rlbuffer.store.records import EnvLedger, Ledger
 from rlbuffer.store.session import text
 
 UNITS = ("rollouts", "tokens")
-COUNTERS = ("damaged", "lost", "refused")
+COUNTERS = ("damaged", "lost")
 """Fields beside the accounts."""
 _AMOUNT = re.compile(r"-?[0-9]{1,19}\Z")
 _FIELD = re.compile(
-    r"(?:damaged|lost|refused|(?:[A-Za-z0-9_.-]{1,64}|\?):(?:"
+    r"(?:damaged|lost|(?:[A-Za-z0-9_.-]{1,64}|\?):(?:"
     r"(?:pushed|packed|trained|reused|dropped:[a-z]+):(?:rollouts|tokens|groups)"
     r"|(?:packed|trained|dropped:[a-z]+):(?:rollouts|tokens):[0-9]{1,2}))\Z"
 )

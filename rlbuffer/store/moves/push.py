@@ -113,7 +113,7 @@ class PushMoves(Session):
         `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
         """
         script, keys = self.script("push"), self.keys
-        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken)
+        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
         client: Any = self.connection.sender(sum(push.size for push in new))
         with client.pipeline(transaction=False) as pipe:
             for push in batch:
@@ -157,7 +157,7 @@ class PushMoves(Session):
             self._store_payloads(gone)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
-        status, sequence, producer = text(reply[0]), push.sequence, source.producer
+        status, sequence = text(reply[0]), push.sequence
         if status == "LATE" or status == "LOST":
             self._fresh[source.incarnation] = sequence + 1
             return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
@@ -175,13 +175,6 @@ class PushMoves(Session):
             raise InvalidRollout(
                 f"group {group.group_id} ({group.env}, {push.rollouts} rollouts, {push.tokens} tokens) cannot "
                 f"replace {push.replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
-            )
-        if status == "FULL":
-            is_env = text(reply[1]).startswith("env ")
-            who, setting = (f"env {push.group.env}", "quota_bytes") if is_env else (producer, "worker_quota_bytes")
-            raise ServerRefused(
-                f"push {push.group.group_id} of {text(reply[2])} bytes waits: what is pending of {who} has used up its "
-                f"quota (batcher.{setting}). It is taken when steps have taken some of that"
             )
         if status == "JAMMED":
             raise ServerRefused(
@@ -316,7 +309,7 @@ class _Push:
             self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths, self.size]
+        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- LEASE: one leader per run, by the server's clock alone; and what only the leader may say about the run.
 --
--- KEYS  1 lease   2 meta   3 allowance   4 pool   5 ends   6 room   7 taken
+-- KEYS  1 lease   2 meta   3 allowance   4 pool   5 ends
 -- ARGV  1 action, then
 --       acquire  2 owner (unique per process start)   3 time to live, ms
 --                -> {'ACQUIRED' | 'RENEWED' | 'HELD', token, owner, remaining ms}
@@ -17,14 +17,12 @@
 --                on or expects a worker since the leader looked | {'FENCED', owner}
 --       allow    2 token  3 count  4... env, tickets that may be out; replaces what was there, with nothing while the run
 --                drains -> {'OK'} | {'FENCED', owner}
---       room     2 token  3 count  4... field, bytes that pushes may still take (see PUSH); replaces what was there, nothing
---                is taken yet -> {'OK'} | {'FENCED', owner}
 --                `count` grows with each that the leader sends: one that comes late changes nothing
 --       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
 -- A lease that runs longer from now than it was given for (`ttl`) was given by a clock that has been set back since: it
 -- counts as lapsed, or nobody could lead until the clock is there again.
 -- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
-local lease_key, meta_key, allowance_key, pool_key, ends_key, room_key, taken_key = unpack(KEYS)
+local lease_key, meta_key, allowance_key, pool_key, ends_key = unpack(KEYS)
 local action, who = unpack(ARGV, 1, 2)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -44,7 +42,7 @@ if action == 'acquire' then
   if lapse < now then
     status = 'ACQUIRED'
     token = string.format('%.0f', math.max(now, tonumber(token) + 1))
-    redis.call('HDEL', lease_key, 'allow', 'room')
+    redis.call('HDEL', lease_key, 'allow')
   end
   redis.call('HSET', lease_key, 'owner', who, 'until', string.format('%.0f', till), 'token', token,
     'ttl', ttl)
@@ -58,11 +56,6 @@ if action == 'release' then
 end
 
 if token ~= who or lapse < now then return {'FENCED', owner} end
-if action == 'allow' or action == 'room' then
-  local count = ARGV[3]
-  if tonumber(count) < tonumber(redis.call('HGET', lease_key, action) or '0') then return {'OK'} end
-  redis.call('HSET', lease_key, action, count)
-end
 if action == 'config' then
   local config, digest, settled = ARGV[3], ARGV[4], ARGV[5]
   if settled ~= '' and redis.call('HGET', meta_key, 'wanted_digest') == settled then
@@ -93,10 +86,10 @@ elseif action == 'end' then
   else
     redis.call('HSET', meta_key, 'ended', last_step)
   end
-elseif action == 'room' then
-  redis.call('DEL', room_key, taken_key)
-  for i = 4, #ARGV, 2 do redis.call('HSET', room_key, ARGV[i], ARGV[i + 1]) end
 else
+  local count = ARGV[3]
+  if tonumber(count) < tonumber(redis.call('HGET', lease_key, 'allow') or '0') then return {'OK'} end
+  redis.call('HSET', lease_key, 'allow', count)
   redis.call('DEL', allowance_key)
   if redis.call('HEXISTS', meta_key, 'draining') == 1 then return {'OK'} end
   for i = 4, #ARGV, 2 do redis.call('HSET', allowance_key, ARGV[i], ARGV[i + 1]) end

@@ -10,15 +10,12 @@
 -- or it was dropped), nothing becomes pending, and the new payload goes.
 -- Refused at the memory limit (no allow-oom): a worker can wait.
 --
--- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage  6 room: what the leader leaves to pushes, in bytes, as
---       'env NAME', 'env *' (envs without a field of their own, together), 'worker UUID', 'worker *' (each of the others)
---       7 taken: what pushes have taken of it since
+-- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
 -- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload, ''
 --         where the payload lies on another shard
 --       4 env   5 group id   6 payload suffix   7 rollouts, 0 when its writer gives it up   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 --       12 its rollouts by length: bucket, rollouts, tokens of each; a space between two of them
---       13 bytes of its payload, as its writer has it: counts where this cannot see it
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
@@ -26,15 +23,14 @@
 --       {'LOST'}            it was given up: counted as lost, and its sequence is used up
 --       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
---       {'FULL', field of room, bytes of the push}  its env or worker has used up its room; counted as refused
 --       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist); its line of versions began in
 --                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
-local meta_key, pool_key, producer_key, ledger_key, garbage_key, room_key, taken_key = unpack(KEYS)
+local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
 local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix,
-  lengths, bytes = unpack(ARGV, 1, 13)
+  lengths = unpack(ARGV, 1, 12)
 local epoch = redis.call('HGET', meta_key, 'epoch')
 if epoch ~= its_epoch then 
   local first = redis.call('HMGET', meta_key, 'line', 'since')
@@ -76,31 +72,6 @@ if replaced ~= '' then
   end
 end
 
--- Fields under which it takes room, and its bytes. Workers may write `taken`, and it counts only where there is a room.
-local takes, size = {}, #metadata
-if not old then
-  local worker = 'worker ' .. (string.match(suffix, '^[^.]*') or '')
-  local rooms = redis.call('HMGET', room_key, 'env ' .. env, 'env *', worker, 'worker *')
-  local left = {}
-  for i = 1, 4 do left[i] = tonumber(rooms[i] or '') end
-  if left[1] or left[2] then takes[1] = {left[1] and 'env ' .. env or 'env *', left[1] or left[2]} end
-  if left[3] or left[4] then takes[#takes + 1] = {worker, left[3] or left[4]} end
-  if #takes > 0 and stored == '' then
-    size = size + (tonumber(bytes) or 0)
-  elseif #takes > 0 then
-    for i = 0, math.min(tonumber(rollouts) or 0, redis.call('HLEN', stored)) - 1 do
-      size = size + redis.call('HSTRLEN', stored, i)
-    end
-    size = size + redis.call('HSTRLEN', stored, 'group')
-  end
-  for _, take in ipairs(takes) do
-    if take[2] <= (tonumber(redis.call('HGET', taken_key, take[1]) or '0') or 0) then
-      redis.pcall('HINCRBY', ledger_key, 'refused', 1)
-      return {'FULL', take[1], string.format('%.0f', size)}
-    end
-  end
-end
-
 local entry = {'env', env, 'group', group, 'key', suffix, 'rollouts', rollouts, 'tokens', tokens, 'metadata', metadata,
   'lengths', lengths}
 if old then
@@ -111,7 +82,6 @@ end
 -- The account does not decide: what a worker has made unreadable there stops no push and no step, `verify` names it.
 local id = redis.pcall('XADD', pool_key, '*', unpack(entry))
 if type(id) == 'table' then return {'JAMMED', id.err} end
-for _, take in ipairs(takes) do redis.pcall('HINCRBY', taken_key, take[1], size) end
 if stored ~= '' then
   local payload = prefix .. group .. ':' .. suffix
   redis.call('RENAME', stored, payload)

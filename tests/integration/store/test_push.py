@@ -306,7 +306,7 @@ def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix
     run.store._store_payloads([push])
     run.store.move(
         "push",
-        (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken),
+        (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage),
         push.args,
         repeat=False,
     )
