@@ -6,10 +6,7 @@ The attribute ``exit_code`` is what a command ends with: 1 failure, 3 config, 4 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 MOST_RECOVERIES_LOST = 100
 """Epochs by which a process may be ahead of a server that lost the recoveries which began them."""
@@ -31,10 +28,6 @@ def text_of(error: Exception) -> str:
 
 class InvalidRollout(RlbufferError, ValueError):
     """A rollout or group does not satisfy the rules of its record."""
-
-
-class PushGivenUp(InvalidRollout):
-    """A push broke its connection again and again, at a server that answers others: it is counted as lost."""
 
 
 class PackingError(RlbufferError, ValueError):
@@ -72,6 +65,9 @@ class BufferClosed(RlbufferError):
 
 class PushBroken(ServerUnreachable):
     """The connection broke in the middle of a push, and the server answers others: the push itself may be the cause."""
+
+    group: Any = None
+    """The group that the writer was asked to push."""
 
 
 class ServerUnsuitable(RlbufferError):

@@ -21,6 +21,7 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     EnvDone,
+    PushBroken,
     RlbufferError,
     StepRetired,
 )
@@ -28,7 +29,6 @@ from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, Standin
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.states import PushStatus
 from rlbuffer.records.step_digest import digest_step
 from simulation.host import AWAY, Host, describe
 from simulation.job import Job
@@ -185,18 +185,17 @@ class Worker:
 
     def _send(self, writer: Writer, groups: list[Group]) -> None:
         """Pushes until it hears that all of it is there; now and then it gives it up instead."""
-        while True:
+        while groups:
             try:
-                statuses = [pushed.status for pushed in writer.push_many(groups)]
-                break
+                for group, pushed in zip(groups, writer.push_many(groups), strict=True):
+                    self._expect_stored(group, pushed.status)
+                return
+            except PushBroken as error:
+                self._leave_out(writer, error.group)
+                groups = [group for group in groups if group is not error.group]
             except AWAY:
                 if self.world.dice.random() < 0.3:
                     return
-        for group, status in zip(groups, statuses, strict=True):
-            if status == PushStatus.LOST:
-                self._leave_out(writer, group)
-            else:
-                self._expect_stored(group, status)
 
     def _leave_out(self, writer: Writer, group: Group) -> None:
         """A prompt whose group can never be pushed must not keep the run from its end."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ScoreSettings
-from rlbuffer.errors import PushGivenUp
 from rlbuffer.records.group import Group
 from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Pending, _Scorer
 from simulation.actors import NEED
@@ -58,8 +57,8 @@ def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Pending
         world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
         try:
             pushed = writer.replace(judged(group), pending.entry.entry_id)
-        except (PushGivenUp, *AWAY):
-            continue  # it may be there; the writer settles that before its next push
+        except AWAY:
+            continue  # it may be there; the writer settles that before its next push, or leaves it behind
         real._found.pop(pending.entry.entry_id, None)
         if pushed.status == "stored" and not world.was_disturbed:
             world.invariants.expect_scored(group.group_id, pending.entry.entry_id)

@@ -36,8 +36,6 @@ from rlbuffer.records.info import check_producer
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.protocol import Store
 
-MOST_BREAKS = 5
-"""Times that one push may break its connection while the server answers others, before it is given up."""
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
@@ -64,6 +62,8 @@ class _Push:
     """The entry whose place it takes, or ""."""
     pushed: Pushed | None = None
     """None: it is not settled, and nobody knows whether it is stored."""
+    is_broken: bool = False
+    """Its connection broke until patience was over, while the server answered others."""
 
 
 class Producer:
@@ -99,9 +99,6 @@ class Producer:
         """The pushes of the last call, until it has answered for all of them."""
         self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
         """(sequence, what was stored, the entry that it replaced or "")."""
-        self._breaks: dict[int, int] = {}
-        """Sequence of a push that is not settled -> times that it broke its connection, and nothing else did.
-        :data:`MOST_BREAKS` or more: it is given up."""
         self._lock = threading.Lock()  # one call in flight per producer: the sequence is what makes it exactly once
         _producers.add(self)
 
@@ -109,7 +106,6 @@ class Producer:
         """Goes on under another incarnation, whose first push is 1."""
         self.incarnation, self.sequence = uuid.uuid4().hex, 0
         self._spool.clear()
-        self._breaks.clear()
 
     def leave_to_parent(self) -> None:
         """Renews it in a forked process: what is under way here is its parent's, and so are the sequence, under which
@@ -133,6 +129,7 @@ class Producer:
             if sequence is None:
                 # Their numbers may be taken on the server: other groups under them would be answered as duplicates,
                 # and lost.
+                self._leave_broken([group for group, _ in pushes])
                 self._settle()
                 for push, (group, replaces) in zip(self._call, pushes, strict=False):
                     if push.replaces != replaces or not (push.group is group or push.group == group):
@@ -151,6 +148,7 @@ class Producer:
         """Settles what is left, and says that `env` sends nothing more."""
         self._check_process()
         with self._lock:
+            self._leave_broken([])
             self._settle()
             deadline = time.monotonic() + self._patience
             while True:
@@ -173,10 +171,7 @@ class Producer:
             )
 
     def _send_together(self, pushes: Sequence[_Push]) -> None:
-        """Sends pushes in as few round trips as may be, until anything goes wrong; the rest is left to :meth:`_settle`.
-
-        A connection that breaks counts against none of them: nobody knows which one broke it.
-        """
+        """Sends pushes in as few round trips as may be. Whatever goes wrong is left to :meth:`_settle`."""
         try:
             fitted = [push.group if push.replaces else self._fit(push.group) for push in pushes]
             outcomes, _ = self._store.push_many(
@@ -204,18 +199,30 @@ class Producer:
             except InvalidRollout:
                 del self._call[at:]  # certainly not stored
                 raise
+            except PushBroken as error:
+                push.is_broken, error.group = True, push.group
+                raise
             except RunGone:
                 self._call.clear()
                 raise
+
+    def _leave_broken(self, asked: Sequence[Group]) -> None:
+        """Goes on behind a push that breaks its connection each time, unless the same group is asked for again.
+
+        The next push has the next sequence: a server that does not have the broken one answers with a gap. The spool
+        may hold what cannot be sent, too.
+        """
+        for push in self._call:
+            if push.is_broken and not any(push.group is group or push.group == group for group in asked):
+                self._call = [other for other in self._call if other is not push]
+                self.sequence = max(self.sequence, push.sequence)
+                self._spool.clear()
 
     def _note(self, push: _Push, sent: Group, status: PushStatus, entry_id: str) -> None:
         """`push` is settled, and `sent` is what was stored."""
         push.pushed = Pushed(entry_id=entry_id, status=status)
         self.sequence = max(self.sequence, push.sequence)
         self._spool.append((push.sequence, sent, push.replaces))
-        # A push that was given up stays so as long as it may be sent again from the spool.
-        oldest = self._spool[0][0]
-        self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
 
     def _send(self, push: _Push) -> None:
         """Sends a push until it is settled."""
@@ -231,13 +238,13 @@ class Producer:
                 if last is not None:
                     self._fill(last, push.sequence)
                     last = None
-                return self._note(push, group, *self._store_push(group, push.sequence, push.replaces))
+                return self._note(push, group, *self._store_push(push.sequence, group, push.replaces))
             except ProducerGap as gap:
                 last = gap.last
             except EpochChanged as change:
                 self._follow(change)
             except (ServerUnreachable, ServerRefused) as error:
-                if time.monotonic() + delay > deadline and not (isinstance(error, PushBroken) and self._give_up()):
+                if time.monotonic() + delay > deadline:
                     raise
                 if self._on_retry is not None:
                     self._on_retry(error)
@@ -251,41 +258,22 @@ class Producer:
             raise change
         self.epoch = change.epoch
 
-    def _give_up(self) -> bool:
-        """Patience is over: what broke its connection more than once is given up. -> whether anything is."""
-        broken = [number for number, breaks in self._breaks.items() if 2 <= breaks < MOST_BREAKS]
-        self._breaks.update(dict.fromkeys(broken, MOST_BREAKS))
-        return bool(broken)
-
-    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[PushStatus, str]:
-        """Returns the status, ``lost`` for a push that is given up, and the entry."""
-        names: dict[str, Any] = {
-            "producer": self._name,
-            "incarnation": self.incarnation,
-            "sequence": sequence,
-            "epoch": self.epoch,
-        }
-        if self._breaks.get(sequence, 0) >= MOST_BREAKS:
-            return self._store.give_up(group, **names)
-        try:
-            return self._store.push(group, replaces=replaces, **names)
-        except PushBroken:
-            self._breaks[sequence] = self._breaks.get(sequence, 0) + 1
-            raise
+    def _store_push(self, sequence: int, group: Group, replaces: str) -> tuple[PushStatus, str]:
+        names: dict[str, Any] = {"producer": self._name, "incarnation": self.incarnation, "epoch": self.epoch}
+        return self._store.push(group, sequence=sequence, replaces=replaces, **names)
 
     def _fill(self, last: int, sequence: int) -> None:
         """The server knows pushes up to `last` only: sends the missing ones again, up to `sequence`."""
         missing = [push for push in self._spool if last < push[0] < sequence]
         if len(missing) == sequence - last - 1:
-            for number, group, replaces in missing:
-                try:
-                    self._store_push(group, number, replaces)
-                except InvalidRollout:  # the server has other limits than when it took it
-                    self._breaks[number] = MOST_BREAKS
-                    self._store_push(group, number, replaces)
-            return
-        # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
-        # incarnation starts a sequence of its own.
+            try:
+                for number, group, replaces in missing:
+                    self._store_push(number, group, replaces)
+                    last = number
+                return
+            except InvalidRollout:
+                pass  # the server has other limits than when it took it
+        # What is missing cannot be sent any more, so it is counted, and a new incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
         self.renew()
         for number, push in enumerate([push for push in self._call if push.pushed is None], start=1):

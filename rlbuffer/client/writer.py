@@ -13,12 +13,11 @@ from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.client.stale_pushes import StalePushes
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import InvalidRollout, PushGivenUp, RlbufferError, ServerRefused
+from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.rollout import lacks_logprobs
-from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.moves.tickets import LONGEST_TICKET_SECONDS
 from rlbuffer.store.protocol import Store
@@ -221,8 +220,8 @@ class Writer:
                 Nothing was stored.
             ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
                 The group may be stored or not; pushing it again is safe, and the next push settles it first.
-            PushGivenUp: it broke its connection again and again at a server that answers others. It is counted as lost
-                there, and the next push follows it. An InvalidRollout, too.
+            PushBroken: a ServerUnreachable whose server answers others: the group's size may be the cause. Pushing it
+                again tries again; a push of another group leaves it behind, and what is not stored counts as lost.
             RunGone: the run was reset while this writer was at work.
         """
         return self._pushed(group, "", sequence)
@@ -230,15 +229,15 @@ class Writer:
     def push_many(self, groups: Iterable[Group], *, sequence: int | None = None) -> list[Pushed]:
         """Stores several groups as :meth:`push` does one after the other, with far fewer round trips.
 
-        -> their outcomes, in order; ``lost`` for one that was given up. All are encoded before the first is sent, and
-        then take their size in memory once more; up to 16 of them, or 8 MiB, share a round trip. `sequence` is the
-        first one's.
+        -> their outcomes, in order. All are encoded before the first is sent, and then take their size in memory once
+        more; up to 16 of them, or 8 MiB, share a round trip. `sequence` is the first one's.
 
         Raises:
             InvalidRollout: one of them, which is named, is no group or too large for the wire. Nothing of them was
                 stored; unless the server's limits have changed meanwhile, and then those before it are.
             ServerUnreachable, ServerRefused: as :meth:`push`. Some may be stored: call it again with the same groups,
                 which settles the others first and answers for all.
+            PushBroken: as :meth:`push`, with the `group`. Call it again without that one for the others' outcomes.
             RunGone: the run was reset while this writer was at work.
         """
         pushes = [(_checked(group, "push_many"), "") for group in groups]
@@ -252,7 +251,7 @@ class Writer:
         as the run has not ended or is started again; ``rlbuffer env resume`` takes it back.
 
         Raises:
-            ServerUnreachable, ServerRefused: as :meth:`push`, which settles a push that was given up first.
+            ServerUnreachable, ServerRefused: as :meth:`push`, which settles what was left first.
             RunGone: the run was reset while this writer was at work.
         """
         if not isinstance(env, str) or not ENV_NAME.match(env):
@@ -270,8 +269,6 @@ class Writer:
     def _pushed(self, group: Group, replaces: str, sequence: int | None = None) -> Pushed:
         push = (_checked(group, "push"), replaces)
         (pushed,) = self._producer.push([push], _sequence("push", sequence))
-        if pushed.status == PushStatus.LOST:
-            raise given_up(group)
         return pushed
 
     def _fitted(self, group: Group) -> Group:
@@ -299,14 +296,6 @@ class Writer:
                 group.env,
                 bare[0],
             )
-
-
-def given_up(group: Group) -> PushGivenUp:
-    """The error of a group whose push is ``lost``."""
-    return PushGivenUp(
-        f"group {group.group_id} is given up and counted as lost: its push broke the connection again and again, to a "
-        "server that answers others. Push it in smaller parts"
-    )
 
 
 def _checked(group: Group, method: str) -> Group:

@@ -78,8 +78,6 @@ class PushStatus(StrEnum):
     """It is pending now."""
     DUPLICATE = "duplicate"
     """It was stored before, or what it was to replace is gone."""
-    LOST = "lost"
-    """Its producer gave it up."""
 
 
 class CommitStatus(StrEnum):

@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     ConfigError,
     InvalidRollout,
     PayloadError,
+    PushBroken,
     RewardFailed,
     RlbufferError,
     RunDamaged,
@@ -312,7 +313,7 @@ class _Scorer:
     async def _push(self, writer: Writer, pending: _Pending, group: Group, seconds: float) -> None:
         try:
             pushed = await self._unless_stopped(in_thread(lambda: self._stored(writer, group, pending.entry.entry_id)))
-        except InvalidRollout as error:
+        except (InvalidRollout, PushBroken) as error:
             self._fail(pending, str(error))
             return
         self._found.pop(pending.entry.entry_id, None)

@@ -90,14 +90,6 @@ class Store(Seeing, Guarding, Protocol):
         broke, others may be stored. Raises InvalidRollout, ServerUnreachable, ServerRefused before it stores anything.
         """
 
-    def give_up(
-        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
-    ) -> tuple[PushStatus, str]:
-        """PUSH without the group: its sequence is used up. -> (``lost`` | ``duplicate`` when it is stored, entry id).
-
-        Counted as lost, once. Raises as `push` does.
-        """
-
     def take_tickets(
         self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
     ) -> list[int]:

@@ -17,13 +17,14 @@ from contextlib import suppress
 from typing import cast
 
 from rlbuffer.batcher.teaching import Teaching
-from rlbuffer.client.writer import Writer, given_up
+from rlbuffer.client.writer import Writer
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.errors import (
     Aborted,
     GroupFailed,
     InvalidRollout,
     PromptTooLong,
+    PushBroken,
     RequestFailed,
     RlbufferError,
     RunGone,
@@ -37,8 +38,7 @@ from rlbuffer.events.worker import GroupGivenUp
 from rlbuffer.narration.numbers import plural
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
-from rlbuffer.records.group import Group, Pushed, Ticket
-from rlbuffer.records.states import PushStatus
+from rlbuffer.records.group import Group, Ticket
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
@@ -236,7 +236,7 @@ class Flights:
             self._pushes.add(push)
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
-        except InvalidRollout as error:
+        except (InvalidRollout, PushBroken) as error:
             await self._give_up(ticket, prompt, in_words(error, self._settings), error.__cause__ or error, function)
 
     async def _not_made(self, ticket: Ticket, prompt: Prompt | Exception, error: Exception, function: str) -> None:
@@ -298,7 +298,15 @@ class Flights:
     def _store(self, ready: list[tuple[Group, Future[None]]]) -> None:
         """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
         try:
-            pushed = self._pushed([group for group, _ in ready])
+            self._push_all([group for group, _ in ready])
+        except PushBroken as error:  # it costs its own group alone
+            others = [one for one in ready if one[0] is not error.group]
+            for group, stored in ready:
+                if group is error.group:
+                    stored.set_exception(error)
+            if others:
+                self._store(others)
+            return
         except BaseException as error:
             if isinstance(error, InvalidRollout) and len(ready) > 1:  # none is stored: it costs its own group alone
                 for alone in ready:
@@ -307,26 +315,24 @@ class Flights:
             for _, stored in ready:
                 stored.set_exception(error)
             return
-        for (group, stored), one in zip(ready, pushed, strict=True):
+        for group, stored in ready:
             try:
-                if one.status == PushStatus.LOST:
-                    raise given_up(group)
                 self._difficulty.note(group)
                 stored.set_result(None)
             except BaseException as error:
                 stored.set_exception(error)
 
-    def _pushed(self, groups: list[Group]) -> list[Pushed]:
+    def _push_all(self, groups: list[Group]) -> None:
         while True:
             try:
-                pushed = self._writer.push_many(groups)
+                self._writer.push_many(groups)
             except ServerRefused as error:
                 self.held_up(error)
                 continue
             if self.refusal:
                 self.refusal = ""
                 self._messages.works()
-            return pushed
+            return
 
     async def _give_up(
         self, ticket: Ticket, prompt: Prompt | Exception, reason: str, error: BaseException, function: str

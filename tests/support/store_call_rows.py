@@ -97,11 +97,6 @@ def _push_many(store: RedisStore, run: Run) -> Any:
     return [status if status == "stored" else "stored before" for status, _ in outcomes]
 
 
-def _give_up(store: RedisStore, run: Run) -> Any:
-    group = make_group(env="a", size=2, group_id="a.7")
-    return store.give_up(group, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
-
-
 def _commit(store: RedisStore, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     plan = plan_of(list(entries.values()), 1)
@@ -195,7 +190,6 @@ ROWS: dict[str, Row] = {
     # -- worker
     "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
     "push_many": Row(call=_push_many, repeats=False, second={LOST: ["stored before"] * 3}),
-    "give_up": Row(call=_give_up, repeats=False),
     "take_tickets": Row(
         call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
     ),

@@ -79,7 +79,6 @@ def command(
       rlbuffer push groups.jsonl --run math
     """
     from rlbuffer.client.buffer import connect
-    from rlbuffer.client.writer import given_up
     from rlbuffer.errors import ServerRefused, ServerUnreachable
     from rlbuffer.records.states import PushStatus
 
@@ -88,7 +87,7 @@ def command(
     with Path(file).open("rb") as stream:
         count, checksum, ages = check_all(stream, file)
         stream.seek(0)
-        stored = duplicate = lost = 0
+        stored = duplicate = 0
         envs: set[str] = set()
         with connect(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
@@ -103,14 +102,10 @@ def command(
                     pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
-                        f"{error}\n  {writer.sequence - lost} of {plural(count, 'group')} are stored; pushing the file "
+                        f"{error}\n  {writer.sequence} of {plural(count, 'group')} are stored; pushing the file "
                         "again goes on from there"
                     ) from error
-                for sequence, (group, one) in enumerate(zip(groups, pushed, strict=True), start=first):
-                    if one.status == PushStatus.LOST:
-                        lost += 1
-                        say(f"{file}:{sequence}  {given_up(group)}", err=True)
-                        continue
+                for group, one in zip(groups, pushed, strict=True):
                     envs.add(group.env)
                     duplicate += one.status == PushStatus.DUPLICATE
                     stored += one.status == PushStatus.STORED
@@ -118,17 +113,14 @@ def command(
                 writer.done(env)
     if as_json:
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
-        record |= {"lost": lost} | ({"done": sorted(envs)} if done else {})
+        record |= {"done": sorted(envs)} if done else {}
         echo(json.dumps(record))
     else:
         what = plural(count, "group")
-        say(
-            f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate'
-            + f", {lost} lost" * (lost > 0)
-        )
+        say(f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate')
         if done:
             say(f"done: nothing more comes of {', '.join(sorted(envs))}")
-    return 1 if lost else 0
+    return 0
 
 
 def _version(value: str | None) -> int | str | None:

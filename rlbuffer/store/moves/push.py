@@ -56,7 +56,9 @@ class PushMoves(Session):
             raise error
         raise PushBroken(
             f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
-            f"({sum(_sizes(payload.encode_push(group)).values())} bytes); the server answers others"
+            f"({sum(_sizes(payload.encode_push(group)).values())} bytes); the server answers others. If it breaks each "
+            "time, push the group in parts, or raise what limits a request: the server's client-query-buffer-limit, or "
+            "a proxy's limit"
         ) from error
 
     def push_many(
@@ -158,9 +160,9 @@ class PushMoves(Session):
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence
-        if status == "LATE" or status == "LOST":
+        if status == "LATE":
             self._fresh[source.incarnation] = sequence + 1
-            return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
+            return PushStatus.DUPLICATE, ""
         if status == "OK" or status == "DUP":
             if text(reply[1]):  # else the server has later pushes, too
                 self._fresh[source.incarnation] = sequence + 1
@@ -190,13 +192,6 @@ class PushMoves(Session):
         if status == "GONE":
             raise self.gone(reply, source.epoch)
         raise self.unexpected("push", reply)
-
-    def give_up(
-        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
-    ) -> tuple[PushStatus, str]:
-        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
-        ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)], sequence)
-        return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
 
     def _answers(self, payload_key: str) -> bool:
         """True when the server answers something small now; in a cluster both shards of a push do."""
@@ -288,28 +283,21 @@ class _Source:
 class _Push:
     """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
 
-    def __init__(
-        self, source: _Source, sequence: int, group: Group, replaces: str = "", *, is_given_up: bool = False
-    ) -> None:
+    def __init__(self, source: _Source, sequence: int, group: Group, replaces: str = "") -> None:
         self.sequence, self.group, self.replaces = sequence, group, replaces
         self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
         self.name = source.keys.payload(group.group_id, self.suffix)
-        self.rollouts = self.tokens = self.size = 0
-        lengths = ""
-        self.fields: dict[Any, Any] = {}
-        metadata = b""
-        if not is_given_up:
-            push = payload.encode_push(group)
-            self.rollouts, self.tokens, metadata = len(push.info.rollouts), push.info.tokens, push.metadata
-            lengths = in_words(rollout.length for rollout in push.info.rollouts)
-            self.fields.update((str(i), data) for i, data in enumerate(push.payloads))
-            if push.group_payload is not None:
-                self.fields["group"] = push.group_payload
-            self.sizes = _sizes(push)
-            self.size = sum(self.sizes.values())
+        push = payload.encode_push(group)
+        self.rollouts, self.tokens = len(push.info.rollouts), push.info.tokens
+        lengths = in_words(rollout.length for rollout in push.info.rollouts)
+        self.fields: dict[Any, Any] = {str(i): data for i, data in enumerate(push.payloads)}
+        if push.group_payload is not None:
+            self.fields["group"] = push.group_payload
+        self.sizes = _sizes(push)
+        self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths]
+        self.args += [self.rollouts, self.tokens, push.metadata, replaces, source.keys.payload_prefix, lengths]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

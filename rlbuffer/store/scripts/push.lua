@@ -13,14 +13,13 @@
 -- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
 -- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload, ''
 --         where the payload lies on another shard
---       4 env   5 group id   6 payload suffix   7 rollouts, 0 when its writer gives it up   8 tokens   9 metadata
+--       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 --       12 its rollouts by length: bucket, rollouts, tokens of each; a space between two of them
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
 --                           may have its id
---       {'LOST'}            it was given up: counted as lost, and its sequence is used up
 --       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
@@ -46,16 +45,6 @@ if sequence <= last then
 end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 
--- The producer's next push follows it, though nothing becomes pending.
-local function use_up()
-  redis.call('HSET', producer_key, 'sequence', number, 'id', '')
-  if stored ~= '' then redis.call('UNLINK', stored) end
-end
-if rollouts == '0' then
-  use_up()
-  redis.pcall('HINCRBY', ledger_key, 'lost', 1)
-  return {'LOST'}
-end
 if stored ~= '' and redis.call('EXISTS', stored) == 0 then return {'MISSING'} end
 
 local old = nil
@@ -64,7 +53,9 @@ if replaced ~= '' then
   old = {}
   for k = 1, #found > 0 and #found[1][2] or 0, 2 do old[found[1][2][k]] = found[1][2][k + 1] end
   if old.env ~= env or old.group ~= group then
-    use_up()
+    -- The producer's next push follows it, though nothing becomes pending.
+    redis.call('HSET', producer_key, 'sequence', number, 'id', '')
+    if stored ~= '' then redis.call('UNLINK', stored) end
     return {'LATE'}
   end
   if old.rollouts ~= rollouts or old.tokens ~= tokens then

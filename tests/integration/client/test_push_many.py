@@ -158,7 +158,6 @@ def test_a_connection_that_breaks_inside_the_second_phase_loses_and_doubles_noth
     assert statuses(writer.push_many(groups(1, 2, 3))) == expected
     assert proxy.seen >= 1
     assert heard == []  # the batch counts against no push, and no patience is used up
-    assert writer._producer._breaks == {}
     assert pending(store) == ["a.0", "a.1", "a.2", "a.3"]
     assert sequence(store, writer) == 4
     assert store.verify().ok

@@ -74,24 +74,6 @@ def test_same_sequence_again_is_a_duplicate_and_moves_the_ledger_once(run):
     assert run.control_keys() == before
 
 
-def test_a_push_that_is_given_up_is_lost_once_and_its_sequence_used_up(run):
-    group = make_group(env="a", size=2, group_id="a.0")
-    names = {"producer": "w", "incarnation": "u", "sequence": 1, "epoch": run.meta.epoch}
-    assert [run.store.give_up(group, **names) for _ in range(3)] == [("lost", "")] * 3
-    assert run.store.ledger().lost == 1
-    assert send(run, 2, group_id="a.1")[0] == "stored"
-    assert [entry.group_id for entry in run.pool()] == ["a.1"]
-    assert run.store.verify().ok
-
-
-def test_a_push_that_is_stored_cannot_be_given_up(run):
-    stored = send(run, 1)
-    group = make_group(env="a", size=2, group_id="a.0")
-    answer = run.store.give_up(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
-    assert answer == ("duplicate", stored[1])
-    assert run.store.ledger().lost == 0
-
-
 def test_older_sequence_is_a_duplicate_whose_entry_is_not_known_any_more(run):
     send(run, 1)
     send(run, 2, group_id="a.1")
