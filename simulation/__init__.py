@@ -36,7 +36,7 @@ NOT_MODELLED = (
     "sockets, TLS, logins and access rights: commands go as lists, and every process may do everything",
     "a shard that is away or behind while others are not: payloads that no script reaches lie on the same server here",
     "replicas that are behind by more for one key than for another",
-    "processes of other versions, but trainers that count no lengths",
+    "processes of other versions",
     "files of the server: what is lost is a second of everything, never half of a script",
     "memory in bytes: how full the server is, and what is too large for it, is drawn",
     "all bytes of a payload but those that are damaged",

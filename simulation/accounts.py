@@ -53,15 +53,6 @@ class Pending:
         """The oldest version that sampled it."""
         return min(r.min_version for r in payload.decode_info(self.metadata).rollouts)
 
-    def lengths(self) -> dict[int, tuple[int, int]]:
-        """Rollouts and tokens by length: k for more than 2^(k-1) and at most 2^k tokens."""
-        sums: dict[int, tuple[int, int]] = {}
-        for rollout in payload.decode_info(self.metadata).rollouts:
-            bucket = next(k for k in range(64) if rollout.length <= 2**k)
-            rollouts, tokens = sums.get(bucket, (0, 0))
-            sums[bucket] = rollouts + 1, tokens + rollout.length
-        return sums
-
 
 @dataclass(slots=True)
 class Live:

@@ -351,7 +351,7 @@ class Trainer:
             if rank == 0:
                 self.trained = max(self.trained, step.number)
                 job.at = step.number
-                if plan.older or plan.spread:  # an odd world in any case: what happens in the others stays as it was
+                if plan.spread:  # an odd world in any case: what happens in the others stays as it was
                     store.add_record({"step": step.number})
                 if step.number % plan.checkpoint_every == 0 or step.header.checkpoint_now:
                     self._checkpoint(reader, step.number)

@@ -104,8 +104,8 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
     "world_sizes": ((1,), (1, 2), (2,), (2, 1)),
 }
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
-ODD_SERVERS = (0.15, 0.05)
-"""Shares of the seeds whose payloads lie on shards of their own, and whose trainer is of an older version."""
+SPREAD = 0.15
+"""Share of the seeds whose payloads lie on shards of their own."""
 OWN_LOOPS = 0.25
 """Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
 OWN_LOSSES = 0.5
@@ -161,8 +161,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     # A server that has lost a reset has the old run again: a person must reset it again.
     values["reset"] = values["reset"] and not (rollback or values["failover"])
     values["left"] = values["reset"] and later.random() < 0.5
-    shapes = random.Random(f"shapes {seed}")
-    values["spread"], values["older"] = (mutation is None and shapes.random() < share for share in ODD_SERVERS)
+    values["spread"] = mutation is None and random.Random(f"shapes {seed}").random() < SPREAD
     values["away"] = (
         _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
     )

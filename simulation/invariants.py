@@ -7,7 +7,6 @@ violation ends the run.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,7 +142,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             self._check_payloads()
         if self._envs:
             self._check_ledger()
-            self._check_lengths()
 
     def script_of(self, command: Command) -> str:
         sha = command[1]
@@ -195,7 +193,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             self.parts.setdefault(group, []).append(entry)
             if b"replaces" in fields:
                 self._check_replaced(entry, stream_id(fields[b"replaces"]))
-                self._leave(entry, -1)
             else:
                 self._move(entry.env, "pushed", entry.amounts)
             self._move(entry.env, "pending", entry.amounts)
@@ -207,11 +204,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                 env = strange.get(b"env", b"").decode()
                 env = env if ENV_NAME.match(env) else "?"
                 self._move(env, "pending", (-rollouts, -tokens))
-                self._move(env, "of no length", (rollouts, tokens))
             elif gone is not None:
                 self._left[gone.payload] = gone
                 self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
-                self._leave(gone, 1)
                 self._suspects.add(gone.payload)
 
     def _renumbered(self) -> None:
@@ -330,42 +325,12 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         sums[0] += amounts[0]
         sums[1] += amounts[1]
 
-    def _leave(self, entry: Pending, sign: int) -> None:
-        """An entry is not pending any more, by length; with -1 its place was taken."""
-        for bucket, (rollouts, tokens) in entry.lengths().items():
-            self._move(entry.env, f"gone {bucket}", (sign * rollouts, sign * tokens))
-
     # -- I10, I11 --------------------------------------------------------------------------------------------------
-    def _check_lengths(self) -> None:
-        """Compares what the ledger has by length with what left the pool, and with each fate's total."""
-        sums: Counter[tuple[str, str, str]] = Counter()
-        for field, value in (self.server.data.get(self.keys.ledger.encode()) or {}).items():
-            env, *fate, unit = field.decode().split(":") if b":" in field else ("", "", "")
-            if unit.isdigit():
-                of = fate.pop()
-                sums[env, f"gone {unit}", of] += int(value)
-                sums[env, ":".join(fate), of] -= int(value)
-            elif unit in UNITS and fate[0] in FATES[1:]:
-                sums[env, ":".join(fate), unit] += int(value)
-        for env in self._envs:
-            its = {fate for name, fate in (*self._amounts, *(place[:2] for place in sums)) if name == env}
-            for unit, name in enumerate(UNITS):
-                for fate in (fate for fate in its if fate.startswith("gone ")):
-                    amount, expected = sums[env, fate, name], self._amounts.get((env, fate), (0, 0))[unit]
-                    if amount > expected if self.network.plan.older else amount != expected:
-                        self.fail("I10", f"{env}: {amount} {name} {fate} in the ledger by length, {expected} left")
-                no_length = self._amounts.get((env, "of no length"), (0, 0))[unit]
-                left = {fate: sums[env, fate, name] for fate in its if sums[env, fate, name] and "gone" not in fate}
-                if self.network.plan.older and min(left.values(), default=0) >= 0:
-                    continue  # what its steps hold is of no known length
-                if sum(left.values()) != no_length or any(n < 0 or "dropped" not in f for f, n in left.items()):
-                    self.fail("I10", f"{env}: lengths leave {left} {name}, {no_length} were of no known length")
-
     def _check_ledger(self) -> None:
         there: dict[tuple[str, str, str], int] = {}
         for field, value in (self.server.data.get(self.keys.ledger.encode()) or {}).items():
             place = ledger_place(field)
-            there[place] = there.get(place, 0) + int(value)  # parts by length are no unit
+            there[place] = there.get(place, 0) + int(value)
         for env in self._envs:
             for unit, name in enumerate(UNITS):
                 for fate in ("pushed", "packed", "trained"):

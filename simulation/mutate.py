@@ -75,7 +75,7 @@ SCRIPTS = {
     "attempt": ("weights/version_lines", "store/attempts", "whole/recovery"),
     "commit": ("store/steps", "store/reuse", "store/lease"),
     "done": ("daemon/finite_sources", "weights/version_lines"),
-    "drop": ("daemon/operator_drop", "store/steps", "store/lengths", "store/reuse", "whole/hostile_writes"),
+    "drop": ("daemon/operator_drop", "store/steps", "store/reuse", "whole/hostile_writes"),
     "keep": ("store/control_moves", "store/lease", "daemon/finite_sources"),
     "lease": (
         "store/lease",

@@ -223,16 +223,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "local fate = 'packed'",
         taken_back=0.7,
     ),
-    _of("drop-without-lengths", "drop", "      count_lengths(entry, fate)\n", ""),
-    _of(
-        "void-without-lengths",
-        "void",
-        "':dropped:void' .. its_unit, amount)",
-        "':void' .. its_unit, 0)",
-        taken_back=0.7,
-    ),
-    _of("report-without-lengths", "report", "env .. ':trained:' .. unit .. ':' .. bucket, amount", "'lost', 0"),
-    _of("commit-without-lengths", "commit", "':packed:tokens:' .. bucket, tokens", "':packed:tokens:' .. bucket, 0"),
     _of("void-loses-a-part", "void", "if tonumber(step) <= keep then", "if tonumber(step) < keep then", taken_back=0.7),
     _of(
         "recover-in-the-same-epoch",

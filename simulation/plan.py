@@ -27,7 +27,6 @@ SHOWN_DRAWS = (
         "together",
         "left",
         "spread",
-        "older",
         "away",
         "own",
     ),
@@ -60,9 +59,6 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.store.moves.steps", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
-
-COUNTS_LENGTHS = ", 'lengths', number"
-"""With what ATTEMPT says that its trainer counts lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +142,6 @@ class Plan:
     """True when the meta of a run that is deleted goes first, and the rest a while later."""
     spread: bool = field(default=False)
     """Payloads lie on shards of their own, where no script reaches them."""
-    older: bool = field(default=False)
-    """The trainer is of a version that counted no lengths."""
     away: float = field(default=0.0)
     """Seconds for which no trainer is there: it ends, and the server is started again soon after."""
     own: bool = field(default=False)
@@ -176,8 +170,7 @@ class Plan:
         return self.lease_seconds * dice.uniform(low, high)
 
     def broken(self, text: str) -> str:
-        """A Lua file as it is, or as an older trainer's version or the mutation leaves it."""
-        text = text.replace(COUNTS_LENGTHS, "") if self.older else text
+        """A Lua file as it is, or as the mutation leaves it."""
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:

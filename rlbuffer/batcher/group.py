@@ -16,7 +16,6 @@ import numpy as np
 
 from rlbuffer.narration.numbers import plural
 from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, are_flat
-from rlbuffer.records.lengths import by_bucket
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
 
@@ -61,7 +60,7 @@ class Part(NamedTuple):
         lengths: dict[Reason, list[int]] = {}
         for place, reason in self.left_out:
             lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
-        return tuple((r, *sums) for r in _REASONS if r in lengths for sums in by_bucket(lengths[r]).values())
+        return tuple((r, len(lengths[r]), sum(lengths[r])) for r in _REASONS if r in lengths)
 
 
 class Group:

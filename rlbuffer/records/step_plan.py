@@ -195,8 +195,8 @@ class EntryUse:
     packed_rollouts: int
     packed_tokens: int
     dropped: tuple[tuple[Reason, int, int], ...] = ()
-    """(reason, rollouts, tokens) of what the entry holds beyond what is packed, a row per reason and power of two of
-    their lengths; () when the group was used before."""
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed, a row per reason; () when the
+    group was used before."""
     group_id: str = ""
     uses: int = 0
     """Steps that trained its group before."""

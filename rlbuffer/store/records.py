@@ -275,9 +275,6 @@ class EnvLedger:
     """reason -> (rollouts, tokens)."""
     reused: tuple[int, int] = (0, 0)
     """Counted beside the account: what later steps took again of what was packed once."""
-    lengths: Mapping[str, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """``packed``, ``trained`` or the reason of a drop -> most tokens of a rollout, a power of two -> (rollouts, tokens)
-    of more than half as many. 0: pushed by hand, or by an older version, which did not count lengths. They add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,13 +302,6 @@ class Ledger:
             trained=add([a.trained for a in accounts]),
             dropped={r: add([a.dropped.get(r, (0, 0)) for a in accounts]) for r in reasons},
             reused=add([a.reused for a in accounts]),
-            lengths={
-                fate: {
-                    longest: add([a.lengths.get(fate, {}).get(longest, (0, 0)) for a in accounts])
-                    for longest in sorted({n for a in accounts for n in a.lengths.get(fate, {})})
-                }
-                for fate in sorted({fate for a in accounts for fate in a.lengths})
-            },
         )
 
 

@@ -22,7 +22,6 @@ from strange_groups import strange_group
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
-from rlbuffer.records.lengths import in_words
 from rlbuffer.records.rollout import MAX_LOGPROB, MIN_LOGPROB
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
@@ -220,7 +219,7 @@ class Pushes:
         group_id, info = push.info.group_id, push.info
         waiting = self.keys.unnamed_payload(group_id, suffix)
         args: list[Any] = [seen.epoch, 1, waiting, info.env, group_id, suffix, len(info.rollouts), info.tokens]
-        return [*args, metadata, "", self.keys.payload_prefix, in_words(rollout.length for rollout in info.rollouts)]
+        return [*args, metadata, "", self.keys.payload_prefix]
 
     def _sent(
         self,

@@ -21,7 +21,6 @@ SHIPPED_ENDS = {
     "rlbuffer inspect --where 'stop:length text:/final answer/i'": (0, ""),
     "rlbuffer inspect --where 'step:40 truncated:yes' --html cut.html": (0, "cut.html"),
     "rlbuffer inspect --steps": (0, "closed by"),
-    "rlbuffer inspect --lengths": (0, "stale"),
     "rlbuffer inspect --workers": (0, "worker vcopy"),
     "rlbuffer inspect --where 'state:dropped reason:stale' --plain": (0, ""),
     "rlbuffer inspect --step 2": ((0, 1), "step 2"),  # it may not be made yet

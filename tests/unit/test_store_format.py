@@ -123,24 +123,16 @@ def test_ledger_is_read_from_its_fields():
         b"a:dropped:stale:rollouts": b"1",
         b"a:dropped:stale:tokens": b"9",
         b"a:dropped:stale:groups": b"1",
-        b"a:trained:rollouts:3": b"2",
-        b"a:trained:tokens:3": b"14",
-        b"a:trained:rollouts:5": b"1",
-        b"a:trained:tokens:5": b"19",
-        b"a:packed:rollouts:4": b"1",
-        b"a:packed:tokens:4": b"12",
         b"b.c:pushed:rollouts": b"1",
         b"damaged": b"4",
         b"lost": b"5",
     }
-    lengths = {"packed": {0: (1, 8), 16: (1, 12)}, "stale": {0: (1, 9)}, "trained": {8: (2, 14), 32: (1, 19)}}
     account = EnvLedger(
         pushed=(10, 100),
         pending=(4, 38),
         packed=(2, 20),
         trained=(3, 33),
         dropped={"stale": (1, 9)},
-        lengths=lengths,
     )
     other = EnvLedger(pushed=(1, 0), pending=(1, 0))
     assert parse_ledger(fields) == Ledger(envs={"a": account, "b.c": other}, damaged=4, lost=5)

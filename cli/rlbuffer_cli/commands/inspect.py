@@ -34,7 +34,6 @@ LISTED_GROUPS = 30
 @click.option("--steps", is_flag=True, help="Print the committed steps that can still be read.")
 @click.option("--step", "number", type=click.IntRange(1), metavar="N", help="Print step N: its envs, ranks and rows.")
 @click.option("--workers", is_flag=True, help="Print who was heard when, and what failed last.")
-@click.option("--lengths", is_flag=True, help="Print what was trained and dropped by length of the rollouts.")
 @click.option("--html", metavar="FILE", help="Write groups, or the one of ID, as one page to FILE; - is stdout.")
 @click.option("--web", is_flag=True, help="Serve these views to a web browser on this machine.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="P", help="Of --web. [default: a free one]")
@@ -58,7 +57,6 @@ def command(
     steps: bool,
     number: int | None,
     workers: bool,
-    lengths: bool,
     web: bool,
     port: int,
     as_json: bool,
@@ -70,7 +68,7 @@ def command(
     """Look at the pool, a group or a rollout. Changes nothing.
 
     On a terminal this opens a browser: `?` shows its keys, `q` leaves it. Elsewhere, and with --plain, --json, --limit,
-    --tokens, --totals, --steps, --step, --workers, --lengths or --with, it prints.
+    --tokens, --totals, --steps, --step, --workers or --with, it prints.
 
     Without ID: the run, its envs, and its groups: those in the pool, then those in steps, then dropped ones, the newest
     of each first. With the ID of a group: its rollouts. With the ID of a rollout (GROUP/INDEX): its tokens. The
@@ -120,10 +118,6 @@ def command(
             return _web(run, port)
         if steps or workers or number is not None:
             return _printed(run, number, workers, as_json)
-        if lengths:
-            from rlbuffer_cli.render.lengths import show_lengths
-
-            return show_lengths(buffer, as_json=as_json)
         if other is not None:
             return _pair(run, identifier, other, as_json)
         if not (plain or as_json or totals or limit or window) and _may_browse():

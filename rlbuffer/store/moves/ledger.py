@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.store.records import EnvLedger, Ledger
@@ -14,16 +14,14 @@ COUNTERS = ("damaged", "lost")
 """Fields beside the accounts."""
 _AMOUNT = re.compile(r"-?[0-9]{1,19}\Z")
 _FIELD = re.compile(
-    r"(?:damaged|lost|(?:[A-Za-z0-9_.-]{1,64}|\?):(?:"
-    r"(?:pushed|packed|trained|reused|dropped:[a-z]+):(?:rollouts|tokens|groups)"
-    r"|(?:packed|trained|dropped:[a-z]+):(?:rollouts|tokens):[0-9]{1,2}))\Z"
+    r"(?:damaged|lost|(?:[A-Za-z0-9_.-]{1,64}|\?):"
+    r"(?:pushed|packed|trained|reused|dropped:[a-z]+):(?:rollouts|tokens|groups))\Z"
 )
 
 
 def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
     """The account from its hash; pending is what pushed leaves over, the pool's own sums are `verify`'s business."""
     amounts: dict[str, dict[str, list[int]]] = {}
-    lengths: dict[str, dict[str, dict[int, list[int]]]] = {}
     counters = dict.fromkeys(COUNTERS, 0)
     for name, value in fields.items():
         field, amount = text(name), _amount(value)
@@ -35,11 +33,7 @@ def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
         env, fate, unit = _split(field)
         if unit in UNITS:
             amounts.setdefault(env, {}).setdefault(fate, [0, 0])[UNITS.index(unit)] += amount
-        elif _FIELD.match(field) and unit.isdigit():
-            fate, _, its_unit = fate.rpartition(":")
-            sums = lengths.setdefault(env, {}).setdefault(fate, {}).setdefault(2 ** int(unit), [0, 0])
-            sums[UNITS.index(its_unit)] += amount
-    return Ledger(envs={env: _account(amounts[env], lengths.get(env, {})) for env in sorted(amounts)}, **counters)
+    return Ledger(envs={env: _account(amounts[env]) for env in sorted(amounts)}, **counters)
 
 
 def foreign_fields(fields: Mapping[Any, Any]) -> list[str]:
@@ -61,7 +55,7 @@ def _split(field: str) -> tuple[str, str, str]:
     return env, fate, unit
 
 
-def _account(fates: Mapping[str, list[int]], lengths: Mapping[str, Mapping[int, Sequence[int]]]) -> EnvLedger:
+def _account(fates: Mapping[str, list[int]]) -> EnvLedger:
     def pair(fate: str) -> tuple[int, int]:
         rollouts, tokens = fates.get(fate, (0, 0))
         return rollouts, tokens
@@ -76,16 +70,4 @@ def _account(fates: Mapping[str, list[int]], lengths: Mapping[str, Mapping[int, 
         trained=pair("trained"),
         dropped=dropped,
         reused=pair("reused"),
-        lengths={
-            fate.removeprefix("dropped:"): its
-            for fate in sorted({*fates, *lengths} - {"pushed", "reused"})
-            if (its := _by_length(pair(fate), lengths.get(fate, {})))
-        },
     )
-
-
-def _by_length(total: tuple[int, int], lengths: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """The parts of `total` by length; what no length is known of stands under 0, so they add up to it."""
-    parts = {longest: (lengths[longest][0], lengths[longest][1]) for longest in sorted(lengths)}
-    parts[0] = total[0] - sum(part[0] for part in parts.values()), total[1] - sum(part[1] for part in parts.values())
-    return {longest: part for longest, part in parts.items() if part != (0, 0)}

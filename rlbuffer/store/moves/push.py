@@ -23,7 +23,6 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.records.group import Group
-from rlbuffer.records.lengths import in_words
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import Session, number, raise_first, text
@@ -289,7 +288,6 @@ class _Push:
         self.name = source.keys.payload(group.group_id, self.suffix)
         push = payload.encode_push(group)
         self.rollouts, self.tokens = len(push.info.rollouts), push.info.tokens
-        lengths = in_words(rollout.length for rollout in push.info.rollouts)
         self.fields: dict[Any, Any] = {str(i): data for i, data in enumerate(push.payloads)}
         if push.group_payload is not None:
             self.fields["group"] = push.group_payload
@@ -297,7 +295,7 @@ class _Push:
         self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, push.metadata, replaces, source.keys.payload_prefix, lengths]
+        self.args += [self.rollouts, self.tokens, push.metadata, replaces, source.keys.payload_prefix]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

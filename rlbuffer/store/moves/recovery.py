@@ -16,7 +16,6 @@ from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError,
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Recovered, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
-from rlbuffer.records.lengths import by_bucket, in_words
 from rlbuffer.records.states import Reason
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
@@ -228,15 +227,14 @@ def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
     """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate."""
     seen: set[str] = set()
     for entry in entries:
-        trained: list[int] = []
         repeated: list[int] = []
         for info in entry.info.rollouts if entry.info else ():
-            (repeated if info.rollout_id in seen else trained).append(info.length)
+            if info.rollout_id in seen:
+                repeated.append(info.length)
             seen.add(info.rollout_id)
         amounts = [entry.rollouts - len(repeated), entry.tokens - sum(repeated)]
-        dropped = by_bucket(repeated)
-        rows = [word for bucket in dropped for word in (Reason.DUPLICATE, bucket, *dropped[bucket])]
-        yield [entry.entry_id, *amounts, in_words(trained), len(dropped), *rows]
+        dropped = [Reason.DUPLICATE, len(repeated), sum(repeated)] if repeated else []
+        yield [entry.entry_id, *amounts, int(bool(repeated)), *dropped]
 
 
 def _names(client: Any, pattern: str) -> list[bytes]:

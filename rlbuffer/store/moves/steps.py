@@ -14,7 +14,6 @@ from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Committed, RetiredEarly
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW, ROW_DTYPE
-from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import RolloutRef, StepPlan, pushes_of
 from rlbuffer.store.moves.planned import Planned
@@ -115,7 +114,7 @@ class StepMoves(StepReads):
             *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
             *(header, payload.dumps(dict(state)), *_lines(plan, record)),
-            *(_entry_lines(plan), _group_lines(plan), _lengths(planned), *parts),
+            *(_entry_lines(plan), _group_lines(plan), *parts),
         ]
         keys = self.keys
 
@@ -133,7 +132,6 @@ class StepMoves(StepReads):
                 keys.summary,
                 keys.state,
                 keys.reuse,
-                keys.trainer,
             ),
             args,
             since=since,
@@ -224,27 +222,10 @@ def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
     lines = list[str]()
     for use in sorted(plan.entries, key=lambda use: stream_order(use.entry_id)):  # COMMIT reads neighbours together
-        dropped = [
-            f" {reason} {bucket_of(-(-tokens // rollouts))} {rollouts} {tokens}"  # the mean is of the same bucket
-            for reason, rollouts, tokens in use.dropped
-        ]
+        dropped = [f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped]
         owner = use.group_id if use.uses else ""
         lines += f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}", *dropped, "\n"
     return "".join(lines)
-
-
-def _lengths(planned: Planned) -> str:
-    """The lengths of what the step packs for the first time, as COMMIT reads them."""
-    again = {use.entry_id for use in planned.plan.entries if use.uses}
-    lengths = planned.numbers["length"].astype(np.int64)
-    is_new = planned.spread([push.entry_id not in again for push in planned.pushes]) != 0
-    words = []
-    for env, its in planned.by_env.items():
-        new = lengths[its[is_new[its]]]
-        buckets = np.frexp(new - 1)[1]  # as bucket_of: the bits of one less
-        rollouts, tokens = np.bincount(buckets), np.bincount(buckets, weights=new)
-        words += [f"{env} {i} {rollouts[i]} {int(tokens[i])}" for i in np.flatnonzero(rollouts).tolist()]
-    return " ".join(words)
 
 
 def _group_lines(plan: StepPlan) -> str:

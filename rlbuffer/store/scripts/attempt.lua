@@ -12,7 +12,6 @@
 --       {'AHEAD', step}       the trainer's state is ahead of the run's last step, and hands nothing back that fits
 --       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
 --       {'RETIRED', retired}  the steps after the trainer's state are gone
--- `lengths` is the number of the last attempt whose REPORT moves totals by length, too: those of older versions do not.
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
 -- A new line of versions begins (docs/explain/protocol.md, Lines) when the trainer hands something back, when the server is
 -- another one than its trainer last spoke to, or when a version above the run's last step is announced, which was made
@@ -68,7 +67,7 @@ if refusal or is_above or (trainer[3] and trainer[3] ~= server) then
   if current and not (refusal or is_above) then redis.call('HSET', policy_key, '', current) end
 end
 redis.call('HSET', trainer_key, 'number', number, 'uuid', uuid, 'world_size', world_size, 'resume', resume_step,
-  'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step, 'lengths', number)
+  'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step)
 redis.call('HDEL', trainer_key, 'hand')
 if refusal then redis.call('HSET', trainer_key, 'claim', claim) else redis.call('HDEL', trainer_key, 'claim') end
 return {'OK', number, string.format('%.0f', newest)}

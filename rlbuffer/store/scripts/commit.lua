@@ -2,15 +2,14 @@
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
---       11 reuse   12 trainer
+--       11 reuse
 -- ARGV  1 token   2 epoch   3 step   4 digest of the step before ('' for step 1)   5 digest of this step
 --       6 payload key prefix   7 tombstones: how old, ms, and how many steps   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
 --       14 entries, a line each: id, group ('' while it is pending, else whose reuse record holds it), packed rollouts,
---         packed tokens, and for what is dropped of it reason, bucket, rollouts, tokens; a space between two of them
+--         packed tokens, and for what is dropped of it reason, rollouts, tokens; a space between two of them
 --       15 groups, a line each: group id, env, uses before this step, 1 when it is kept for another use, else 0
---       16 packed for the first time, by length: env, bucket, rollouts, tokens of each; a space between two of them
---       17... parts, in the order of ranks
+--       16... parts, in the order of ranks
 -- Reply {'OK', committed at, server ms}
 --       {'DUP'}                this very step is committed already
 --       {'FENCED', owner}      the token is not the current one, or the lease has lapsed
@@ -18,8 +17,6 @@
 --       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
--- Lengths of what is packed are left out while the trainer is of an older version, whose REPORT moves the totals alone.
--- A bucket is k for rollouts of more than 2^(k-1) and at most 2^k tokens.
 -- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old, and that many steps were committed between it and the
 -- oldest step that is here, that one included; with 0 steps none goes. Their scores never fall, also when the clock is set
 -- back, so that they tell the order.
@@ -27,9 +24,9 @@
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
 -- later ones are counted beside it as `reused`.
 local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
-  state_key, reuse_key, trainer_key = unpack(KEYS)
+  state_key, reuse_key = unpack(KEYS)
 local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
-  new_state, summary_line, history_line, new_entries, new_groups, lengths = unpack(ARGV, 1, 16)
+  new_state, summary_line, history_line, new_entries, new_groups = unpack(ARGV, 1, 15)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
@@ -67,7 +64,7 @@ end
 -- A list for each value: a table for each entry would be most of what an entry costs.
 local ids, envs, group_ids, payloads, packed_rollouts, packed_tokens = {}, {}, {}, {}, {}, {}
 local fates, is_again, reuse_records, seen, gone, entry = {}, {}, {}, {}, {}, {}
-local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
+local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+)'
 for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_entry) do
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
@@ -80,7 +77,7 @@ for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_e
     entry.env, entry.group, entry.key, entry.rollouts, entry.tokens, entry.metadata = nil
     for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
     local its_rollouts, its_tokens = tonumber(rollouts), tonumber(tokens)
-    for _, _, more_rollouts, more_tokens in string.gmatch(dropped, of_reason) do
+    for _, more_rollouts, more_tokens in string.gmatch(dropped, of_reason) do
       its_rollouts, its_tokens = its_rollouts + tonumber(more_rollouts), its_tokens + tonumber(more_tokens)
     end
     if tonumber(entry.rollouts) ~= its_rollouts or tonumber(entry.tokens) ~= its_tokens then
@@ -138,12 +135,10 @@ for i = 1, #ids do
     local sums = account(env)
     sums[1], sums[2] = sums[1] + packed_rollouts[i], sums[2] + packed_tokens[i]
   end
-  for reason, bucket, rollouts, tokens in string.gmatch(fates[i], of_reason) do
+  for reason, rollouts, tokens in string.gmatch(fates[i], of_reason) do
     local fate = env .. ':dropped:' .. reason
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. bucket, rollouts)
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. bucket, tokens)
   end
   if reuse_records[i] then
     redis.call('HSET', reuse_key, group_ids[i] .. ' ' .. ids[i], reuse_records[i])
@@ -176,15 +171,9 @@ for i = 1, #order do
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
-local trainer = redis.call('HMGET', trainer_key, 'number', 'lengths')
-if trainer[1] and trainer[1] ~= trainer[2] then lengths = '' end
-for env, bucket, rollouts, tokens in string.gmatch(lengths, '(%S+) (%d+) (%d+) (%d+)') do
-  redis.pcall('HINCRBY', ledger_key, env .. ':packed:rollouts:' .. bucket, rollouts)
-  redis.pcall('HINCRBY', ledger_key, env .. ':packed:tokens:' .. bucket, tokens)
-end
 redis.call('XADD', steps_key, number .. '-0', 'header', new_header, 'digest', digest, 'at', clock,
-  'packed', table.concat(totals, ' '), 'lengths', lengths)
-for r = 1, #ARGV - 16 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[16 + r]) end
+  'packed', table.concat(totals, ' '))
+for r = 1, #ARGV - 15 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[15 + r]) end
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', history_line)
 redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summary_line)
 redis.call('SET', state_key, new_state)

@@ -25,22 +25,6 @@ local function known(value, pattern, otherwise)
   return otherwise
 end
 
--- What it held by length, where that adds up to it: anybody may have written it.
-local function count_lengths(entry, fate)
-  local rows, rollouts, tokens = {}, 0, 0
-  local lengths = entry.lengths or ''
-  for bucket, its_rollouts, its_tokens in string.gmatch(#lengths < 1000 and lengths or '', '(%d%d?) (%d+) (%d+)') do
-    rows[#rows + 1] = {bucket, its_rollouts, its_tokens}
-    rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
-  end
-  local is_sound = rollouts == tonumber(known(entry.rollouts, '^%d+$', '0'))
-    and tokens == tonumber(known(entry.tokens, '^%d+$', '0'))
-  for i = 1, is_sound and #rows or 0 do
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. rows[i][1], rows[i][2])
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. rows[i][1], rows[i][3])
-  end
-end
-
 local step = redis.call('HGET', meta_key, 'step') or '0'
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
@@ -58,7 +42,6 @@ for _ = 1, tonumber(drops) do
       local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
       redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
       redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
-      count_lengths(entry, fate)
       if entry.group and entry.key then
         redis.call('ZADD', garbage_key, step, prefix .. entry.group .. ':' .. entry.key)
       end

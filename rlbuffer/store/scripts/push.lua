@@ -15,7 +15,6 @@
 --         where the payload lies on another shard
 --       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
---       12 its rollouts by length: bucket, rollouts, tokens of each; a space between two of them
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
@@ -28,8 +27,7 @@
 --                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
 local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
-local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix,
-  lengths = unpack(ARGV, 1, 12)
+local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix = unpack(ARGV, 1, 11)
 local epoch = redis.call('HGET', meta_key, 'epoch')
 if epoch ~= its_epoch then 
   local first = redis.call('HMGET', meta_key, 'line', 'since')
@@ -63,8 +61,7 @@ if replaced ~= '' then
   end
 end
 
-local entry = {'env', env, 'group', group, 'key', suffix, 'rollouts', rollouts, 'tokens', tokens, 'metadata', metadata,
-  'lengths', lengths}
+local entry = {'env', env, 'group', group, 'key', suffix, 'rollouts', rollouts, 'tokens', tokens, 'metadata', metadata}
 if old then
   for _, field in ipairs({'replaces', replaced, 'pushed', old.pushed or string.match(replaced, '^%d+')}) do
     entry[#entry + 1] = field

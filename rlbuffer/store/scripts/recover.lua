@@ -7,8 +7,7 @@
 --       7 first step that is here with other content than the trainer's ('0': none)   8 payload key prefix
 --       9 history entries kept   10 history record
 --       11 groups G, then G of: group id, env ('' when nothing of it is pending)
---       then entries E, then E of: id, trained rollouts, trained tokens, these by length (bucket, rollouts, tokens of
---       each; a space between two of them), dropped D, D of (reason, bucket, rollouts, tokens)
+--       then entries E, then E of: id, trained rollouts, trained tokens, dropped D, D of (reason, rollouts, tokens)
 -- Reply {'OK', new epoch}
 --       {'NONE'}            this claim is not there (any more): it was carried out, or replaced by a newer one
 --       {'FENCED', owner}   the token is not the current one, or the lease has lapsed
@@ -39,13 +38,13 @@ local entries = {}
 local count = tonumber(ARGV[p])
 p = p + 1
 for _ = 1, count do
-  local use = {id = ARGV[p], rollouts = ARGV[p + 1], tokens = ARGV[p + 2], lengths = ARGV[p + 3], dropped = {}}
-  local rows, rollouts, tokens = tonumber(ARGV[p + 4]), tonumber(ARGV[p + 1]), tonumber(ARGV[p + 2])
-  p = p + 5
+  local use = {id = ARGV[p], rollouts = ARGV[p + 1], tokens = ARGV[p + 2], dropped = {}}
+  local rows, rollouts, tokens = tonumber(ARGV[p + 3]), tonumber(ARGV[p + 1]), tonumber(ARGV[p + 2])
+  p = p + 4
   for _ = 1, rows do
-    use.dropped[#use.dropped + 1] = {unpack(ARGV, p, p + 3)}
-    rollouts, tokens = rollouts + tonumber(ARGV[p + 2]), tokens + tonumber(ARGV[p + 3])
-    p = p + 4
+    use.dropped[#use.dropped + 1] = {unpack(ARGV, p, p + 2)}
+    rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
+    p = p + 3
   end
   local entry = fields_of(redis.call('XRANGE', pool_key, use.id, use.id))
   if entry then
@@ -73,29 +72,17 @@ for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
       redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, amount)
     end
   end
-  for env, bucket, rollouts, tokens in string.gmatch(header and header.lengths or '', '(%S+) (%d+) (%d+) (%d+)') do
-    for unit, amount in pairs({rollouts = rollouts, tokens = tokens}) do
-      redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit .. ':' .. bucket, '-' .. amount)
-      redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit .. ':' .. bucket, amount)
-    end
-  end
 end
 for i = 1, #entries do
   local use = entries[i]
   redis.call('XDEL', pool_key, use.id)
   redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:rollouts', use.rollouts)
   redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:tokens', use.tokens)
-  for bucket, rollouts, tokens in string.gmatch(use.lengths, '(%d+) (%d+) (%d+)') do
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:rollouts:' .. bucket, rollouts)
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:tokens:' .. bucket, tokens)
-  end
   for k = 1, #use.dropped do
-    local reason, bucket, rollouts, tokens = unpack(use.dropped[k])
+    local reason, rollouts, tokens = unpack(use.dropped[k])
     local fate = use.env .. ':dropped:' .. reason
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. bucket, rollouts)
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. bucket, tokens)
   end
   redis.call('ZADD', garbage_key, its_step, use.key)
 end

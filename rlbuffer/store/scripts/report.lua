@@ -18,7 +18,7 @@
 --                            After these two the claim, if there is one, is kept for RECOVER.
 --       {'MISSING', step}    a header that must still be here is not
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
--- Each step in (trained before, trained now] moves its totals, and those by length, from packed to trained, once.
+-- Each step in (trained before, trained now] moves its totals from packed to trained, once.
 local trainer_key, meta_key, steps_key, ledger_key, policy_key = unpack(KEYS)
 local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
   takes = unpack(ARGV, 1, 11)
@@ -75,12 +75,6 @@ for i = 1, #moves do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
       redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit, '-' .. amount)
       redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit, amount)
-    end
-  end
-  for env, bucket, rollouts, tokens in string.gmatch(moves[i].lengths or '', '(%S+) (%d+) (%d+) (%d+)') do
-    for unit, amount in pairs({rollouts = rollouts, tokens = tokens}) do
-      redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit .. ':' .. bucket, '-' .. amount)
-      redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit .. ':' .. bucket, amount)
     end
   end
 end

@@ -46,22 +46,6 @@ local function known(value, pattern, otherwise)
   return otherwise
 end
 
--- What it held by length, where that adds up to it: anybody may have written it.
-local function count_lengths(entry, fate)
-  local rows, rollouts, tokens = {}, 0, 0
-  local lengths = entry.lengths or ''
-  for bucket, its_rollouts, its_tokens in string.gmatch(#lengths < 1000 and lengths or '', '(%d%d?) (%d+) (%d+)') do
-    rows[#rows + 1] = {bucket, its_rollouts, its_tokens}
-    rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
-  end
-  local is_sound = rollouts == tonumber(known(entry.rollouts, '^%d+$', '0'))
-    and tokens == tonumber(known(entry.tokens, '^%d+$', '0'))
-  for i = 1, is_sound and #rows or 0 do
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. rows[i][1], rows[i][2])
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. rows[i][1], rows[i][3])
-  end
-end
-
 -- From here on only writes.
 local trained = tonumber(trainer[2] or '0')
 local digest = keep == last and meta[5] or keep == retired and meta[4] or trained == keep and trainer[3] or ''
@@ -80,13 +64,6 @@ for i = 1, #found do
       for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
         redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, '-' .. amount)
         redis.pcall('HINCRBY', ledger_key, env .. ':dropped:void:' .. unit, amount)
-      end
-    end
-    for env, bucket, rollouts, tokens in string.gmatch(header.lengths or '', '(%S+) (%d+) (%d+) (%d+)') do
-      for unit, amount in pairs({rollouts = rollouts, tokens = tokens}) do
-        local its_unit = ':' .. unit .. ':' .. bucket
-        redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. its_unit, '-' .. amount)
-        redis.pcall('HINCRBY', ledger_key, env .. ':dropped:void' .. its_unit, amount)
       end
     end
   end
@@ -109,7 +86,6 @@ while drops_pending == '1' do
     local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
-    count_lengths(entry, fate)
     if entry.group and entry.key then
       redis.call('ZADD', garbage_key, kept_step, prefix .. entry.group .. ':' .. entry.key)
       redis.call('ZADD', closed_key, closed_at, entry.group)

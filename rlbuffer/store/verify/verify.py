@@ -7,11 +7,9 @@ it, and what went away in between is looked for again before it is called missin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from itertools import pairwise
 
 from rlbuffer.narration.numbers import plural
-from rlbuffer.records.lengths import bucket_of
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.moves.step_format import step_digest
 from rlbuffer.store.records import EnvLedger, Report
@@ -76,23 +74,6 @@ def _check_ledger(shot: Snapshot, findings: Findings) -> None:
             )
             negative = [fate for fate, pair in _fates(account) if pair[unit] < 0]
             findings.unless(not negative, "I10", f"env {env}: {', '.join(negative)} {name} are negative")
-        _check_lengths(env, account, packed.get(env, Counter()), findings)
-
-
-def _check_lengths(env: str, account: EnvLedger, packed: Mapping[str, int], findings: Findings) -> None:
-    """By length the ledger adds up by itself; so no part may be negative, and none that is packed above what is there.
-
-    Below it may be: steps of an older version were not counted by length.
-    """
-    for fate, parts in account.lengths.items():
-        for longest, pair in parts.items():
-            length = f"at most {longest} tokens each" if longest else "no known length"
-            for amount, name in zip(pair, ("rollouts", "tokens"), strict=True):
-                what = f"env {env}: the ledger has {amount} {name} {fate} of {length}"
-                findings.unless(amount >= 0, "I10", f"{what}, a negative number")
-                there = packed.get(f"{name} {longest}", 0)
-                is_sound = fate != "packed" or not longest or amount <= there
-                findings.unless(is_sound, "I10", f"{what}, the untrained steps hold {there}")
 
 
 def _fates(account: EnvLedger) -> list[tuple[str, tuple[int, int]]]:
@@ -108,11 +89,7 @@ def _by_env(shot: Snapshot, *, trained: bool) -> dict[str, Counter[str]]:
                 for member in part.rollouts:
                     if step.header is not None and member.group_id in step.header.uses:
                         continue  # packed and trained once; this is counted beside the ledger
-                    length = member.info.length
-                    its = sums.setdefault(member.env, Counter())
-                    its.update(rollouts=1, tokens=length)
-                    longest = 2 ** bucket_of(length)
-                    its.update({f"rollouts {longest}": 1, f"tokens {longest}": length})
+                    sums.setdefault(member.env, Counter()).update(rollouts=1, tokens=member.info.length)
     return sums
 
 
