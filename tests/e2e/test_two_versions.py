@@ -1,4 +1,4 @@
-"""A rolling upgrade: processes of an older version and of this one, side by side in a run, on one embedded server."""
+"""Processes of an older version and of this one, side by side on one embedded server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from homes import Home
 
 ROOT = Path(__file__).parents[2]
 ROLE = ROOT / "tests" / "support" / "one_role.py"
-BEFORE_LENGTHS = "38a2385eb421"
-"""The last version of main that counted nothing by length."""
+OLDER = "38a2385eb421"
+"""A version of main of schema 2."""
 CONFIG = '[server]\nappendfsync = "no"\n[batcher]\nrow_tokens = 256\nstep_groups = 2\nmax_age = 4\n'
 
 
@@ -22,7 +22,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of the older version."""
     folder = tmp_path_factory.mktemp("older")
     made = subprocess.run(
-        ["git", "archive", "--format=zip", BEFORE_LENGTHS, "rlbuffer", "cli", "rlbuffer.toml"],
+        ["git", "archive", "--format=zip", OLDER, "rlbuffer", "cli", "rlbuffer.toml"],
         cwd=ROOT,
         capture_output=True,
     )
@@ -33,27 +33,31 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("old", ["serve worker", "serve rank", "worker rank", "serve", "worker", "rank"])
-def test_an_older_version_works_beside_this_one(home: Home, older: Path, old: str) -> None:
-    """In whatever order a run's processes are upgraded, its steps flow and its account is exact, by length, too."""
+def test_each_version_refuses_a_run_of_the_other_and_damages_nothing(home: Home, older: Path) -> None:
+    """A schema is refused, never guessed: whoever comes with another one ends, and the run is as it was."""
     home.parent = None
     (home.path / "rlbuffer.toml").write_text(CONFIG)
     of_this = dict(home.environment)
 
-    def start(role: str, *arguments: str) -> subprocess.Popen[str]:
-        tree = older if role in old.split() else ROOT
+    def start(tree: Path, role: str, run: str) -> subprocess.Popen[str]:
         home.environment = of_this | {"PYTHONPATH": f"{tree}:{tree}/cli"}
-        return home.start_python(*arguments, log=role)
+        last = ("6",) if role == "rank" else ()
+        serve = ("-m", "rlbuffer_cli", "serve", "--run", run, "--display", "plain")
+        return home.start_python(
+            *(serve if role == "serve" else (str(ROLE), role, "", run, *last)), log=f"{role} {run}"
+        )
 
-    start("serve", "-m", "rlbuffer_cli", "serve", "--run", "tiny", "--display", "plain")
+    start(ROOT, "serve", "tiny")
     home.wait_until(lambda: "ready in" in home.printed(), seconds=30, why="the batcher's start")
-    start("worker", str(ROLE), "worker", "", "tiny")
-    assert home.ended(start("rank", str(ROLE), "rank", "", "tiny", "6"), 60) == 0, home.logs()
+    start(older, "serve", "old")
+    home.wait_until(lambda: home.printed().count("ready in") == 2, seconds=30, why="the older batcher's start")
+    roles = ("serve", "worker", "rank")
+    refused = [start(tree, role, run) for tree, run in ((older, "tiny"), (ROOT, "old")) for role in roles]
+    assert all(home.ended(process, 60) != 0 for process in refused), home.logs()
+    assert home.logs().count("was written with schema") >= len(refused)
     home.environment = of_this
+    start(ROOT, "worker", "tiny")
+    assert home.ended(start(ROOT, "rank", "tiny"), 60) == 0, home.logs()
     with home.connect() as buffer:
         assert buffer.verify().findings == ()
-        account = buffer.ledger().total()
-    assert account.trained[0] >= 4 * 6
-    assert all(amount >= 0 for parts in account.lengths.values() for pair in parts.values() for amount in pair)
-    # Counted by length: what a leader and a rank of this version have packed and trained.
-    assert (set(account.lengths.get("trained", {})) == {0}) == ("serve" in old or "rank" in old)
+        assert buffer.ledger().total().trained[0] >= 4 * 6

@@ -407,7 +407,7 @@ def test_every_command_refuses_a_run_of_another_schema(made: Run, call: Call, ar
     code, out, err = call(*arguments)
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
-        f"Error: run {made.store.run!r} was written with schema 99, this version of rlbuffer reads schema 2: use "
+        f"Error: run {made.store.run!r} was written with schema 99, this version of rlbuffer reads schema 3: use "
         f"another run name, or the version that wrote it ({made.store.keys.meta})"
     )
     assert made.control_keys() == before
@@ -427,7 +427,7 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
     assert "was written with schema 99" in err
     code, out, err = call("runs")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{made.store.run} ! written with schema 99, this version of rlbuffer reads schema 2")
+    assert out.startswith(f"{made.store.run} ! written with schema 99, this version of rlbuffer reads schema 3")
     assert json.loads(call("runs", "--json")[1])["schema_of_run"] == 99
 
 

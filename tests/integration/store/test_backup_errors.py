@@ -24,7 +24,7 @@ from rlbuffer.store.backup.restore import check_backup, restore_backup
 from rlbuffer.store.redis_store import open_store
 from rlbuffer.wire import payload
 
-HEADER = {"format": 1, "run": "math", "schema": 2, "epoch": 1, "step": 0}
+HEADER = {"format": 1, "run": "math", "schema": 3, "epoch": 1, "step": 0}
 META = {"key": "meta", "type": "hash", "ttl": -1, "first": True, "items": []}
 PAYLOAD = {"payload": "a.0:w.1", "ttl": -1, "first": True, "items": []}
 END = {"end": True, "control_keys": 1, "payload_keys": 1, "missing": 0}
@@ -170,9 +170,9 @@ def test_the_second_frame_of_these_tests_begins_where_they_say(file: Path) -> No
             ),
         ),
         (
-            [HEADER | {"schema": 3}],
+            [HEADER | {"schema": 4}],
             (
-                "{file} is of a run of schema 3, this version of rlbuffer reads schema 2: restore it with the version "
+                "{file} is of a run of schema 4, this version of rlbuffer reads schema 3: restore it with the version "
                 "that wrote it"
             ),
         ),

@@ -26,7 +26,7 @@ def test_run_of_another_schema_is_refused(run):
     with pytest.raises(SchemaMismatch) as caught:
         run.store.open_run()
     assert str(caught.value) == (
-        f"run '{run.store.run}' was written with schema 99, this version of rlbuffer reads schema 2: "
+        f"run '{run.store.run}' was written with schema 99, this version of rlbuffer reads schema 3: "
         f"use another run name, or the version that wrote it ({run.store.keys.meta})"
     )
 

@@ -131,7 +131,7 @@ def test_the_sweep_removes_only_payloads_of_its_own_run(run: Run) -> None:
     run.lead()
     other = f"{{rlb:other-{run.store.run}}}:meta"
     own = f"{run.store.keys.payload_prefix}a.1:u.1"
-    run.client.hset(other, "schema", "2")
+    run.client.hset(other, "schema", "3")
     run.client.hset(own, "0", "x")
     run.client.zadd(run.store.keys.garbage, {other: 0, run.store.keys.meta: 0, own: 0})
     assert run.store.retire(run.token, 0) == 1
