@@ -17,7 +17,6 @@ from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
 from rlbuffer.records.step_plan import Decision
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
-from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.wire.payload import encode_push
 from simulation.client import encoded
@@ -26,12 +25,13 @@ from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 from simulation.server import Command
-from simulation.values import LARGEST
 
 LIMIT = 1_000_000_000
 """Value of maxmemory while memory is short, in bytes."""
 SHORT = (0.6, 0.72, 0.9)
 """Memory in use then, as shares of the limit: it is watched, a checkpoint is asked for, steps retire early."""
+AHEAD_MS = 7_200_000
+"""How far an id of a stranger lies ahead of the clock, where it does."""
 FAR_AHEAD = 0.2
 """Share of a stranger's entries with an id of a time that lies far ahead."""
 REPEATED = 0.01
@@ -128,7 +128,7 @@ def stranger(host: Host, process: Process) -> None:
         world.scheduler.wait(world.dice.uniform(0.2, 1.0))
         fields, entry_id = world.dice.choice(_strange(world)), "*"
         if world.dice.random() < FAR_AHEAD:
-            entry_id = world.dice.choice((f"{world.server.now_ms() + 2 * AHEAD_MS}-0", f"{LARGEST}-{LARGEST}"))
+            entry_id = f"{world.server.now_ms() + AHEAD_MS}-0"
         ticket = {world.dice.choice(("no number", "9" * 30)): world.dice.choice((0, world.server.now_ms() + 500))}
 
         def write(client: Any, fields: Any = fields, entry_id: str = entry_id, ticket: Any = ticket) -> None:

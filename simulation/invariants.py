@@ -19,7 +19,7 @@ from simulation.fences import Fences
 from simulation.network import Network
 from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
-from simulation.values import Stream, StreamId, stream_id
+from simulation.values import StreamId, stream_id
 
 SWEPT_SECONDS = 10.0
 """Virtual time, once all has healed, within which the leader removes a payload that no push has announced."""
@@ -121,8 +121,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             self.on_moment("a recovery")
         elif name == "VOID":
             self._taken_back(first[3 + int(first[2]) :])
-        if name == "" and first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"MOVED"]:
-            self._renumbered()
         # Removals from a stream come first: an entry that takes the place in the same script must find it gone.
         for kind, key, detail in sorted(self.server.changes, key=lambda change: change[0] != "xdel"):
             handler = self._handlers.get(key)
@@ -208,24 +206,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                 self._left[gone.payload] = gone
                 self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
                 self._suspects.add(gone.payload)
-
-    def _renumbered(self) -> None:
-        """RENUMBER: what was pending is, in the same order; an entry with another id came now, as far as that says."""
-        stream = self.server.data.get(self.keys.pool.encode(), Stream())
-        before = sorted([*self.pool, *self.strange])
-        if len(before) != len(stream.ids):
-            self.fail("I10", f"of {len(before)} pending entries {len(stream.ids)} stay where ids are made anew")
-            return
-        names = dict(zip(before, stream.ids, strict=True))
-        self.strange = {names[old]: fields for old, fields in self.strange.items()}
-        self.pool = {names[old]: entry for old, entry in self.pool.items()}
-        for entry_id, entry in self.pool.items():
-            raw = stream.entries[entry_id]
-            fields = dict(zip(raw[::2], raw[1::2], strict=True))
-            if (fields[b"group"].decode(), fields[b"metadata"]) != (entry.group, entry.metadata):
-                self.fail("I10", f"{entry_id} holds another push than before the ids were made anew")
-            entry.entry_id, entry.pushed_ms = entry_id, int(fields.get(b"pushed", entry_id[0]))
-        self.server.changes = [change for change in self.server.changes if change[1] != self.keys.pool.encode()]
 
     def _check_replaced(self, entry: Pending, old_id: StreamId) -> None:
         """A scored push takes the place of one that was pending until this moment, and of no other."""

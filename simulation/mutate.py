@@ -86,7 +86,6 @@ SCRIPTS = {
     "open": ("store/push", "whole/hostile_writes"),
     "push": ("store/push", "store/replace", "client/push_limits", "client/writer"),
     "recover": ("store/control_moves", "store/store_errors", "whole/recovery", "store/reuse"),
-    "renumber": ("whole/hostile_writes",),
     "report": ("store/attempts", "weights/version_lines", "whole/recovery"),
     "retire": ("store/control_moves", "store/lease", "store/steps", "store/attempts", "store/backup"),
     "telemetry": ("whole/strange_values", "store/views"),

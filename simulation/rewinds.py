@@ -115,7 +115,7 @@ class Rewinds(ABC):
             entry = self.pool.get((int(milliseconds), int(place)))
             if entry is not None:
                 self._move(entry.env, "trained", (int(args[at + 1]), int(args[at + 2])))
-            at += 5 + 4 * int(args[at + 4])
+            at += 4 + 3 * int(args[at + 3])
         self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
         self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
         self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}

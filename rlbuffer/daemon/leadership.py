@@ -153,7 +153,6 @@ class Leadership:
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
-        self._pending.renumber()
         # Collections would be two fifths of the CPU of taking over 100,000 groups.
         with without_garbage_collection(stays=True):
             self._pending.restore()
@@ -319,8 +318,6 @@ class Leadership:
         """Publishes the allowances also when nothing changed: an older one that was delayed on its way may have
         replaced them."""
         now = time.monotonic()
-        if now - self._published > TELEMETRY_SECONDS:
-            self._pending.renumber()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
             self._store.set_allowances(self._token, allowances)
             self._allowances, self._published = dict(allowances), now

@@ -11,11 +11,9 @@ from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.teller import Teller
-from rlbuffer.errors import LeaseLost, StepRetired
-from rlbuffer.narration.numbers import plural
+from rlbuffer.errors import StepRetired
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
-from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PoolEntry
 
@@ -99,21 +97,6 @@ class Pending:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
-    def renumber(self) -> None:
-        """The pool's ids say when a push came. One that was added by hand with an id far ahead would let the time of
-        every group be up, and no push come after it.
-
-        Raises:
-            LeaseLost: ids were ahead of the server's clock, and are others now.
-        """
-        moved = self._store.renumber(self._token)
-        if moved is not None:
-            entries = plural(moved, "entry", "entries")
-            raise LeaseLost(
-                f"the pool of run {self._store.run!r} had given ids ahead of the server's clock: {entries} got others, "
-                "and everything is read again"
-            )
-
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
         begun = time.monotonic()
@@ -123,8 +106,6 @@ class Pending:
         if not entries:
             return 0
         now = self.now
-        if int(entries[-1].entry_id.partition("-")[0]) > 1000 * now + AHEAD_MS:
-            self.renumber()
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
         for entry in entries:
             self._cursor = entry.entry_id
@@ -134,7 +115,7 @@ class Pending:
             self._entries[entry.entry_id] = entry
             self._teller.figures.arrived(entry)
             replaces = self._replaced(entry)
-            pushed = min(entry.pushed_ms / 1000, now)  # an id of before the clock was set back lies ahead
+            pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
             since = max(pushed, self._since)
             self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)

@@ -195,8 +195,6 @@ class _Scorer:
     # -- finding -----------------------------------------------------------------------------------------------------
     def _look(self) -> None:
         """Reads what is new in the pool."""
-        if int(self._cursor.partition("-")[0]) > 1000 * self._store.now():
-            self._cursor = "0-0"  # an id ahead of the clock: the pool is made again (RENUMBER) with lower ones
         while entries := self._store.read_pool(self._cursor, count=ENTRIES_PER_READ):
             self._cursor = entries[-1].entry_id
             for entry in entries:

@@ -169,12 +169,6 @@ class Store(Seeing, Guarding, Protocol):
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
 
-    def renumber(self, token: int) -> int | None:
-        """RENUMBER: brings the ids of the pool and of the evaluations' results back to the clock. Raises LeaseLost.
-
-        -> entries of the pool that have other ids now; None: all was well.
-        """
-
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
 

@@ -20,7 +20,7 @@ from rlbuffer.store.session import script_text
 LARGEST = "18446744073709551615-18446744073709551615"
 SCORES = ("0", "-1", "1", "inf", "-inf", "1e300", "-1e300", "9007199254740993", "5e-324", "nan")
 SCRIPTS = (
-    *("open", "push", "ticket", "keep", "done", "renumber", "drop", "commit", "lease", "attempt", "report"),
+    *("open", "push", "ticket", "keep", "done", "drop", "commit", "lease", "attempt", "report"),
     *("announce", "retire", "recover", "void", "ask", "telemetry"),
 )
 ACTIONS = (
@@ -227,7 +227,6 @@ def _keys_of(name: str, keys: Keys) -> list[str]:
         "done": [keys.ends, keys.numbers, keys.meta],
         "telemetry": [keys.heartbeats("worker"), keys.damaged, keys.meta],
         "lease": [keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends],
-        "renumber": [keys.lease, keys.pool],
         "attempt": [keys.trainer, keys.meta, keys.policy, keys.steps],
         "report": [keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy],
         "announce": [keys.trainer, keys.meta, keys.policy],

@@ -73,15 +73,12 @@ def test_a_seed_says_which_branches_it_entered() -> None:
     assert tally.branches().count("not entered: ") == len(branches.branches()) - len(result.branches)
 
 
-@pytest.mark.parametrize(("circumstance", "script", "seeds"), [("left", "open", 3), ("strangers", "renumber", 20)])
-def test_what_people_and_strangers_do_enters_every_branch_of_its_script(
-    circumstance: str, script: str, seeds: int
-) -> None:
+def test_runs_that_left_something_behind_enter_every_branch_of_open() -> None:
     """All other branches are held by the exit code of two thousand seeds, which take minutes."""
-    results = [run_seed(seed) for seed in islice((s for s in count() if getattr(draw(s), circumstance)), seeds)]
-    assert [result.violation for result in results] == [""] * seeds
+    results = [run_seed(seed) for seed in islice((s for s in count() if draw(s).left), 3)]
+    assert [result.violation for result in results] == [""] * 3
     entered = frozenset().union(*(result.branches for result in results))
-    assert [str(b) for i, b in enumerate(branches.branches()) if b.script == script and i not in entered] == []
+    assert [str(b) for i, b in enumerate(branches.branches()) if b.script == "open" and i not in entered] == []
 
 
 def test_a_run_of_all_the_seeds_fails_when_a_branch_is_left_out(

@@ -224,7 +224,6 @@ ROWS: dict[str, Row] = {
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
     "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
     "set_ended": Row(call=lambda store, run: store.set_ended(run.token, 0), prepare=lambda run: run.lead()),
-    "renumber": Row(call=lambda store, run: store.renumber(run.token), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
     "set_allowances": Row(call=lambda store, run: store.set_allowances(run.token, {"a": 3}), prepare=_pool),
     "close_tickets": Row(call=lambda store, run: store.close_tickets("a", [0]), prepare=_tickets),

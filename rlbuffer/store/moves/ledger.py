@@ -13,10 +13,6 @@ UNITS = ("rollouts", "tokens")
 COUNTERS = ("damaged", "lost")
 """Fields beside the accounts."""
 _AMOUNT = re.compile(r"-?[0-9]{1,19}\Z")
-_FIELD = re.compile(
-    r"(?:damaged|lost|(?:[A-Za-z0-9_.-]{1,64}|\?):"
-    r"(?:pushed|packed|trained|reused|dropped:[a-z]+):(?:rollouts|tokens|groups))\Z"
-)
 
 
 def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
@@ -24,7 +20,7 @@ def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
     amounts: dict[str, dict[str, list[int]]] = {}
     counters = dict.fromkeys(COUNTERS, 0)
     for name, value in fields.items():
-        field, amount = text(name), _amount(value)
+        field, amount = text(name), amount_of(value)
         if amount is None:
             continue  # `verify` names it
         if field in counters:
@@ -36,16 +32,8 @@ def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
     return Ledger(envs={env: _account(amounts[env]) for env in sorted(amounts)}, **counters)
 
 
-def foreign_fields(fields: Mapping[Any, Any]) -> list[str]:
-    """Fields that no script of rlbuffer has written: of no account, or with no amount in them."""
-    return sorted(
-        f"{text(name)[:100]!r} = {text(value)[:40]!r}"
-        for name, value in fields.items()
-        if _FIELD.match(text(name)) is None or _amount(value) is None
-    )
-
-
-def _amount(value: Any) -> int | None:
+def amount_of(value: Any) -> int | None:
+    """The amount that a field of the ledger holds; None for what is no number."""
     return int(value) if _AMOUNT.match(text(value)) else None
 
 

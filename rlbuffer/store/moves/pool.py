@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rlbuffer.errors import (
-    PayloadError,
-    RunGone,
-    WrongType,
-)
+from rlbuffer.errors import PayloadError, RunGone
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Dropped
 from rlbuffer.records.info import GroupInfo, unfrozen
@@ -22,8 +17,6 @@ from rlbuffer.store.records import PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, Session, number, text
 from rlbuffer.wire import payload
 
-AHEAD_MS = 3_600_000
-"""An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
 DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 NAMED_PUSHES = 64
@@ -37,7 +30,7 @@ _UnfrozenEntry = unfrozen(PoolEntry)
 
 
 class PoolMoves(Session):
-    """INGEST, RENUMBER and DROP."""
+    """INGEST and DROP."""
 
     def read_pool(
         self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, keeps: bool = False
@@ -46,14 +39,6 @@ class PoolMoves(Session):
         if keeps and self.connection.is_cluster:
             self.look(partial(_keep, entries=entries))
         return entries
-
-    def renumber(self, token: int) -> int | None:
-        with suppress(WrongType):  # a key that only a user of wider rights can make, and nothing decides by
-            self.move("renumber", (self.keys.lease, self.keys.eval), (token, AHEAD_MS))
-        reply = self.move("renumber", (self.keys.lease, self.keys.pool), (token, AHEAD_MS))
-        if text(reply[0]) == "FENCED":
-            raise self.lost(reply[1])
-        return int(reply[1]) if text(reply[0]) == "MOVED" else None
 
     def reused(self) -> list[Reused]:
         fields = self.look(lambda client: client.hgetall(self.keys.reuse))

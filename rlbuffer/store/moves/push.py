@@ -180,7 +180,7 @@ class PushMoves(Session):
         if status == "JAMMED":
             raise ServerRefused(
                 f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
-                "come through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
+                "come through rlbuffer. Remove the pool (DEL), and with it what is pending"
             )
         if status == "GAP":
             raise ProducerGap(

@@ -184,21 +184,6 @@ def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
     assert len(stage.told("restart")) == 1
 
 
-def test_a_scorer_finds_what_comes_after_ids_that_ran_ahead(stages: Any):
-    stage = stages("three_numbers")
-    store = stage.buffer.store
-    stage.writer.push(unscored(1))
-    ((_, fields),) = store.client.xrange(store.keys.pool)
-    store.client.xadd(store.keys.pool, fields | {"key": "u.1"}, id="18446744073709551615-18446744073709551615")
-    stage.start()
-    eventually(lambda: any("missing" in event.error for event in stage.told("trouble")))  # it has read that entry
-    token = store.lease("leader", ttl_seconds=600).token
-    assert store.renumber(token) == 1
-    stage.writer.push(unscored(2))
-    eventually(lambda: "a.2" not in stage.waiting_groups())
-    assert stage.raised is None
-
-
 def test_a_scorer_ends_with_its_run(stages: Any):
     stage = stages("judged", gives=["rewards.judge"])
     stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.judge",)))

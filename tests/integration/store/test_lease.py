@@ -316,13 +316,12 @@ def test_none_of_two_hundred_commits_with_an_outdated_token_is_accepted(run):
     [
         lambda run: run.commit(),
         lambda run: run.store.retire(run.token, 0),
-        lambda run: run.store.renumber(run.token),
         lambda run: run.store.set_allowances(run.token, {"a": 1}),
         lambda run: run.store.drop(
             run.token, [(Drop(group_id="a.0", env="a", reason="stale", rollouts=1, tokens=1), run.pool())]
         ),
     ],
-    ids=["commit", "retire", "renumber", "allow", "drop"],
+    ids=["commit", "retire", "allow", "drop"],
 )
 def test_who_does_not_lead_any_more_hears_who_does(run, move):
     run.push("a.0")
