@@ -21,9 +21,6 @@ from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
 from simulation.values import StreamId, stream_id
 
-SWEPT_SECONDS = 10.0
-"""Virtual time, once all has healed, within which the leader removes a payload that no push has announced."""
-
 
 class Invariants(CommittedSteps, Fences, Rewinds):
     """Conditions that must always hold."""
@@ -39,8 +36,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         """Producer -> the epoch that its writer works in."""
         self.damaged: set[tuple[bytes, bytes]] = set()
         """Payload key and field, of what chance has changed. A server that loses a reset has them back."""
-        self.strays: dict[bytes, float] = {}
-        """Payload that nothing owns -> when that was seen."""
         self._names: dict[bytes, str] = {}
         self._before: Any = None
         keys = self.keys
@@ -135,7 +130,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         for command, reply in zip(commands, replies, strict=True):
             if command[0] == b"EVALSHA":
                 self._check_script(self.script_of(command), command, reply)
-        self._suspects |= self.strays.keys()
         if self._suspects:
             self._check_payloads()
         if self._envs:
@@ -323,13 +317,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                 if left != pending:
                     self.fail("I10", f"{env}: the ledger leaves {left} {name} pending, the pool holds {pending}")
 
-    def _is_swept_later(self, key: bytes, since: float | None) -> bool:
-        """True for a payload that a late PERSIST, which no script guards on another shard, has made permanent: the
-        leader sweeps what no push has announced."""
-        now = self.network.scheduler.now
-        self.strays[key] = since = now if since is None or not self.network.is_healed else since
-        return self.network.plan.spread and now - since < SWEPT_SECONDS
-
     def may_lapse(self, key: bytes) -> bool:
         """True for a payload on another shard, where no script makes it permanent, that lapsed before its writer or a
         leader had come to do so: it is not there, or was stored again. No step may need it."""
@@ -339,7 +326,6 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         garbage = self.server.data.get(self.keys.garbage.encode())
         there = {key for key in self._suspects if self.server.find(key) is not None}
         pending = {entry.payload for entry in self.pool.values() if not self.may_lapse(entry.payload)} | self._kept()
-        strays, self.strays = self.strays, {}
         for key in self._suspects:
             users = [step for step, live in self.steps.items() if key in live.payloads]
             if key not in there:
@@ -347,7 +333,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                     self.fail("I11", f"{key.decode()} is gone, step {users or 'none'} or the pool names it")
             elif key not in self.server.expiry:
                 is_owned = bool(users) or key in pending or (garbage is not None and key in garbage.scores)
-                if not (is_owned or self._is_swept_later(key, strays.get(key))):
+                if not is_owned:
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
             elif users or key in pending:
                 self.fail("I2", f"{key.decode()} of {f'step {users}' if users else 'the pool'} has a time to live")

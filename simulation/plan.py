@@ -34,9 +34,6 @@ SHOWN_DRAWS = (
 """Draws that a plan names when they are on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
-    ("rlbuffer.daemon.guard", "ROUND_SECONDS"): 2.0,
-    ("rlbuffer.daemon.guard", "STRAY_SECONDS"): 2.0,
-    ("rlbuffer.store.moves.guard", "SCAN_KEYS"): 20,
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,
@@ -54,7 +51,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
     ("rlbuffer.store.moves.tickets", "_LONGEST_MS"): 3000,
     ("rlbuffer.store.moves.push", "BATCH_PUSHES"): 3,
-    ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
+    ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 3500,
     ("rlbuffer.client.producer", "SPOOL_PUSHES"): 3,
     ("rlbuffer.store.moves.steps", "SWEEP"): 4,
 }

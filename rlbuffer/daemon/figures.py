@@ -113,8 +113,6 @@ class Figures:
         self._envs: dict[str, _Env] = {}
         self._drops: Counter[tuple[str, str]] = Counter()
         self._closed: Counter[str] = Counter()
-        self._swept = 0, 0
-        """Payloads of nobody that were removed, and their bytes."""
         self._builds = Histogram(SHORT_SECONDS)
         self._last: tuple[StepHeader, Mapping[str, int]] | None = None
         """Header of the last step; env -> groups that were ready and stayed."""
@@ -168,10 +166,6 @@ class Figures:
             finally:
                 self._summing.release()
 
-    def swept(self, payloads: int, size: int) -> None:
-        """Payloads that no push had made pending were removed; `size` in bytes."""
-        self._swept = self._swept[0] + payloads, self._swept[1] + size
-
     # -- for whoever asks --------------------------------------------------------------------------------------------
     def values(self) -> Values:
         """Everything that is known here, without asking the server."""
@@ -182,7 +176,6 @@ class Figures:
         }
         if batcher is None:
             return values
-        values |= {"payloads_swept_total": self._swept[0], "payload_bytes_swept_total": self._swept[1]}
         with self._summing:
             self._sum_up()
             return values | self._pools(batcher) | self._pushed() | self._batches()

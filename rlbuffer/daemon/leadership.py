@@ -17,7 +17,6 @@ from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
-from rlbuffer.daemon.guard import Guard
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
@@ -106,7 +105,6 @@ class Leadership:
         learns = needs_advantage(trainer.loss)
         clock = {"since": self._since, "began": self._began}
         self._pending = Pending(store, config, teller, token=self._token, needs_advantage=learns, **clock)
-        self._guard = Guard(store, self._pending, teller, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
@@ -190,7 +188,6 @@ class Leadership:
             self._stay()
             return False
         self._retire(trainer)
-        self._guard.turn(self._memory.newest_share)
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(trainer)
@@ -336,7 +333,7 @@ class Leadership:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
             self._store.retire(self._token, self._meta.retired, since=self._losses)
-        if self._memory.relieve(self._token, trainer, self._meta, self._archive, strays=self._guard.strays):
+        if self._memory.relieve(self._token, trainer, self._meta, self._archive):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:

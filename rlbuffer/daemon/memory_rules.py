@@ -69,8 +69,6 @@ class Pressure:
     def __init__(self) -> None:
         self.limit = 0
         """maxmemory in bytes; 0: none."""
-        self.newest_share = 0.0
-        """Of the last look, whatever was unlinked since."""
         self._looks: list[int] = []
         self._is_retiring = False
         self._asked = 0
@@ -98,7 +96,6 @@ class Pressure:
     def look(self, used: int, limit: int) -> None:
         """Takes in what the server said, in bytes."""
         self.limit = limit
-        self.newest_share = used / limit if limit else 0.0
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
 
     def freed(self) -> None:
@@ -106,7 +103,7 @@ class Pressure:
         self._looks = []
 
     # -- 85 % ------------------------------------------------------------------------------------------------------
-    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int], strays: int = 0) -> int | None:
+    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int]) -> int | None:
         """The last step to retire early now, None when nothing has to go.
 
         As many of the oldest as it takes to come near :data:`ENOUGH_SHARE`, by what they take on the server; then it is
@@ -116,12 +113,10 @@ class Pressure:
             retired: last retired step.
             done: last step that the trainer is through with.
             sizes: step -> bytes; after one that is not named, the server is looked at again.
-            strays: bytes of payloads that are nobody's, which go first.
         """
         used = self.used
         if used is None or not self.limit:
             return None
-        used -= strays
         if used >= EARLY_SHARE * self.limit:
             self._is_retiring = True
         elif used < ENOUGH_SHARE * self.limit:
@@ -227,14 +222,6 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
     return (
         f"{first_words} retired early, and no checkpoint holds them. A trainer that starts again needs one of step "
         f"{last} or later; the next step asks for it."
-    )
-
-
-def payloads_swept(payloads: int, size: int) -> str:
-    """Payloads of `size` bytes that no push had made pending are removed."""
-    return (
-        f"removed {plural(payloads, 'payload')} ({size / 2**20:.1f} MiB) that no push had made pending: of writers "
-        "that died, or of somebody who fills the server"
     )
 
 

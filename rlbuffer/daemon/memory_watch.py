@@ -184,12 +184,9 @@ class MemoryWatch:
         raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving, *, strays: int | None) -> bool:
+    def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
         """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
-        -> whether it did.
-
-        `strays` are bytes of payloads that are nobody's, which are swept first; None: they are looked for yet.
-        """
+        -> whether it did."""
         is_fresh = self._look()
         done = min(trainer.at, trainer.trained, meta.step)
         if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
@@ -197,9 +194,9 @@ class MemoryWatch:
                 self._unswept_since = None
                 self._pressure.freed()
             return False
-        if strays is None or trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
+        if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
             return False
-        up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes, strays=strays)
+        up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
         up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
         if up_to is None or up_to <= meta.retired:
             return False
@@ -251,11 +248,6 @@ class MemoryWatch:
     def share(self) -> float:
         """Used over the server's memory; 0.0 while it is not known."""
         return self._pressure.share
-
-    @property
-    def newest_share(self) -> float:
-        """Used over the server's memory at the last look."""
-        return self._pressure.newest_share
 
     def sentence(self) -> str:
         """The sentence for when the server takes no pushes for want of memory, else ""."""

@@ -61,8 +61,6 @@ class Pending:
         """env -> numbers of tickets whose groups are read, which are still out."""
         self.replaced = 0
         """Entries read that took the place of another, whose payload is garbage since."""
-        self.read_until = float("-inf")
-        """Monotonic seconds; everything that was pushed before is read."""
         self.batcher = Batcher(config, state=_state(store), needs_advantage=needs_advantage)
         self.batcher.close(store.closed_groups())
 
@@ -99,10 +97,7 @@ class Pending:
 
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
-        begun = time.monotonic()
         entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, keeps=True)
-        if len(entries) < POOL_PAGE:
-            self.read_until = begun
         if not entries:
             return 0
         now = self.now

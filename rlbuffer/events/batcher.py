@@ -283,18 +283,6 @@ class CheckpointAsked(Event):
     sentence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StraysSwept(Event):
-    """Payloads that no push has made pending are removed."""
-
-    event = "memory"
-    state: str = field(default="swept", init=False)
-    payloads: int
-    bytes: int
-    """Memory of the server that they took."""
-    sentence: str
-
-
 # -- archive -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveStuck(Event):
@@ -320,7 +308,7 @@ class ArchiveWritten(Event):
 
 
 ArchiveEvent = ArchiveStuck | ArchiveWritten
-MemoryEvent = MemoryUnlimited | MemoryTight | CheckpointsNeeded | StepsRetiredEarly | CheckpointAsked | StraysSwept
+MemoryEvent = MemoryUnlimited | MemoryTight | CheckpointsNeeded | StepsRetiredEarly | CheckpointAsked
 EnvEvent = EnvPaused | EnvResumed | EnvSilent | EnvBack
 SettingsEvent = SettingsAsked | SettingsTaken | SettingsRefused
 BatcherEvent = (

@@ -36,7 +36,6 @@ from rlbuffer.events.batcher import (
     StepCommitted,
     StepsRetiredEarly,
     StepWaits,
-    StraysSwept,
 )
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.narration.numbers import amount, percent, plural
@@ -125,7 +124,6 @@ class ServeNarrator:
                 | MemoryTight()
                 | CheckpointsNeeded()
                 | StepsRetiredEarly()
-                | StraysSwept()
                 | CheckpointAsked()
                 | ArchiveStuck()
                 | MetricsUnavailable()

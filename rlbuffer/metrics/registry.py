@@ -168,8 +168,6 @@ SERVE = (
         ("tokens_dropped_total", "tokens", "env reason", "Dropped, by the ledger."),
         ("rollouts_damaged_total", "rollouts", "", "Missing or damaged when they were pulled, by the ledger."),
         ("pushes_lost_total", "pushes", "", "Pushes that producers know are missing, by the ledger."),
-        ("payloads_swept_total", "payloads", "", "Removed: no push had made them pending. Since this process started."),
-        ("payload_bytes_swept_total", "bytes", "", "Memory of the server that those took."),
         ("groups_dropped_total", "groups", "env reason", "Dropped, or refused as late, since this process started."),
         ("groups_received_total", "groups", "env", "Groups, or parts of one, since this process leads."),
         ("tokens_generated_total", "tokens", "env", "Tokens of the same that can be trained."),

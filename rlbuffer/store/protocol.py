@@ -19,14 +19,13 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import CommitStatus, PushStatus, ReportStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
-from rlbuffer.store.guarding import Guarding
 from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.store.received import Checksum, FieldReply, FieldRequest
 from rlbuffer.store.records import Asked, Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
 from rlbuffer.store.seeing import Seeing
 
 
-class Store(Seeing, Guarding, Protocol):
+class Store(Seeing, Protocol):
     """See the module's docstring; docs/explain/protocol.md has the reason of every move."""
 
     run: str
@@ -140,6 +139,9 @@ class Store(Seeing, Guarding, Protocol):
 
     def release_lease(self, owner: str) -> None:
         """Lets another lead at once. Nothing happens when `owner` does not lead."""
+
+    def load_scripts(self) -> None:
+        """Loads the scripts that the server does not know: most users may call them and load none."""
 
     def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
         """The settings that steps are made with from now on. -> their revision. Raises LeaseLost.

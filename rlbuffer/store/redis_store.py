@@ -13,7 +13,6 @@ from rlbuffer.packing.arena import Arena
 from rlbuffer.store.moves.archive_reading import ArchiveReads
 from rlbuffer.store.moves.attempts import TrainerMoves
 from rlbuffer.store.moves.evaluations import EvaluationMoves
-from rlbuffer.store.moves.guard import GuardMoves
 from rlbuffer.store.moves.lease import LeaseMoves
 from rlbuffer.store.moves.operator import OperatorMoves
 from rlbuffer.store.moves.push import PushMoves
@@ -34,7 +33,6 @@ class RedisStore(
     PushMoves,
     TicketMoves,
     LeaseMoves,
-    GuardMoves,
     TrainerMoves,
     EvaluationMoves,
     ClaimMoves,

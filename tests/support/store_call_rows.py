@@ -213,10 +213,6 @@ ROWS: dict[str, Row] = {
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
     "load_scripts": Row(call=lambda store, run: store.load_scripts()),
-    "payload_page": Row(call=lambda store, run: store.payload_page(0)[0] >= 0, prepare=_pool),
-    "not_garbage": Row(call=lambda store, run: len(store.not_garbage(["rlb:none:g:x"])), prepare=_pool),
-    "weights": Row(call=lambda store, run: store.weights(["rlb:none:g:x"]), prepare=_pool),
-    "unlink_payloads": Row(call=lambda store, run: store.unlink_payloads([], since=store.losses()), prepare=_pool),
     "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),
     "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +12,7 @@ from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import RunGone
 from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.store.records import Lease
+from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
 from rlbuffer.wire import payload
 
@@ -50,6 +53,15 @@ class LeaseMoves(Session):
         self._say("release", owner)
         self._tokens.pop(owner, None)
 
+    def load_scripts(self) -> None:
+        folder = resources.files("rlbuffer.store") / "scripts"
+        names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
+        digests = [self.script(name).sha for name in names]
+        known = self.look(lambda client: client.script_exists(*digests))
+        for name, is_known in zip(names, known, strict=True):
+            if not is_known:
+                self.look(partial(_load, script=self.script(name)))
+
     def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
         reply = self._as_leader("config", token, payload.dumps(dict(config)), digest, settles)
         self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
@@ -84,3 +96,7 @@ class LeaseMoves(Session):
         if text(reply[0]) == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
         return reply
+
+
+def _load(client: Any, script: Script) -> None:
+    client.script_load(script.text)

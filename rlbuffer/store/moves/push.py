@@ -135,8 +135,7 @@ class PushMoves(Session):
     def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
-        The leader does it for a producer that dies before this. A payload that was swept meanwhile is stored again, and
-        lapses unless the leader makes it permanent.
+        The leader does it for a producer that dies before this.
         """
         pending = [
             push
@@ -144,18 +143,13 @@ class PushMoves(Session):
             if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
         ]
 
-        def settle(client: Any) -> list[Any]:
+        def settle(client: Any) -> None:
             with client.pipeline(transaction=False) as pipe:
                 for push in pending:
                     pipe.persist(push.name)
-                for push in pending:
-                    pipe.exists(push.name)
-                return list(pipe.execute())[len(pending) :]
+                pipe.execute()
 
-        there = self.look(settle)
-        gone = [push for push, is_there in zip(pending, there, strict=True) if push.fields and not is_there]
-        if gone:
-            self._store_payloads(gone)
+        self.look(settle)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence

@@ -1,4 +1,4 @@
-#!lua flags=allow-oom,allow-cross-slot-keys
+#!lua flags=allow-oom
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
@@ -111,10 +111,6 @@ end
 
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
 in_batches('XDEL', pool_key, ids)
-for i = 1, #ids do
-  -- It has no time to live since PUSH, unless somebody gave it one. Where it lies on another shard, PIN has done this.
-  redis.pcall('PERSIST', payloads[i])
-end
 
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))

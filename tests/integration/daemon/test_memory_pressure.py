@@ -112,32 +112,6 @@ def retirements_told(served: Served) -> bool:
     return bool(early) and meta.retired == meta.early == early[-1]["last"]
 
 
-def test_payloads_of_nobody_are_swept_before_trained_steps_go(
-    served: Served, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a worker's rights nobody can make a run impossible to resume."""
-    monkeypatch.setattr("rlbuffer.daemon.guard.PRESSED_STRAY_SECONDS", 1.0)
-    run = served.run
-    served.serve(CONFIG)
-    writer = writer_of(run, [])
-    for step in range(1, 9):
-        writer.push(heavy(2 * step))
-        writer.push(heavy(2 * step + 1))
-        trainer.train(step)
-    strays = [f"{run.store.keys.payload_prefix}{{nobody{i}}}" for i in range(36)]
-    for key in strays:
-        run.client.hset(key, "0", bytes(2**18))
-    assert share(run) > 0.9
-
-    def are_gone() -> bool:
-        trainer.report(8)
-        return not run.client.exists(*strays)
-
-    served.wait_for(are_gone)
-    assert run.store.meta().retired == 0
-    assert served.said("memory", state="retired early") == []
-
-
 def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early(
     served: Served, trainer: Trainer
 ) -> None:

@@ -102,20 +102,6 @@ def test_an_ask_for_everything_goes_to_the_shard_of_the_control_keys(run: Run) -
     assert run.store.heartbeats("worker")["w"]["version"] == 4
 
 
-def test_a_round_through_the_payloads_passes_every_shard(run: Run) -> None:
-    for n in range(10):
-        run.push(f"a.{n}")
-    strays = [f"rlb:{run.store.run}:g:b.{n}:u.1" for n in range(20)]
-    for key in strays:
-        run.client.hset(key, "0", "nobody's")
-    cursor, seen = run.store.payload_page(0)
-    while cursor:
-        cursor, more = run.store.payload_page(cursor)
-        seen += more
-    assert set(seen) == set(run.payload_keys()) >= set(strays)
-    assert run.store.unlink_payloads(strays, since=run.store.losses()) == len(strays)
-
-
 def test_the_commands_work_on_a_cluster(
     cluster: Cluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,23 +139,6 @@ def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves
     assert run.store.verify().findings == ()
     run.store.read_pool(keeps=True)
     assert run.client.pttl(entry.payload_key) == -1
-
-
-def test_a_payload_that_was_swept_between_the_halves_is_stored_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, calls = run.store._store_payloads, list[object]()
-
-    def swept_at_first(pushes: list[object]) -> None:
-        store(pushes)  # type: ignore[arg-type]
-        for key in () if calls else run.payload_keys():
-            run.client.delete(key)
-        calls.append(pushes)
-
-    monkeypatch.setattr(run.store, "_store_payloads", swept_at_first)
-    run.push("a.0")
-    assert run.payload_keys() == [entry.payload_key for entry in run.pool()]
-    run.step("a.1")
-    assert run.client.pttl(run.payload_keys()[0]) == -1
-    assert run.store.verify().findings == ()
 
 
 def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
