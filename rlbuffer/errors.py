@@ -207,8 +207,8 @@ class PromptTooLong(RlbufferError):
     """A prompt leaves no room for a completion in the model's context."""
 
 
-class BackupError(RlbufferError):
-    """A backup cannot be written, or cannot be read."""
+class DumpError(RlbufferError):
+    """A run cannot be dumped into a file, or a file not restored."""
 
 
 class ArchiveError(RlbufferError):

@@ -1,27 +1,20 @@
-"""Circumstances that are not in every seed: steps that take longer than a lease, memory that is short, copies,
-strangers."""
+"""Circumstances that are not in every seed: steps that take longer than a lease, memory that is short, strangers."""
 
 from __future__ import annotations
 
 import struct
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
+from rlbuffer.errors import ConfigError, WrongAnswer
 from rlbuffer.records.step_plan import Decision
-from rlbuffer.store.backup.backup import write_backup
-from rlbuffer.store.backup.restore import restore_backup
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.wire.payload import encode_push
 from simulation.client import encoded
 from simulation.host import AWAY, Host, World
-from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 from simulation.server import Command
@@ -66,58 +59,6 @@ def fill(world: World) -> None:
     server.limit, server.used = LIMIT, round(LIMIT * dice.choice(SHORT))
     world.note(f"{server.used / server.limit:.0%} of the server's memory is in use")
     world.scheduler.after(dice.uniform(0.2, 1.0), partial(fill, world))
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------
-def copier(host: Host, process: Process) -> None:
-    """`rlbuffer backup` while the run goes on, `rlbuffer restore` of what it wrote, and `verify` of that."""
-    world, store = host.world, host.store(process)
-    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
-        number = 0
-        while not world.network.is_healed:
-            world.scheduler.wait(world.dice.uniform(0.2, 1.5))
-            number += 1
-            path = Path(folder) / f"{number}.backup"
-            try:
-                report = write_backup(store, path)
-            except (BackupError, RunGone, *AWAY) as error:
-                world.note(f"no copy: {error}")
-                continue
-            world.note(f"copied at step {report.step}")
-            if report.missing and not _is_unsure(world):
-                world.invariants.fail("copy", f"{report.missing} payloads were missing at step {report.step}")
-            copy = f"{world.run}-{number}"
-            if _put(host, process, copy, path):
-                _look(world, copy)
-
-
-def _is_unsure(world: World) -> bool:
-    """True when the run may lack what the copy lacks."""
-    return bool(world.invariants.damaged or world.was_rolled_back or world.was_disturbed or world.plan.strangers)
-
-
-def _put(host: Host, process: Process, copy: str, path: Path) -> bool:
-    store = RedisStore(SimulatedConnection(host.world.network, process), copy)
-    try:
-        restore_backup(store, path)
-    except Exception as error:
-        if isinstance(error, AWAY):
-            return False  # a restore is not repeated by itself; what it left goes away by itself
-        raise
-    return True
-
-
-def _look(world: World, copy: str) -> None:
-    """The copy is whole: `verify` finds nothing in it but what chance has changed."""
-    if _is_unsure(world):
-        return
-    store = RedisStore(SimulatedConnection(world.network, Process("verify")), copy)
-    try:
-        findings = store.verify().findings
-    except AWAY:
-        return
-    for finding in findings:
-        world.invariants.fail("copy", f"{finding.invariant}: {finding.message}")
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------

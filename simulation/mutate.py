@@ -87,7 +87,7 @@ SCRIPTS = {
     "push": ("store/push", "store/replace", "client/push_limits", "client/writer"),
     "recover": ("store/control_moves", "store/store_errors", "whole/recovery", "store/reuse"),
     "report": ("store/attempts", "weights/version_lines", "whole/recovery"),
-    "retire": ("store/control_moves", "store/lease", "store/steps", "store/attempts", "store/backup"),
+    "retire": ("store/control_moves", "store/lease", "store/steps", "store/attempts"),
     "telemetry": ("whole/strange_values", "store/views"),
     "ticket": ("store/lease", "daemon/ticket_order", "daemon/finite_sources"),
     "void": ("store/control_moves", "weights/version_lines", "whole/recovery"),

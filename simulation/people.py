@@ -58,7 +58,7 @@ def _drop_of(entries: Sequence[PoolEntry]) -> Drop:
 
 
 def take_back(host: Host, keep: int, process: Process) -> None:
-    """`rlbuffer rewind` or `rlbuffer step void`, to a checkpoint, the trainer being stopped; then it starts again."""
+    """`rlbuffer runs rewind` or `runs void`, to a checkpoint, the trainer being stopped; then it starts again."""
     world, trainer = host.world, host.world.trainer
     store = host.store(process)
     with_pool = world.dice.random() < 0.5

@@ -15,7 +15,6 @@ SHOWN_DRAWS = (
         "memory",
         "planning",
         "adapters",
-        "backups",
         "stops",
         "strangers",
         "failover",
@@ -118,8 +117,6 @@ class Plan:
     """Share of plans, and of looks at their payloads, that take about as long as a lease."""
     adapters: tuple[str, ...] = field(default=())
     """Adapters whose rollouts the writers sample, "" being all weights; () for all weights alone."""
-    backups: bool = field(default=False)
-    """Somebody copies the run while it goes on, and puts the copy beside it under another name."""
     stops: bool = field(default=False)
     """An operator stops batchers, and a function of the user's own fails."""
     failover: str = field(default="")

@@ -18,7 +18,7 @@ from rlbuffer.store.keys import Keys
 from simulation import verdict
 from simulation.actors import Trainer, Worker, batcher
 from simulation.asking import ask, end
-from simulation.circumstances import OWN_FAULT, come_first, copier, fill, planner, stranger
+from simulation.circumstances import OWN_FAULT, come_first, fill, planner, stranger
 from simulation.defects import Defects
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -183,8 +183,6 @@ class World:
             later(1.0, partial(host.keep, "operator who ends", partial(end, host)))
         if plan.memory:
             later(0.1, partial(fill, self))
-        if plan.backups:
-            later(0.5, partial(host.keep, "operator who copies", partial(copier, host)))
         if plan.strangers:
             later(0.5, partial(host.keep, "operator without the client", partial(stranger, host)))
         if plan.releaser:

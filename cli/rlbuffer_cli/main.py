@@ -44,12 +44,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",
         "doctor": "Look at settings, host and server, and say what to do about each trouble. Changes nothing.",
-        "runs": "List the runs that the server holds. Changes nothing.",
-        "backup": "Write everything that the server holds of a run into a file, also while it runs.",
-        "restore": "Put a backed up run onto a server.",
-        "step": "Take a committed step back.",
-        "rewind": "Take a run back to a step, and drop everything that is pending.",
-        "reset": "Remove a run from the server, with everything in it.",
+        "runs": "List, dump, restore, take back and remove whole runs.",
         "config": "Check the settings, show them with where each came from, or give them to a run at work.",
         "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
     }

@@ -38,7 +38,7 @@ def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader
         try:
             stored = store.read_step_bytes(header.step)
         except PayloadError:
-            break  # nobody can train it: `step void` takes it back
+            break  # nobody can train it: `runs void` takes it back
         if stored is None or stored.digest != header.digest:
             break
         whole.append((header, stored))

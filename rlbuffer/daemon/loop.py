@@ -258,5 +258,6 @@ class Daemon:
 def _begins_again(run: str) -> str:
     return (
         f'run "{run}" is not on the server any more: it was reset, or the server lost its data. It begins again at '
-        f"step 0. To go on from a backup, stop everything, `rlbuffer reset {run} --yes`, `rlbuffer restore FILE`."
+        f"step 0. To go on from a dump, stop everything, `rlbuffer runs reset {run} --yes`, `rlbuffer runs restore "
+        "FILE`."
     )

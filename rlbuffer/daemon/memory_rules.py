@@ -231,7 +231,7 @@ def full(used: int, limit: int, *, steps: int) -> str:
     if steps < limit / 4:
         return (
             f"{first}Little of it is in steps ({mib(steps)}): groups that wait hold it, or other runs "
-            "(`rlbuffer inspect`, `rlbuffer runs`). Raise its maxmemory, or make room there. "
+            "(`rlbuffer inspect`, `rlbuffer runs list`). Raise its maxmemory, or make room there. "
         )
     return f"{first}Checkpoint more often (trainer.checkpoint.every), or raise its maxmemory. "
 

@@ -38,8 +38,6 @@ HURRY_SECONDS = 0.1
 """Seconds between looks at the server while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
 LAG_SECONDS = 5.0
 """Longest that memory which the server has still to give back is waited for before it is looked at anyway."""
-HOLD_SECONDS = 60.0
-"""Longest that the payloads of what retired early are waited for before more retires."""
 ALIVE_SECONDS = 10.0
 """A trainer that was heard within this time is at work. While none is, nothing retires early: the next one starts from
 its checkpoint and needs the steps after it."""
@@ -72,8 +70,6 @@ class MemoryWatch:
         """The server has no maxmemory: the limit is a share of its machine's memory."""
         self._looked = float("-inf")
         self._freed = float("-inf")
-        self._unswept_since: float | None = None
-        """When steps retired early and nothing of theirs could be removed yet."""
         self._marked = 0
         """The step whose header asks for a checkpoint because memory is short."""
         self._attempt = 0
@@ -187,13 +183,8 @@ class MemoryWatch:
     def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
         """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
         -> whether it did."""
-        is_fresh = self._look()
+        self._look()
         done = min(trainer.at, trainer.trained, meta.step)
-        if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
-            if is_fresh and self._store.retire(token, meta.retired, since=self._losses):
-                self._unswept_since = None
-                self._pressure.freed()
-            return False
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
             return False
         up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
@@ -202,9 +193,8 @@ class MemoryWatch:
             return False
         used, limit = self._pressure.used or 0, self._pressure.limit
         first = meta.retired + 1
-        swept = self._store.retire(token, up_to, early={"used": used, "limit": limit}, since=self._losses)
+        self._store.retire(token, up_to, early={"used": used, "limit": limit}, since=self._losses)
         self.retired(up_to)
-        self._unswept_since = None if swept else time.monotonic()
         if up_to > trainer.checkpoint:
             self._pressure.must_ask()
         self._emit(
@@ -267,18 +257,16 @@ class MemoryWatch:
         if header.checkpoint_now:
             self._pressure.has_asked(header.step, retired=retired)
 
-    def _look(self) -> bool:
-        """Returns True when the server was looked at."""
+    def _look(self) -> None:
         now = time.monotonic()
         pause = HURRY_SECONDS if self._pressure.may_be_short else TELEMETRY_SECONDS
         if now - self._looked < pause:
-            return False
+            return
         self._looked = now
         facts: Mapping[str, Any] = self._store.server()
         # A thread of the server gives unlinked memory back; until then it only looks used.
         if int(facts.get("unfreed", 0)) and now - self._freed < LAG_SECONDS:
-            return False
+            return
         self._is_assumed = not int(facts["maxmemory"])
         limit = assumed_limit(int(facts["maxmemory"]), int(facts["machine"]))
         self._pressure.look(int(facts["used_memory"]), limit)
-        return True

@@ -198,7 +198,7 @@ def _memory(info: Mapping[str, Any], loaded: Loaded) -> Iterator[Diagnosis]:
     text = f"{mib(used)} of {mib(limit)} used ({100 * used / limit:.0f} %)"
     raise_it = (
         "raise it (server.maxmemory; redis-cli config set maxmemory on a server of your own), or remove what is not "
-        "needed: rlbuffer runs, rlbuffer reset RUN"
+        "needed: rlbuffer runs, rlbuffer runs reset RUN"
     )
     if used >= FULL_SHARE * limit:
         yield failed("memory", f"full: {text}; pushes are refused", raise_it)
@@ -295,7 +295,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
         yield doubtful(
             "run",
             f"{plural(len(others), 'other run')} cannot be read by this version: {named}",
-            "rlbuffer runs says why",
+            "rlbuffer runs list says why",
         )
 
 

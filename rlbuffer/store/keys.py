@@ -40,7 +40,6 @@ class Keys:
         "eval",
         "garbage",
         "history",
-        "holds",
         "lease",
         "ledger",
         "meta",
@@ -50,6 +49,7 @@ class Keys:
         "policy",
         "pool",
         "records",
+        "restoring",
         "reuse",
         "run",
         "state",
@@ -80,8 +80,8 @@ class Keys:
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"
+        self.restoring = f"{self.tag}:restoring"
         self.garbage = f"{self.tag}:garbage"
-        self.holds = f"{self.tag}:holds"
         self.history = f"{self.tag}:history"
         self.summary = f"{self.tag}:summary"
         self.records = f"{self.tag}:records"

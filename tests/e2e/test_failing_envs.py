@@ -148,7 +148,7 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     failed = home.call(*command)
     assert failed.returncode == 3
     assert failed.stderr.endswith("cannot be imported: KeyError: 'JUDGE_KEY' (raising_module.py:3 in <module>)\n")
-    assert home.call("runs").stdout.startswith("no runs")  # what fails leaves none behind
+    assert home.call("runs", "list").stdout.startswith("no runs")  # what fails leaves none behind
     home.start("serve", "--config", config, "--display", "plain", log="serve")
     said = "KeyError: 'JUDGE_KEY' (raising_module.py:3 in <module>)"
     home.wait_until(lambda: "ready in" in (home.path / "serve.log").read_text(), seconds=30, why="serve")

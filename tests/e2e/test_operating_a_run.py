@@ -1,4 +1,4 @@
-"""A whole run of real processes, operated: settings, a killed batcher, a backup, drops, a drain, and on it goes."""
+"""A whole run of real processes, operated: settings, a killed batcher, drops, a drain, and on it goes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,6 @@ def test_a_run_at_work_is_operated_and_its_account_holds(home: Home) -> None:
         home.wait_until(lambda: store.meta().step > step + 2, seconds=120, why="steps of the new batcher")
         meta = store.meta()
         assert (meta.revision, meta.config["max_age"]) == (2, 3)  # it was started with the old file's
-
-        backup = home.path / "tiny.rlb"
-        done = home.call("backup", backup, "--run", "tiny", "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["missing"] == 0
-        assert home.call("restore", backup, "--run", "copy").returncode == 0
-        done = home.call("verify", "--run", "copy")
-        assert done.returncode == 0, done.stdout
 
         done = home.call("drop", "--where", "state:forming,ready", "--run", "tiny", "--yes", "--json")
         assert done.returncode == 0, done.stderr

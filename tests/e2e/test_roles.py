@@ -63,14 +63,12 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
 
         assert "4" in says("viewer", "inspect", "--run", "tiny")
         assert "ok: everything adds up" in says("viewer", "verify", "--run", "tiny")
-        says("viewer", "runs")
+        says("viewer", "runs", "list")
         says("operator", "drain", "--run", "tiny")
-        says("operator", "backup", "--run", "tiny", home.path / "tiny.backup")
-        says("operator", "restore", home.path / "tiny.backup", "--run", "copy")
         says("operator", "env", "pause", "repeat", "--run", "tiny")
         with home.connect() as buffer:
             step = buffer.store.meta().step
-        says("operator", "step", "void", str(step), "--force", "--run", "tiny")
+        says("operator", "runs", "void", str(step), "--force", "--run", "tiny")
         assert "ok: everything adds up" in says("viewer", "verify", "--run", "tiny")
         assert "does not allow" not in home.printed()
         assert "not written to" not in home.printed()

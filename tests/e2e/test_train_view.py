@@ -29,5 +29,5 @@ def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_be
     assert first < again < view < last
     for end in (again, len(rows) - 2):
         error = max(i for i in range(end) if rows[i] == "ValueError: not a loss")
-        assert "`rlbuffer step void 1`" in " ".join(rows[error + 1 : end]), "what is said of the error stands behind it"
+        assert "`rlbuffer runs void 1`" in " ".join(rows[error + 1 : end]), "what is said of the error stands behind it"
     assert rows[-2:] == ["Giving up after 1 restart (trainer.max_restarts).", ""]

@@ -39,7 +39,7 @@ BREATH_SECONDS = 1.0
 GROUP_SECONDS = 20.0
 HELD_SECONDS = 10.0
 """After so long without a step the operator sets right what holds the run up, while the attack goes on."""
-VIEWS = (("inspect",), ("verify",), ("runs",))
+VIEWS = (("inspect",), ("verify",), ("runs", "list"))
 BROKEN = ("Traceback (most recent call last)", "This is a defect")
 STARTED_AGAIN = ("starting it again", "Starting all")
 SCORER = '\n[score.ref]\nmodel = "initial"\ndevice = "cpu"\n'
@@ -144,7 +144,7 @@ class _Stage:
     def view(self, *arguments: str) -> list[str]:
         """Runs a command of the viewer, and returns the findings."""
         self._as_user("viewer")
-        called = self._home.call(*arguments, *(() if arguments == ("runs",) else ("--run", RUN)))
+        called = self._home.call(*arguments, *(() if arguments == ("runs", "list") else ("--run", RUN)))
         said = called.stdout + called.stderr
         wrong = called.returncode not in ((0, 1) if arguments == ("verify",) else (0,))
         if wrong or any(words in said for words in BROKEN):

@@ -37,7 +37,7 @@ def test_every_script_is_a_move_with_words_of_its_own() -> None:
     assert len(SCRIPTS) == 18
     assert [name for name in SCRIPTS if not re.search(rf"\b{name.upper()}\b", moves)] == []
     rows = re.findall(r"^\| ([A-Z, ]+) \| ", moves, re.MULTILINE)
-    assert sorted({*", ".join(rows).split(", ")} - {"INGEST", "PULL", "BACKUP", "RESTORE"}) == [
+    assert sorted({*", ".join(rows).split(", ")} - {"INGEST", "PULL", "DUMP", "RESTORE"}) == [
         name.upper() for name in SCRIPTS
     ]
 

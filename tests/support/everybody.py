@@ -10,8 +10,7 @@ from pathlib import Path
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
-from rlbuffer.store.backup.backup import write_backup
-from rlbuffer.store.backup.restore import restore_backup
+from rlbuffer.store.dump import dump, restore
 
 ROLES = ("viewer", "worker", "scorer", "trainer", "operator")
 CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
@@ -99,11 +98,9 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
         assert operator.store.pause("a")
         assert operator.store.resume("a")
     with rlbuffer.connect(url_of("operator"), run="math") as operator:
-        write_backup(operator.store, folder / "math.backup")
-        with rlbuffer.connect(url_of("operator"), run="copy") as copy:
-            restore_backup(copy.store, folder / "math.backup")
-            assert copy.verify().findings == ()
-            assert copy.store.delete_run() > 0
+        dump(operator.store, folder / "math.dump")
+        assert operator.store.delete_run() > 0
+        restore(operator.store, folder / "math.dump")
         operator.store.rewind(2, force=True)
         assert operator.verify().findings == ()
         assert operator.store.delete_run() > 0

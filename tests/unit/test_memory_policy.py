@@ -203,7 +203,7 @@ def test_a_full_server_says_what_fills_it() -> None:
     )
     assert memory_rules.full(63 * mib, 64 * mib, steps=15 * mib) == (
         "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Little of it is in steps "
-        "(15.0 MiB): groups that wait hold it, or other runs (`rlbuffer inspect`, `rlbuffer runs`). Raise its "
+        "(15.0 MiB): groups that wait hold it, or other runs (`rlbuffer inspect`, `rlbuffer runs list`). Raise its "
         "maxmemory, or make room there. "
     )
 

@@ -65,7 +65,7 @@ def test_the_norm_is_the_one_before_clipping(clip: float, seen: float) -> None:
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: float) -> None:
     policy = Policy()
-    with pytest.raises(RlbufferError, match=r"step 3: .*(nan|inf).*`rlbuffer step void 3`"):
+    with pytest.raises(RlbufferError, match=r"step 3: .*(nan|inf).*`rlbuffer runs void 3`"):
         step(policy, OptimizerSettings(weight_decay=0.5), gradient)
     assert torch.equal(policy.matrix, torch.ones(2, 2))
     assert torch.equal(policy.vector, torch.ones(2))

@@ -24,7 +24,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     """Drop pending groups that match a filter.
 
     Groups that are forming or ready go, whole, and are counted as dropped by an operator; parts that come later are
-    late. What is in a step stays (see `rlbuffer step void`). The filter is that of `rlbuffer inspect --where`;
+    late. What is in a step stays (see `rlbuffer runs void`). The filter is that of `rlbuffer inspect --where`;
     'state:forming,ready' is everything that is pending. Works with and without a batcher, also while it runs.
 
     \b

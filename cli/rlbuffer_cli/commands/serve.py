@@ -174,7 +174,7 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
             raise RlbufferError(
                 f"run {settings.run!r} is not fresh: it holds {plural(step, 'step')} and "
                 f"{plural(pending, 'pending rollout')}. "
-                f"`rlbuffer reset {settings.run} --yes` removes it; or use another name (--run)."
+                f"`rlbuffer runs reset {settings.run} --yes` removes it; or use another name (--run)."
             )
 
 

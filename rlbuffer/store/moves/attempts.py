@@ -58,7 +58,7 @@ class TrainerMoves(Session):
             raise StepRetired(
                 f"the trainer resumes after step {resume_step}, but steps up to {retired} of run {self.run!r} were "
                 f"{why}: resume from a checkpoint of step {retired} or later, start another run, or take this one back "
-                f"to step {resume_step} with `rlbuffer rewind {resume_step} --force`"
+                f"to step {resume_step} with `rlbuffer runs rewind {resume_step} --force`"
             )
         raise self.unexpected("attempt", reply)
 

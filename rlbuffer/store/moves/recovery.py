@@ -205,7 +205,7 @@ class RecoveryMoves(StepMoves, RunViews):
         if status == "BEYOND":
             raise NotFound(f"run {self.run!r} has no {what}: the last committed one is {text(reply[1])}.")
         if status == "RETIRED":
-            further = f", or from this one with `rlbuffer rewind {keep} --force`" if with_pool else ""
+            further = f", or from this one with `rlbuffer runs rewind {keep} --force`" if with_pool else ""
             raise StepRetired(
                 f"steps up to {text(reply[1])} of run {self.run!r} were retired: "
                 f"it can go on from step {text(reply[1])} or a later one{further}"

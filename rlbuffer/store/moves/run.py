@@ -93,7 +93,8 @@ class RunViews(Session):
     def _content(self) -> tuple[str, ...]:
         """Keys that are written only while the run has a meta."""
         keys = self.keys
-        return keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
+        run = keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
+        return *run, keys.restoring
 
     def _meta_and_content(self, client: Any) -> list[Any]:
         with client.pipeline(transaction=True) as pipe:
@@ -104,9 +105,9 @@ class RunViews(Session):
 
     def _damaged(self, left: Sequence[str]) -> RunDamaged:
         return RunDamaged(
-            f"run {self.run!r} has lost its meta ({self.keys.meta}), but {', '.join(left)} is left of it: it would "
-            f"begin anew at step 0 beside that. `rlbuffer reset {self.run} --yes` removes what is left; then `rlbuffer "
-            "restore FILE` brings a backup back, or the run begins anew"
+            f"run {self.run!r} has no meta ({self.keys.meta}), but {', '.join(left)} is there: it would begin anew at "
+            f"step 0 beside that. With {self.keys.restoring} it is being restored, or its restore was stopped: "
+            f"`rlbuffer runs restore FILE` again. Otherwise `rlbuffer runs reset {self.run} --yes` removes what is left"
         )
 
     def runs(self) -> Mapping[str, float]:

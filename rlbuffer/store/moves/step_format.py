@@ -161,8 +161,7 @@ def part_records(
 ) -> Iterator[dict[str, Any]]:
     """The parts of a planned step, in the order of ranks, for `encode`; indices are the part's own.
 
-    Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
-    in a run that was restored under another name.
+    Payload keys stand in them without the run's `prefix`.
     """
     layout = plan.plan
     planned = Planned(plan, entries) if planned is None else planned

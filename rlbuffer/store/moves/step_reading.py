@@ -229,7 +229,7 @@ class StepReads(Session):
         except PayloadError as error:
             raise PayloadError(
                 f"step {step} of run {self.run!r} cannot be read: {error}. Take it back, and what follows it, "
-                f"with `rlbuffer step void {step}`"
+                f"with `rlbuffer runs void {step}`"
             ) from None
 
     def _bounds(self) -> tuple[int, int]:

@@ -35,10 +35,6 @@ SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
 MAX_STATE_BYTES = 64 * 2**20
 """Largest state of the batcher that is decoded."""
-HOLD_SECONDS = 60.0
-"""A hold that is not renewed for this long is over: a backup that died must not keep the memory full."""
-LONGEST_HOLD_MS = round(2000 * HOLD_SECONDS)
-"""One that would last longer was made before the server's clock was set back: it is over."""
 SWEEP = 500
 """Payload keys unlinked per round trip."""
 PIN_ROLLOUTS = 5_000
@@ -183,13 +179,11 @@ class StepMoves(StepReads):
     ) -> int:
         keys = self.keys
         record = b"" if early is None else payload.dumps(as_object(RetiredEarly(step=up_to, memory=early)))
-        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
-        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES, LONGEST_HOLD_MS), since=since)
+        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
+        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
         retired = int(reply[1])
-        if text(reply[2]) == "1":
-            return 0  # a backup copies payloads: the next retirement sweeps these, too
 
         def here(command: Callable[[Any], T]) -> T:
             def ask(client: Any) -> T:

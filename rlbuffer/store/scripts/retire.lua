@@ -3,15 +3,14 @@
 -- swept afterwards by the caller, because they live in other slots. The digest of the last one stays: a run that is
 -- taken back to it goes on with the same chain.
 --
--- KEYS  1 lease   2 meta   3 steps   4 trainer   5 history   6 holds
+-- KEYS  1 lease   2 meta   3 steps   4 trainer   5 history
 -- ARGV  1 token   2 last step that may go
 --       3 record of an early retirement, because memory is short and whether or not a checkpoint holds the steps; '' else
---       4 history entries kept   5 longest time for which a hold is given, ms; one that runs for longer has lapsed
+--       4 history entries kept
 -- An early one stays in meta as `early` (last step) and `early_at` (server ms): a trainer that needs such a step is told.
--- Reply {'OK', last retired step, '1' while nothing may be swept, else '0'} | {'FENCED', owner}
--- A backup that copies payloads holds them: it has read here what it still needs, before the sweep is told to wait.
-local lease_key, meta_key, steps_key, trainer_key, history_key, holds_key = unpack(KEYS)
-local token, last_step, record, history_kept, longest = unpack(ARGV, 1, 5)
+-- Reply {'OK', last retired step} | {'FENCED', owner}
+local lease_key, meta_key, steps_key, trainer_key, history_key = unpack(KEYS)
+local token, last_step, record, history_kept = unpack(ARGV, 1, 4)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
@@ -35,5 +34,4 @@ if up_to > retired then
     redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
   end
 end
-local held = redis.call('ZCOUNT', holds_key, '(' .. string.format('%.0f', now), string.format('%.0f', now + tonumber(longest))) > 0
-return {'OK', string.format('%.0f', retired), held and '1' or '0'}
+return {'OK', string.format('%.0f', retired)}

@@ -78,8 +78,7 @@ def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> Non
     pending = {entry.payload_key for entry in shot.pool if store.connection.is_cluster}
     names = {key: f"payload {key} is in use, but" for key in _in_use(shot) - pending}
     control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
-    lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring"))
-    lapsing += (keys.holds,)  # of a backup at work
+    lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating"))
     names |= {key: f"{key}" for key in map(text, control) if not key.startswith(lapsing)}
     expiring = _expiring(store, sorted(names))
     if expiring:

@@ -21,7 +21,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
             "hash",
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "waiting"), "hash"),
-        **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage", "holds"), "zset"),
+        **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage"), "zset"),
         **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),
         **dict.fromkeys(("state", "scoring", "evaluating"), "string"),
     }

@@ -1,4 +1,4 @@
-"""`config apply`, `drop`, `drain`, `backup`, `restore`, `serve --resume | --fresh`: what they say, and exit codes.
+"""`config apply`, `drop`, `drain`, `runs dump`, `restore`, `serve --resume | --fresh`: what they say, and exit codes.
 
 In memory, with a daemon in a thread where one is needed.
 """
@@ -6,6 +6,7 @@ In memory, with a daemon in a thread where one is needed.
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 import uuid
@@ -301,44 +302,25 @@ def test_a_drain_that_is_undone_by_somebody_else_ends(made: Run, call: Call) -> 
     )
 
 
-# -- backup, restore ---------------------------------------------------------------------------------------------------
-def test_backup_and_restore_say_what_they_did(made: Run, call: Call) -> None:
-    name = made.store.run
-    made.step("a.0")
-    made.push("a.1")
-    code, out, err = call("backup", "math.rlb")
-    assert (code, out) == (0, "")
-    assert err.splitlines() == [
-        "2 of 2 payload keys, 0 MiB",
-        f'run "{name}" at step 1 is in math.rlb: 0.0 MiB, 2 payload keys',
-    ]
-    assert call("backup", "math.rlb") == (1, "", "Error: math.rlb exists: use another name, or --force\n")
-    record = json.loads(call("backup", "math.rlb", "--force", "--json")[1])
-    assert (record["schema"], record["run"], record["payload_keys"], record["missing"]) == (
-        "rlbuffer.backup/1",
-        name,
-        2,
-        0,
-    )
-    code, _, err = call("restore", "math.rlb")
-    assert code == 1
-    assert err.startswith(f"Error: run {name!r} exists on memory://")
-    code, out, err = call("restore", "math.rlb", on="copy")
+# -- dump, restore -----------------------------------------------------------------------------------------------------
+def test_dump_and_restore_are_refused_where_they_cannot_be_meant(
+    typed: Call, redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    where = ["--redis", redis_url]
+    run = Run(redis_url, tmp_path, run_name)
+    run.push("a.1")
+    assert typed("runs", "dump", "math.dump", "--run", run_name, *where)[0] == 0
+    assert typed("runs", "dump", "math.dump", "--run", run_name, *where)[0] == 1  # the file exists
+    record = json.loads(typed("runs", "dump", "math.dump", "--run", run_name, "--force", "--json", *where)[1])
+    assert (record["run"], record["step"]) == (run_name, 0)
+    assert typed("runs", "restore", "math.dump", "--run", "other", *where)[0] == 2
+    assert typed("runs", "restore", "math.dump", *where)[0] == 1  # the run exists
+    assert typed("runs", "reset", run_name, "--yes", *where)[0] == 0
+    code, out, _ = typed("runs", "restore", "math.dump", *where)
     assert code == 0
-    assert out.endswith(f"2 payload keys. Check it: rlbuffer verify --run copy --redis {made.url}\n")
-    assert err.splitlines() == [
-        f"math.rlb is whole: step 1 of run {name!r}, 2 payload keys",
-        "2 payload keys are on the server; the control keys are put in place now",
-    ]
-    assert call("verify", on="copy")[0] == 0
-    Path("math.rlb").write_bytes(b"something else")
-    assert call("restore", "math.rlb", on="other") == (
-        1,
-        "",
-        "Error: math.rlb is not a backup of rlbuffer: it does not begin with 'rlbuffer-backup 1'\n",
-    )
-    code, _, err = call("backup", "nowhere/math.rlb")
-    assert (code, err) == (1, "Error: cannot write nowhere/math.rlb: No such file or directory\n")
+    assert typed(*shlex.split(out.partition("Check it: rlbuffer ")[2]))[0] == 0
+    assert typed("runs", "dump", "nowhere/math.dump", "--run", run_name, *where)[0] == 1
+    run.close()
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
@@ -356,8 +338,8 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run,
         1,
         "",
         (
-            f"Error: run {name!r} is not fresh: it holds 1 step and 2 pending rollouts. `rlbuffer reset {name} --yes` "
-            "removes it; or use another name (--run).\n"
+            f"Error: run {name!r} is not fresh: it holds 1 step and 2 pending rollouts. `rlbuffer runs reset {name} "
+            "--yes` removes it; or use another name (--run).\n"
         ),
     )
     code, _, err = call("serve", "--fresh", "--resume")
@@ -375,11 +357,11 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run,
         ["drop", "--where", "env:a", "--yes"],
         ["drain"],
         ["drain", "--undo"],
-        ["backup", "x.rlb"],
+        ["runs", "dump", "x.dump"],
         ["env", "pause", "a"],
         ["env", "resume", "a"],
-        ["step", "void", "1"],
-        ["rewind", "0"],
+        ["runs", "void", "1"],
+        ["runs", "rewind", "0"],
         ["config", "apply"],
         ["push", "g.jsonl"],
         ["worker", "--env", "vcopy"],
@@ -422,23 +404,23 @@ def test_a_trainer_refuses_it_when_its_reader_is_made(made: Run) -> None:
 
 def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call) -> None:
     made.client.hset(made.store.keys.meta, "schema", 99)
-    code, _, err = call("reset", made.store.run, "--yes")
+    code, _, err = call("runs", "reset", made.store.run, "--yes")
     assert code == 1
     assert "was written with schema 99" in err
-    code, out, err = call("runs")
+    code, out, err = call("runs", "list")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{made.store.run} ! written with schema 99, this version of rlbuffer reads schema 3")
-    assert json.loads(call("runs", "--json")[1])["schema_of_run"] == 99
+    assert out.startswith(f"{made.store.run} ! written with schema 99")
+    assert json.loads(call("runs", "list", "--json")[1])["schema_of_run"] == 99
 
 
 def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(made: Run, call: Call) -> None:
     made.client.hset(made.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
-    code, out, err = call("runs")
+    code, out, err = call("runs", "list")
     assert (code, err) == (0, "")
     why = f"{made.store.keys.trainer} of run {made.store.run!r} holds '2.0' as world_size, which is no whole number"
     cure = "start the trainer again, which writes a new one"
     assert " ".join(out.split()).startswith(f"{made.store.run} ! {why}: {cure}")
-    assert why in json.loads(call("runs", "--json")[1])["damaged"]
+    assert why in json.loads(call("runs", "list", "--json")[1])["damaged"]
 
 
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:

@@ -34,29 +34,29 @@ def call(made: Run, typed: Call) -> Call:
 
 
 def test_runs_lists_what_the_server_holds(made: Run, call: Call) -> None:
-    code, out, err = call("runs")
+    code, out, err = call("runs", "list")
     assert (code, err) == (0, "")
     head, row = out.splitlines()
     assert head.split() == ["run", "step", "trained", "pending", "rollouts", "opened"]
     assert row.split()[:4] == [made.store.run, "3", "0", "2"]
-    record = json.loads(call("runs", "--json")[1])
+    record = json.loads(call("runs", "list", "--json")[1])
     assert (record["run"], record["step"], record["pending_rollouts"]) == (made.store.run, 3, 2)
     made.store.delete_run()
-    assert call("runs")[1].startswith("no runs on memory://")
+    assert call("runs", "list")[1].startswith("no runs on memory://")
 
 
 def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -> None:
     name, epoch = made.store.run, made.meta.epoch
-    code, out, _ = call("step", "void", "3", "--run", name)
+    code, out, _ = call("runs", "void", "3", "--run", name)
     assert code == 0
     assert out == (
-        f'run "{name}" goes on from step 2 in epoch {epoch + 1}; void: 1 step. '
+        f'run "{name}" goes on from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes. '
         "Start the trainer again from a checkpoint of step 2 or before.\n"
     )
     newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
     newer.mkdir(parents=True)
     (newer.parent / "step-00000001").mkdir()
-    assert call("rewind", "1", "--run", name) == (
+    assert call("runs", "rewind", "1", "--run", name) == (
         0,
         (
             f'run "{name}" goes on from step 1 in epoch {epoch + 2}; void: 1 step, 1 pending push. '
@@ -65,38 +65,38 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
         "",
     )
     newer.rmdir()
-    code, out, _ = call("rewind", "1", "--run", name)
+    code, out, _ = call("runs", "rewind", "1", "--run", name)
     assert code == 0
     assert out == (
         f'run "{name}" goes on from step 1 in epoch {epoch + 3}; void: 0 steps, 0 pending pushes. '
         "Start the trainer again from a checkpoint of step 1 or before.\n"
     )
-    code, _, err = call("rewind", "9", "--run", name)
+    code, _, err = call("runs", "rewind", "9", "--run", name)
     assert (code, err) == (1, f"Error: run {name!r} has no step 9: the last committed one is 1.\n")
     assert call("verify", "--run", name)[0] == 0
 
 
 def test_a_trainer_at_work_is_ended_only_by_force(made: Run, call: Call) -> None:
     made.train(1)
-    code, _, err = call("rewind", "1", "--run", made.store.run)
+    code, _, err = call("runs", "rewind", "1", "--run", made.store.run)
     assert code == 1
     assert err.startswith(f"Error: the trainer of run {made.store.run!r} was seen 0.")
     assert err.endswith(" s ago: stop it first, or use --force, which ends it\n")
-    assert call("rewind", "1", "--force", "--run", made.store.run)[0] == 0
+    assert call("runs", "rewind", "1", "--force", "--run", made.store.run)[0] == 0
 
 
 def test_reset_is_refused_while_processes_are_at_work_unless_it_is_forced(made: Run, call: Call) -> None:
     name = made.store.run
     made.store.heartbeat("worker", "math-0", {})
     made.store.heartbeat("scorer", "ref", {})
-    code, _, err = call("reset", name, "--yes")
+    code, _, err = call("runs", "reset", name, "--yes")
     text = (
         f"Error: processes of run {name!r} are at work, or were a few seconds ago: batcher, scorer ref, worker math-0. "
         "Stop them first: what is still there begins the run anew. --force removes it all the same\n"
     )
     assert (code, err) == (1, text)
     assert made.store.meta().step == 3
-    assert call("reset", name, "--yes", "--force")[0] == 0
+    assert call("runs", "reset", name, "--yes", "--force")[0] == 0
     assert made.control_keys() == {}
 
 
@@ -107,12 +107,12 @@ def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> No
         out = call("inspect", "--run", name, "--where", "reason:void", "--json")[1]
         return [json.loads(line) for line in out.splitlines()]
 
-    assert call("step", "void", "2", "--run", name)[0] == 0
+    assert call("runs", "void", "2", "--run", name)[0] == 0
     assert [(r["group_id"], r["state"], r["rollouts"], r["detail"]) for r in void()] == [
         ("a.2", "dropped", 2, "step 3 was taken back"),
         ("a.1", "dropped", 2, "step 2 was taken back"),
     ]
-    assert call("rewind", "1", "--run", name)[0] == 0
+    assert call("runs", "rewind", "1", "--run", name)[0] == 0
     listed = void()
     assert (listed[0]["group_id"], listed[0]["detail"]) == ("a.3", "pending when the run was taken back to step 1")
     account = made.store.ledger().total()
@@ -159,11 +159,11 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
 def test_reset_asks_for_yes_and_then_removes_everything(made: Run, call: Call) -> None:
     name = made.store.run
     made.store.release_lease("leader")
-    code, _, err = call("reset", name)
+    code, _, err = call("runs", "reset", name)
     assert code == 2
     message = f'Error: this removes run "{name}" (3 steps, 2 pending rollouts) for good: say so with --yes\n'
     assert err.endswith(message)
-    code, out, _ = call("reset", name, "--yes")
+    code, out, _ = call("runs", "reset", name, "--yes")
     assert (code, out.startswith(f'run "{name}" (3 steps, 2 pending rollouts) is gone: ')) == (0, True)
     assert made.control_keys() == {}
-    assert call("reset", name, "--yes")[0] == 1
+    assert call("runs", "reset", name, "--yes")[0] == 1

@@ -50,7 +50,7 @@ def ended(arguments: list[str], folder: Path, *, closed: str) -> tuple[int, str]
     "words",
     [
         *(["inspect"], ["inspect", "--json"], ["inspect", "a.1"], ["inspect", "--steps"], ["inspect", "--html", "-"]),
-        *(["export", "-o", "-"], ["verify"], ["top", "--json"], ["runs"], ["plot", "fill"], ["doctor"]),
+        *(["export", "-o", "-"], ["verify"], ["top", "--json"], ["runs", "list"], ["plot", "fill"], ["doctor"]),
     ],
     ids=" ".join,
 )

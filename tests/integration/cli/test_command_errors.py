@@ -97,7 +97,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("inspect x/0 --tokens 9:3", 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
         ("inspect", 1, NO_DATA),
         ("verify", 1, NO_DATA),
-        ("runs", 1, NO_DATA),
+        ("runs list", 1, NO_DATA),
         ("env pause math", 1, NO_DATA),
         ("env pause a/b", 2, "Error: 'a/b' is not an env name: [A-Za-z0-9_.-]{{1,64}}"),
         ("step void 0", 2, "Error: Invalid value for 'N': 0 is not in the range x>=1."),

@@ -82,11 +82,11 @@ def spoil(buffer: rlbuffer.Buffer) -> None:
         ["inspect", "--alive", f"worker {EVIL}"],
         ["inspect", "--where", f"env:{EVIL}"],
         ["verify"],
-        ["runs"],
+        ["runs", "list"],
         ["env", "pause", EVIL],
         ["env", "resume", "none"],
         ["drop", "--where", "env:none", "--yes"],
-        ["reset", "evil", "--yes"],
+        ["runs", "reset", "evil", "--yes"],
     ],
 )
 def test_nothing_on_the_server_controls_the_terminal(

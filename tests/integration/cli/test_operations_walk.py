@@ -13,8 +13,6 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.backup.backup import write_backup
-from rlbuffer.store.backup.restore import restore_backup
 
 pytest_plugins = ("store_fixtures",)
 
@@ -48,23 +46,10 @@ def make_two_steps(served: Served) -> None:
     served.stop()
 
 
-def restored(run: Run, tmp_path: Path) -> None:
-    write_backup(run.store, tmp_path / "run.rlb")
-    run.store.delete_run()
-    restore_backup(run.store, tmp_path / "run.rlb")
-
-
-def rewound(run: Run, tmp_path: Path) -> None:
-    run.store.rewind(2, force=True)
-
-
-@pytest.mark.parametrize("do", [restored, rewound])
-def test_until_a_trainer_comes_back_the_batcher_says_that_none_has_come(
-    served: Served, tmp_path: Path, do: Callable[[Run, Path], None]
-) -> None:
+def test_until_a_trainer_comes_back_the_batcher_says_that_none_has_come(served: Served) -> None:
     run = served.run
     make_two_steps(served)
-    do(run, tmp_path)
+    run.store.rewind(2, force=True)
     served.serve(CONFIG)
     sentence = waiting.absent_trainer(2, 1)
     assert sentence == (
@@ -76,17 +61,6 @@ def test_until_a_trainer_comes_back_the_batcher_says_that_none_has_come(
     served.wait_for(lambda: run.store.waiting().get("batcher") == waiting.for_trainer(2, 1, 0), 60)
 
 
-def test_the_check_that_restore_names_can_be_typed_as_it_is(run: Run, call: Call) -> None:
-    run.step("a.0")
-    name = f"{run.store.run}-new"
-    assert call(f"rlbuffer backup run.rlb --run {run.store.run} --redis {run.url}")[0] == 0
-    code, out, _ = call(f"rlbuffer restore run.rlb --run {name} --redis {run.url}")
-    assert code == 0
-    code, out, _ = call(out.partition("Check it: ")[2])
-    assert (code, out.splitlines()[-1]) == (0, "ok: everything adds up")
-    assert out.startswith(f'run "{name}": ')
-
-
 def test_the_checkpoints_that_void_names_are_all_that_the_trainer_may_not_take(
     run: Run, call: Call, tmp_path: Path
 ) -> None:
@@ -95,10 +69,11 @@ def test_the_checkpoints_that_void_names_are_all_that_the_trainer_may_not_take(
     folder = tmp_path / "home" / "runs" / run.store.run / "checkpoints"
     for step in (1, 2, 3):
         (folder / f"step-{step:08d}").mkdir(parents=True)
-    code, out, _ = call(f"rlbuffer step void 2 --run {run.store.run} --redis {run.url}")
+    code, out, _ = call(f"rlbuffer runs void 2 --run {run.store.run} --redis {run.url}")
     assert code == 0
     assert out.endswith(
-        f"; void: 2 steps. Move newer checkpoints away ({folder / 'step-00000002'}, {folder / 'step-00000003'}), then "
+        f"; void: 2 steps, 0 pending pushes. Move newer checkpoints away ({folder / 'step-00000002'}, "
+        f"{folder / 'step-00000003'}), then "
         "start the trainer again.\n"
     )
     with pytest.raises(rlbuffer.errors.RunGone):

@@ -140,7 +140,7 @@ def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early
     assert str(caught.value) == (
         f"the trainer resumes after step 0, but steps up to {meta.retired} of run '{run.store.run}' were retired early "
         f"({reason}): resume from a checkpoint of step {meta.retired} or later, start another run, or take this one "
-        "back to step 0 with `rlbuffer rewind 0 --force`"
+        "back to step 0 with `rlbuffer runs rewind 0 --force`"
     )
     with pytest.raises(StepRetired) as caught:
         run.store.wait_step(1, block_seconds=0)
@@ -239,8 +239,8 @@ def test_what_a_leader_left_to_sweep_is_swept_by_the_next(served: Served, traine
         trainer.train(step)
     run.client.delete(run.store.keys.state)
     keys = run.store.keys
-    all_keys = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
-    run.store.move("retire", all_keys, (run.token, 2, "", 99, 1000))
+    all_keys = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
+    run.store.move("retire", all_keys, (run.token, 2, "", 99))
     assert len(run.payload_keys()) == 3
     run.store.release_lease("leader")
     served.serve(CONFIG)

@@ -81,7 +81,7 @@ def test_what_the_host_refuses_is_no_defect(
         raise error
 
     monkeypatch.setattr(cli, "main", fails)
-    assert main(["runs"]) == 1
+    assert main(["runs", "list"]) == 1
     said = capsys.readouterr().err
     assert "defect" not in said
     assert error.filename is None or error.filename in said

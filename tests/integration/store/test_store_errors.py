@@ -123,7 +123,7 @@ TRAINERS: list[tuple[Callable[[Run], None], type[RlbufferError], str]] = [
         (
             "the trainer resumes after step 0, but steps up to 1 of run {run!r} were retired: resume from a "
             "checkpoint of step 1 or later, start another run, or take this one back to step 0 with "
-            "`rlbuffer rewind 0 --force`"
+            "`rlbuffer runs rewind 0 --force`"
         ),
     ),
     (resumes_in_no_run, RunGone, "run {run!r} is not on the server ({{rlb:{run}}}:meta): open it first"),
@@ -328,7 +328,7 @@ OTHERS: list[tuple[Callable[[Run], None], type[RlbufferError], str]] = [
         StepRetired,
         (
             "steps up to 1 of run {run!r} were retired: it can go on from step 1 or a later one, or from this one with "
-            "`rlbuffer rewind 0 --force`"
+            "`rlbuffer runs rewind 0 --force`"
         ),
     ),
     (

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from store_runs import Run, plan_of
 
-from rlbuffer.store.backup.backup import _Hold
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -261,12 +260,6 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
 
     monkeypatch.setattr(busy.store, "look", slow)
     assert busy.store.verify().findings == ()
-
-
-def test_hold_of_a_backup_that_runs_may_lapse(busy):
-    with _Hold(busy.store):
-        assert busy.client.pttl(busy.store.keys.holds) > 0
-        assert busy.store.verify().findings == ()
 
 
 def test_entry_with_unreadable_metadata_is_counted_without_being_opened(busy):

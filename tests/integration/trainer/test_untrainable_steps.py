@@ -20,7 +20,7 @@ from rlbuffer.trainer.losses import LossSettings, TrainedTokens
 
 FAILS_AT = 2
 """Step."""
-VOID = f"rlbuffer step void {FAILS_AT}`"
+VOID = f"rlbuffer runs void {FAILS_AT}`"
 SEEN: list[list[str]] = []
 """The rollouts of the micro-batches of that step."""
 RAISED: list[Exception] = []

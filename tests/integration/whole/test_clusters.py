@@ -115,13 +115,14 @@ def test_the_commands_work_on_a_cluster(
     assert main(["config", "check"]) in (0, 3)
     assert main(["inspect", *name]) == 0
     assert main(["verify", *name]) == 0
-    assert main(["backup", *name, "run.backup"]) == 0
-    assert main(["step", "void", "2", *name, "--force"]) == 0
-    assert main(["reset", run.store.run, "--yes"]) == 0
+    run.store.release_lease("leader")
+    assert main(["runs", "dump", *name, "run.dump"]) == 0
+    assert main(["runs", "void", "2", *name, "--force"]) == 0
+    assert main(["runs", "reset", run.store.run, "--yes"]) == 0
     assert run.payload_keys() == []
-    assert main(["restore", "run.backup", *name]) == 0
+    assert main(["runs", "restore", "run.dump", *name]) == 0
     assert main(["verify", *name]) == 0
-    assert main(["rewind", "1", *name, "--force"]) == 0
+    assert main(["runs", "rewind", "1", *name, "--force"]) == 0
     assert main(["verify", *name]) == 0
     capsys.readouterr()
     main(["doctor"])

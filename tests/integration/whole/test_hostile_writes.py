@@ -195,9 +195,9 @@ def without_meta(run: Run) -> str:
     run.client.delete(run.store.keys.meta)
     keys, name = run.store.keys, run.store.run
     return (
-        f"run {name!r} has lost its meta ({keys.meta}), but {keys.pool} is left of it: it would begin anew at step 0 "
-        f"beside that. `rlbuffer reset {name} --yes` removes what is left; then `rlbuffer restore FILE` brings a "
-        "backup back, or the run begins anew"
+        f"run {name!r} has no meta ({keys.meta}), but {keys.pool} is there: it would begin anew at step 0 beside "
+        f"that. With {keys.restoring} it is being restored, or its restore was stopped: `rlbuffer runs restore FILE` "
+        f"again. Otherwise `rlbuffer runs reset {name} --yes` removes what is left"
     )
 
 

@@ -77,7 +77,7 @@ def address(scheme: str, ports: tuple[int, int], host: str = "127.0.0.1", trusts
 
 @pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel"])
 def test_a_server_over_tls_is_taken(folder: Path, ports: Mapping[str, tuple[int, int]], scheme: str) -> None:
-    called = call(folder, address(scheme, ports["good"], trusts=folder / "ca" / "ca.crt"), "runs")
+    called = call(folder, address(scheme, ports["good"], trusts=folder / "ca" / "ca.crt"), "runs", "list")
     assert (called.returncode, called.stderr) == (0, ""), called.stderr
 
 
@@ -97,7 +97,7 @@ def test_a_mistake_ends_the_command_with_the_reason_and_code_4(
 ) -> None:
     trusts = folder / trusted / "ca.crt" if trusted else None
     began = time.monotonic()
-    called = call(folder, address(scheme, ports[kind], host, trusts), "runs")
+    called = call(folder, address(scheme, ports[kind], host, trusts), "runs", "list")
     assert called.returncode == 4, called.stderr
     assert why in called.stderr
     assert "RLBUFFER_REDIS_URL" in called.stderr
@@ -113,7 +113,7 @@ def test_no_password_stands_in_what_a_refused_command_prints(
     good = address("rediss+sentinel", ports["good"], trusts=folder / "ca" / "ca.crt")
     wrong = good.replace("watch-s", "other-s")
     for url in (wrong, good.replace("://", "://:typed-s%23cr%40t@"), good.replace("127.0.0.1", "localhost")):
-        called = call(folder, url, "runs", *debug)
+        called = call(folder, url, "runs", "list", *debug)
         assert called.returncode != 0
         said = called.stdout + called.stderr
         assert ("Traceback" in said) == bool(debug)

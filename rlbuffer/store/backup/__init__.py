@@ -1,4 +1,0 @@
-"""Backups: a run as files, written and put back whole.
-
-Open first: `backup`.
-"""
