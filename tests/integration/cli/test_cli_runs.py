@@ -1,4 +1,4 @@
-"""`runs`, `step void`, `rewind` and `reset` on runs that are there. In memory."""
+"""`runs list`, `void`, `rewind` and `reset` on runs that are there. In memory."""
 
 from __future__ import annotations
 

@@ -100,10 +100,10 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("runs list", 1, NO_DATA),
         ("env pause math", 1, NO_DATA),
         ("env pause a/b", 2, "Error: 'a/b' is not an env name: [A-Za-z0-9_.-]{{1,64}}"),
-        ("step void 0", 2, "Error: Invalid value for 'N': 0 is not in the range x>=1."),
-        ("rewind -1", 2, "Error: No such option '-1'."),
-        ("rewind five", 2, "Error: Invalid value for 'N': 'five' is not a valid integer range."),
-        ("reset a --run b", 2, "Error: the run is named twice: 'a' and --run 'b'"),
+        ("runs void 0", 2, "Error: Invalid value for 'N': 0 is not in the range x>=1."),
+        ("runs rewind -1", 2, "Error: No such option '-1'."),
+        ("runs rewind five", 2, "Error: Invalid value for 'N': 'five' is not a valid integer range."),
+        ("runs reset a --run b", 2, "Error: the run is named twice: 'a' and --run 'b'"),
         ("push no.jsonl", 2, "Error: Invalid value for 'FILE': File 'no.jsonl' does not exist."),
         ("push empty.jsonl", 1, "Error: empty.jsonl holds no group"),
         ("push bad.jsonl", 1, "Error: bad.jsonl:2  env: missing"),
@@ -271,10 +271,10 @@ def made(tmp_path: Path) -> Run:
             1,
             "Error: 'batcher' has never been heard in run {run!r}. Heard were: nobody.",
         ),
-        ("step void 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
-        ("rewind 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
+        ("runs void 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
+        ("runs rewind 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
         (
-            "reset {run}",
+            "runs reset {run}",
             2,
             'Error: this removes run "{run}" (1 step, 4 pending rollouts) for good: say so with --yes',
         ),
@@ -301,7 +301,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "arguments", ["serve", "worker vcopy", "worker --env vcopy", "score --model initial", "train", "run", "runs"]
+    "arguments", ["serve", "worker vcopy", "worker --env vcopy", "score --model initial", "train", "run", "runs list"]
 )
 def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_from(
     call: Call, arguments: str, monkeypatch: pytest.MonkeyPatch
