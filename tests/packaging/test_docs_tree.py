@@ -14,7 +14,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
-FOLDERS = {"tutorial", "guide", "reference", "explain", "decisions", "examples"}
 
 
 def text_of(page: Path) -> str:
@@ -55,11 +54,6 @@ def test_a_link_to_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
     assert lost(tmp_path / "a.md") == ["#four", "b.md"]
 
 
-def test_pages_stand_in_their_folders() -> None:
-    assert {path.name for path in DOCS.iterdir() if path.is_dir() and path.name != "__pycache__"} == FOLDERS
-    assert {path.name for path in DOCS.glob("*.md")} == {"README.md", "log.md"}
-
-
 def test_the_index_has_one_line_for_every_page() -> None:
     index = text_of(DOCS / "README.md")
     lines = [line for line in index.splitlines() if line.startswith("- [")]
@@ -68,12 +62,10 @@ def test_the_index_has_one_line_for_every_page() -> None:
         str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name not in ("docs", "decisions")
     }
     assert sorted(targets) == sorted(pages | {"decisions/README.md", "log.md"})
-    assert all(len(line.split("): ", 1)[1].split()) >= 3 for line in lines), "say what the page is for"
 
 
 WALK = DOCS / "explain" / "walk.md"
 STOP = re.compile(r"^\| (\d+) \| `([\w/.]+)` \| ([^|]*) \| ([^|]+) \|$", re.MULTILINE)
-STATIONS = ["Push", "Pool", "Plan", "Commit", "Pull", "Loss", "Back to the server"]
 
 
 def defined(path: Path) -> set[str]:
@@ -90,7 +82,6 @@ def defined(path: Path) -> set[str]:
 
 def test_the_walk_of_a_group_visits_every_file_once_and_names_what_is_there() -> None:
     text = WALK.read_text(encoding="utf-8")
-    assert [heading.split(":")[0] for heading in re.findall(r"^## (.+)$", text, re.MULTILINE)] == STATIONS
     stops = STOP.findall(text)
     assert len(stops) == sum(line.startswith("| ") and line[2].isdigit() for line in text.splitlines())
     assert [int(number) for number, *_ in stops] == list(range(1, len(stops) + 1))

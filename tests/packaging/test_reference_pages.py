@@ -34,24 +34,6 @@ def test_a_page_is_what_the_code_makes_of_it(page: str) -> None:
     assert (REFERENCE / page).read_text(encoding="utf-8") == made, "run: python docs/reference/generate.py"
 
 
-def test_every_setting_has_a_row_with_a_meaning() -> None:
-    rows = {
-        tuple(f"{table.path}.{setting.name}".lstrip(".").replace("NAME", "*").split(".")): setting.meaning
-        for table in MADE.tables(MADE.RunSettings)
-        for setting in table.settings
-    }
-    named = {path[:-1] if path[-1] == "*" else path for path in run_schema().names()}
-    assert set(rows) == named
-    assert [path for path, meaning in rows.items() if len(meaning) < 5] == []
-
-
-def test_every_field_of_a_record_has_a_meaning() -> None:
-    text = (REFERENCE / "records.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`\w+`) \| `[^`]*` \| (.*) \|$", text, re.MULTILINE)
-    assert len(rows) > 100
-    assert [field for field, meaning in rows if len(meaning) < 5] == []
-
-
 def test_every_exception_and_every_record_is_on_its_page() -> None:
     text = (REFERENCE / "errors.md").read_text(encoding="utf-8")
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
