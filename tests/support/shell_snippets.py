@@ -71,7 +71,7 @@ DOCS_ENDS = {
     "rlbuffer drain --run math --timeout 900": (0, 'run "math" is drained after step 0'),
     "rlbuffer runs dump math.dump --run math": (1, " leads run 'math'"),
     "rlbuffer runs restore math.dump --redis redis://new-host:6379": (1, "cannot read math.dump"),
-    "rlbuffer verify --run math --redis redis://new-host:6379": (0, "ok: everything adds up"),
+    "rlbuffer verify --run math --redis redis://new-host:6379": (1, "there is no run 'math'"),
     "rlbuffer weights serve": (3, "where should it listen? Give --listen HOST:PORT, or set weights.listen"),
     "rlbuffer train --fake-data --steps 20": (0, "finished at step 20"),
 }
