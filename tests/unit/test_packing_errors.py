@@ -1,4 +1,4 @@
-"""Exact texts: what is refused of rollouts, rows, plans and payloads that do not fit together."""
+"""What is refused of rollouts, rows, plans and payloads that do not fit together."""
 
 from __future__ import annotations
 
@@ -62,79 +62,43 @@ def assembled(rows: Any, items: list[PackItem], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    "build",
     [
-        (lambda: item("g/0", length=0), "assemble: rollout 'g/0' has length 0"),
-        (lambda: item("g/0", length=5), "assemble: rollout 'g/0' has 4 tokens, 5 planned"),
-        (
-            lambda: assembled([[(0,)]], [item("g/0")], pad_to_multiple_of=0),
-            "assemble: pad_to_multiple_of = 0 must be at least 1",
-        ),
-        (
-            lambda: assembled([[(0, 1, 2)]], [item(f"g/{i}") for i in range(3)]),
-            "assemble: a row of 3 rollouts has 12 tokens; it holds 8",
-        ),
-        (lambda: assembled([[(1,)]], [item("g/0")]), "assemble: row (1,) is out of range for 1 items"),
-        (
-            lambda: assembled([[(0, 1)]], [item("g/0", adapter="x"), item("g/1", adapter="y")]),
-            "assemble: a row mixes the adapters 'x', 'y'",
-        ),
-        (
-            lambda: assembled([[(0,)]], [item("g/0", columns={"advantages": np.ones((4, 2))})]),
-            "assemble: column advantages of rollout 'g/0' is float64 [T, 2], not [T] numbers",
-        ),
-        (
-            lambda: assembled([[(0,)]], [item("g/0")], columns=["mine"]),
-            (
-                "assemble: column mine is required, but no rollout here has it and its dtype is not declared: "
-                "call register_column('mine', fill=..., dtype=...)"
-            ),
-        ),
+        lambda: item("g/0", length=0),
+        lambda: item("g/0", length=5),
+        lambda: assembled([[(0,)]], [item("g/0")], pad_to_multiple_of=0),
+        lambda: assembled([[(0, 1, 2)]], [item(f"g/{i}") for i in range(3)]),
+        lambda: assembled([[(1,)]], [item("g/0")]),
+        lambda: assembled([[(0, 1)]], [item("g/0", adapter="x"), item("g/1", adapter="y")]),
+        lambda: assembled([[(0,)]], [item("g/0", columns={"advantages": np.ones((4, 2))})]),
+        lambda: assembled([[(0,)]], [item("g/0")], columns=["mine"]),
     ],
 )
-def test_rows_that_cannot_be_assembled_are_refused(build: Callable[[], Any], text: str) -> None:
-    with pytest.raises(PackingError) as caught:
+def test_rows_that_cannot_be_assembled_are_refused(build: Callable[[], Any]) -> None:
+    with pytest.raises(PackingError):
         build()
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    "call",
     [
-        (
-            lambda: advantage("rloo", [1.0, float("nan")]),
-            "advantage rloo: rewards must be finite numbers of shape [n], got [1.0, nan]",
-        ),
-        (
-            lambda: advantage("grpo", [[1.0]]),  # type: ignore[list-item]
-            "advantage grpo: rewards must be finite numbers of shape [n], got [[1.0]]",
-        ),
-        (lambda: advantage("opo", [1.0, 0.0]), "advantage opo: lengths are required"),
-        (lambda: advantage("length_penalty", [1.0, 0.0]), "advantage length_penalty: lengths are required"),
-        (lambda: advantage("opo", [1.0, 0.0], lengths=[3]), "advantage opo: 1 lengths do not match 2 rewards"),
-        (
-            lambda: as_column("x", [[1], [2, 3]], kind="column"),
-            "column x: not a rectangular array of numbers",
-        ),
-        (
-            lambda: encode_rollout(rollout(attachments={"a": np.zeros((2**27, 0))}, rollout_id="g/0")),
-            "rollout g/0: attachment a has the shape [134217728, 0]",
-        ),
+        lambda: advantage("rloo", [1.0, float("nan")]),
+        lambda: advantage("grpo", [[1.0]]),
+        lambda: advantage("opo", [1.0, 0.0]),
+        lambda: advantage("length_penalty", [1.0, 0.0]),
+        lambda: advantage("opo", [1.0, 0.0], lengths=[3]),
+        lambda: as_column("x", [[1], [2, 3]], kind="column"),
+        lambda: encode_rollout(rollout(attachments={"a": np.zeros((2**27, 0))}, rollout_id="g/0")),
     ],
 )
-def test_what_no_rollout_may_hold_is_refused(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(InvalidRollout) as caught:
+def test_what_no_rollout_may_hold_is_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidRollout):
         call()
-    assert str(caught.value) == text
 
 
-def test_a_rollout_with_giant_metadata_is_told_where_to_put_it() -> None:
-    with pytest.raises(InvalidRollout) as caught:
+def test_a_rollout_with_giant_metadata_is_refused() -> None:
+    with pytest.raises(InvalidRollout):
         encode_rollout(rollout(rollout_id="g/0", metadata={"notes": "x" * 2**22}))
-    assert str(caught.value) == (
-        "rollout g/0: turns and metadata take 4194367 bytes, above the limit of 4194304; "
-        "large values belong to text, columns or attachments"
-    )
 
 
 def sealed(magic: bytes, body: bytes, details: int) -> bytes:
@@ -147,18 +111,15 @@ def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_a_flipped_byte_is_told_by_both_checksums() -> None:
+def test_a_flipped_byte_is_found_by_both_checksums() -> None:
     data = encode_rollout(rollout())
     bad = flipped(data, len(data) - 1)
-    actual, expected = zlib.crc32(bad[24:], zlib.crc32(bad[:20])), struct.unpack("<I", data[20:24])[0]
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(PayloadError):
         decode_rollout(bad)
-    assert str(caught.value) == f"payload is damaged: checksum {actual:08x}, expected {expected:08x}"
     info = encode_info(make_group(size=1).info())
     bad = info[:-4] + struct.pack(">I", 7)
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(PayloadError):
         decode_info(bad)
-    assert str(caught.value) == f"metadata is damaged: checksum {zlib.crc32(info[:-4]):08x}, expected 7"
 
 
 PAIR = encode_group_payload("answer", {}) or b""
@@ -166,44 +127,23 @@ ONE = msgpack.packb(["answer"])
 
 
 @pytest.mark.parametrize(
-    ("decode", "data", "text"),
+    ("decode", "data"),
     [
-        (decode_rollout, bytearray(30), "expected bytes, got bytearray"),
-        (decode_info, "text", "expected bytes, got str"),
-        (decode_rollout, b"RLBR", "payload of 4 bytes is shorter than its header of 24"),
-        (
-            decode_rollout,
-            encode_rollout(rollout())[:-1],
-            f"payload of {len(encode_rollout(rollout())) - 1} bytes should have {len(encode_rollout(rollout()))}",
-        ),
-        (
-            decode_group_payload,
-            sealed(b"RLBG", PAIR[24:] + b"\0", len(PAIR) - 24),
-            "invalid group payload: bytes after the details",
-        ),
-        (
-            decode_group_payload,
-            sealed(b"RLBG", ONE, len(ONE)),
-            "invalid group payload: expected answer and metadata",
-        ),
-        (
-            lambda data: decode_header(data, digest="", committed_ms=0),
-            msgpack.packb({}),
-            "step header: unexpected content (KeyError: 'age_limits')",
-        ),
+        (decode_rollout, bytearray(30)),
+        (decode_info, "text"),
+        (decode_rollout, b"RLBR"),
+        (decode_rollout, encode_rollout(rollout())[:-1]),
+        (decode_group_payload, sealed(b"RLBG", PAIR[24:] + b"\0", len(PAIR) - 24)),
+        (decode_group_payload, sealed(b"RLBG", ONE, len(ONE))),
+        (lambda data: decode_header(data, digest="", committed_ms=0), msgpack.packb({})),
         (
             lambda data: decode_header(data, digest="", committed_ms=0),
             msgpack.packb(
                 {"age_limits": {}, "group_ids": [], "closed_by": "capacity", "columns": {}, "sees_tomorrow": True}
             ),
-            "step header: this rlbuffer does not know sees_tomorrow: a newer one made the step, update this one",
         ),
-        (decode_part, msgpack.packb({}), "step part: unexpected content (KeyError: 'sources')"),
-        (
-            decode_part,
-            msgpack.packb({"sources": [], "rollouts": [], "rows": [[[0]]]}),
-            "step part: unexpected content (ValueError: a row names a rollout that the part does not have)",
-        ),
+        (decode_part, msgpack.packb({})),
+        (decode_part, msgpack.packb({"sources": [], "rollouts": [], "rows": [[[0]]]})),
         (
             decode_part,
             msgpack.packb(
@@ -213,9 +153,8 @@ ONE = msgpack.packb(["answer"])
                     "rows": [[[0]], [[0]]],
                 }
             ),
-            "step part: unexpected content (ValueError: the rows do not name each rollout once)",
         ),
-        (decode_part, b"\xc1", "step part: malformed msgpack: FormatError"),
+        (decode_part, b"\xc1"),
         (
             lambda data: part_of("1-1", {b"part": data}, Keys("r")),
             msgpack.packb(
@@ -229,18 +168,15 @@ ONE = msgpack.packb(["answer"])
                     "rows_per_micro_batch": 1,
                 }
             ),
-            "step part 1-1 says that it is rank 0 of step 2",
         ),
-        (decode_claim, msgpack.packb({}), "claim of a trainer: unexpected content (KeyError: 'steps')"),
+        (decode_claim, msgpack.packb({})),
     ],
 )
-def test_bytes_that_are_not_what_they_should_be_are_refused(decode: Callable[[Any], Any], data: Any, text: str) -> None:
-    with pytest.raises(PayloadError) as caught:
+def test_bytes_that_are_not_what_they_should_be_are_refused(decode: Callable[[Any], Any], data: Any) -> None:
+    with pytest.raises(PayloadError):
         decode(data)
-    assert str(caught.value) == text
 
 
 def test_a_saved_state_of_another_version_is_refused() -> None:
-    with pytest.raises(RlbufferError) as caught:
+    with pytest.raises(RlbufferError):
         budget.load({"schema": 2})
-    assert str(caught.value) == "the batcher's saved state has schema 2, this version reads 1"
