@@ -17,7 +17,7 @@ from rlbuffer.store.verify.snapshot import Findings, Verified
 TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends", "room", "taken"),
+            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends"),
             "hash",
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "waiting"), "hash"),
