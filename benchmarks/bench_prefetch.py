@@ -24,8 +24,8 @@ import rlbuffer
 from benchmarks.report import Report
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.narration.numbers import percent
 from rlbuffer.records.group import Group
+from rlbuffer.state.text import percent
 from rlbuffer.testing import make_group
 
 STEPS = 12

@@ -78,7 +78,7 @@ class Commands(click.Group):
         if args and args[0] in ALIASES:
             args = [ALIASES[args[0]], *args[1:]]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from rlbuffer.narration.nearest import did_you_mean
+            from rlbuffer.state.text import did_you_mean
 
             hint = did_you_mean(args[0], COMMANDS, cutoff=0.5)
             raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)

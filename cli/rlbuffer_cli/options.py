@@ -21,7 +21,7 @@ EXIT_CLOSED_PIPE = 141
 
 def echo(text: str = "") -> None:
     """Prints lines as they are; what a server or a file put into them does not control the terminal."""
-    from rlbuffer.narration.numbers import printable
+    from rlbuffer.state.text import printable
 
     clear()
     click.echo(printable(text, lines=True))
@@ -32,7 +32,7 @@ def say(text: str, *, err: bool = False, indent: str | None = None) -> None:
 
     `indent` begins the rows after the first of a line; None: two blanks more than the line has.
     """
-    from rlbuffer.narration.numbers import printable
+    from rlbuffer.state.text import printable
     from rlbuffer_cli.render.text import wrapped
 
     clear()

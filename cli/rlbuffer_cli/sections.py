@@ -38,7 +38,7 @@ def check(kind: str, key: str, known: Iterable[str], file: Path | None, flags: s
     """ConfigError unless `file` (None: there is none) has a section `key`, with the name that may have been meant or
     else `flags`, which do without one."""
     from rlbuffer.errors import ConfigError
-    from rlbuffer.narration.nearest import did_you_mean
+    from rlbuffer.state.text import did_you_mean
 
     names = list(known)
     if key not in names:

@@ -85,7 +85,7 @@ def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
 
 def at_work(buffer: Buffer) -> list[str]:
     """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
-    from rlbuffer.narration.workers import FRESH_SECONDS
+    from rlbuffer.state.heartbeats import FRESH_SECONDS
     from rlbuffer_cli.render.pool import last_seen
 
     seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}

@@ -30,10 +30,10 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
 from rlbuffer.events.history import Committed, Dropped, RunRewound, StepsVoided
-from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.text import several_ids
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
 from rlbuffer.store.records import StepPart

@@ -49,10 +49,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.config.dotted import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.narration.nearest import did_you_mean
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.info import FLAT_WITHIN
+from rlbuffer.state.text import did_you_mean, plural
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation; times the size of the rewards where that is below 1."""

@@ -9,8 +9,8 @@ from rlbuffer.batcher.age import oldest_version
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Mean, Situation
 from rlbuffer.narration import waiting
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.waiting import Wait
+from rlbuffer.state.text import plural
 
 
 def reason(

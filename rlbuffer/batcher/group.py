@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, are_flat
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
+from rlbuffer.state.text import plural
 
 REWARD = "reward"
 """Need of a group whose rollouts are not scored yet."""

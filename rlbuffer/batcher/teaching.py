@@ -24,9 +24,9 @@ from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.step_plan import advantages_of, trained_tokens
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.info import GroupInfo, are_flat
+from rlbuffer.state.text import plural
 
 OWN = "advantages"
 """Column that wins over the estimator."""

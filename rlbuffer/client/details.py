@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
+from rlbuffer.state.text import several_ids
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload

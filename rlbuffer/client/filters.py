@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import FilterError
-from rlbuffer.narration.nearest import did_you_mean
 from rlbuffer.records.states import Reason, State
+from rlbuffer.state.text import did_you_mean
 
 TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
     {

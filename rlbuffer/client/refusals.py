@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
-from rlbuffer.narration.waiting import DEAD_BATCHER, SILENT_BATCHER, Lasting, is_last_word, to_trainer
+from rlbuffer.narration.waiting import DEAD_BATCHER, SILENT_BATCHER, is_last_word, to_trainer
+from rlbuffer.process.lasting import Lasting
 from rlbuffer.store.protocol import Store
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0

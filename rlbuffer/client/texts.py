@@ -2,7 +2,7 @@
 
 Decoding takes the ``tokenizer.json`` of a model's directory and the `tokenizers` package, which comes with
 transformers. Nothing is fetched, and no code of the directory runs. Texts are as a worker wrote them: whoever shows one
-makes it harmless (:func:`rlbuffer.narration.numbers.printable`).
+makes it harmless (:func:`rlbuffer.state.text.printable`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from rlbuffer.config.settings import (
     WorkerSettings,
 )
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import nearest
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
+from rlbuffer.state.text import nearest
 
 BOUNDS = (("mask_low", "mask_high"), ("sequence_low", "sequence_high"), ("cov_low", "cov_high"))
 """Settings of the trainer, the lower one first."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer.state.text import did_you_mean
 
 
 def load(setting: str, path: str, takes: str) -> Any:

@@ -10,7 +10,7 @@ from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.mistakes import Places
 from rlbuffer.config.settings import RunSettings, WorkerSettings
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 
 LATE = 2**53
 """A step after every schedule of budgets has ended."""

@@ -29,7 +29,7 @@ from rlbuffer.config.setting_tree import Free, Leaf, Node, Section, children, ru
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.config.toml_lines import key_lines
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import did_you_mean, nearest
+from rlbuffer.state.text import did_you_mean, nearest
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"

@@ -12,8 +12,7 @@ from typing import Literal, get_args
 
 from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import did_you_mean
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import did_you_mean, plural
 
 Divisor = Literal["rollouts", "tokens", "longest"]
 """``rollouts``: each rollout's mean over its trained tokens, over the update's rollouts. ``tokens``: the update's

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 
 _SIZE = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60

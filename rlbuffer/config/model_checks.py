@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.narration.nearest import did_you_mean, nearest
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import did_you_mean, nearest, plural
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """Files of which a model's directory has one."""

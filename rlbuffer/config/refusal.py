@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import nearest
+from rlbuffer.state.text import nearest
 
 _T = TypeVar("_T")
 

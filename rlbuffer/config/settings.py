@@ -186,6 +186,11 @@ class ScoreSettings(Table):
         return (*columns, *((self.gives or ("reward",)) if self.reward else ()))
 
 
+def gives_nothing(scorer: str) -> str:
+    """The sentence about a scorer that adds nothing."""
+    return f"score.{scorer} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)"
+
+
 class EvaluationSettings(Table):
     """``[eval.NAME]``: how policy versions are measured on prompts that nothing trains on."""
 

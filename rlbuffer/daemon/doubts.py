@@ -15,9 +15,9 @@ from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.events.batcher import PayloadsDamaged
 from rlbuffer.narration import waiting
-from rlbuffer.narration.numbers import printable
 from rlbuffer.packing.further_columns import Columns, ColumnSpec
 from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.state.text import printable
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry

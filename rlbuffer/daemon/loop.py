@@ -34,6 +34,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
 from rlbuffer.narration import waiting
+from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.waiting import Wait
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Lease, Meta
@@ -94,7 +95,7 @@ class Daemon:
         """The run was there, or begun, when this process came."""
         self._is_at_work = False
         """It leads, with settings that the run has taken."""
-        self._lost = waiting.Lasting()
+        self._lost = Lasting()
         self._ended: int | None = None
         """The step after which the run has ended."""
 

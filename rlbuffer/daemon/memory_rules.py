@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, is_by_capacity, mib
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.narration import waiting
-from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
 SCORERS_LOOK_SECONDS = 1.0

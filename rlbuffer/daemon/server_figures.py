@@ -20,7 +20,7 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.labels import Labels
 from rlbuffer.metrics.registry import Values
-from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import EnvLedger
 

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from rlbuffer.narration import waiting
-from rlbuffer.narration.numbers import Failed, failures_of
-from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.process.lasting import AGAIN_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS, Failed, failures_of, silent_envs, troubles
 from rlbuffer.store.protocol import Store
 
 WORKERS_LOOK_SECONDS = 1.0
@@ -107,7 +107,7 @@ class WorkerWatch:
     def _anew(past: Told, what: str, key: object, text: str, now: float) -> str:
         """`text`, or its last form while only numbers have changed since."""
         before = past.get(what)
-        if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
+        if before is not None and before[0] == key and now < before[2] + AGAIN_SECONDS:
             return before[1]
         past[what] = (key, text, now)
         return text

@@ -38,8 +38,8 @@ from rlbuffer.events.batcher import (
     StepWaits,
 )
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
-from rlbuffer.narration.numbers import amount, percent, plural
 from rlbuffer.records.states import SettingsState
+from rlbuffer.state.text import amount, percent, plural
 
 WAITING_SECONDS = 5.0
 """Sentences about waiting come at most this often."""

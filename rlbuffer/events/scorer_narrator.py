@@ -8,7 +8,7 @@ from typing import assert_never
 
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable, RunChanged, Trouble
 from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
-from rlbuffer.narration.numbers import amount, plural
+from rlbuffer.state.text import amount, plural
 
 
 class ScoreNarrator:

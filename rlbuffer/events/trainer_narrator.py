@@ -14,8 +14,8 @@ from rlbuffer.events.trainer import (
     TrainingStarted,
     WaitingNoticed,
 )
-from rlbuffer.narration.numbers import plural
-from rlbuffer.narration.trainer import example_lines
+from rlbuffer.state.text import plural
+from rlbuffer.state.trained import example_lines
 
 
 def line_of(event: TrainerEvent) -> str:

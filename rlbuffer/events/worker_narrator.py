@@ -20,8 +20,8 @@ from rlbuffer.events.worker import (
     WorkerStopped,
     WorkerWaits,
 )
-from rlbuffer.narration.numbers import amount, plural
-from rlbuffer.narration.waiting import AGAIN_SECONDS, Lasting, counted
+from rlbuffer.process.lasting import AGAIN_SECONDS, Lasting
+from rlbuffer.state.text import amount, counted, plural
 
 
 class WorkerNarrator:

@@ -6,7 +6,7 @@ more of them than a person would look at.
 
 from __future__ import annotations
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 
 OTHER_NAMES = "_other"
 """Label of all names beyond the first ones. No env is called so by accident."""

@@ -6,38 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import counted, plural
 
 NO_TRAINER = "No trainer has joined yet. One that was started loads its model first; else start `rlbuffer train`."
 UNHEARD = "The batcher has not heard of this trainer yet."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
 STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
-AGAIN_SECONDS = 60.0
-"""A trouble that lasts is said once, and again after so long."""
 NOTHING_YET = "No env has sent a group that can train yet."
 NO_WORKER = "No worker has been heard of. One that was started loads its model first; else start `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
 DEAD_BATCHER = "No batcher leads the run, and the last one has ended without a word: start `rlbuffer serve` again."
 _NORMAL = " Normal while workers generate."
-
-
-class Lasting:
-    """Decides when to say a trouble that is met again and again: at once, then every minute."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, float] = {}
-
-    def is_due(self, sentence: str, now: float) -> bool:
-        """True when `sentence` is to be said now. Its first line counts: what follows may differ each time."""
-        head = sentence.partition("\n")[0]
-        if now < self._told.get(head, float("-inf")) + AGAIN_SECONDS:
-            return False
-        self._told[head] = now
-        return True
-
-    def is_over(self) -> None:
-        """The trouble has passed: another one is said at once."""
-        self._told.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +36,6 @@ class EnvNeed:
     """Seconds that it has been silent, when they are enough to count as dead."""
     lost: str = ""
     """Reason why its last group was dropped, while none has become ready since."""
-
-
-def counted(kinds: Mapping[str, int]) -> str:
-    """``KeyError 12, TimeoutError 1``: the most frequent first."""
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
 
 
 def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "", adapter: str = "") -> str:

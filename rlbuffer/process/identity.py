@@ -9,7 +9,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 
 
 @cache

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live, named
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
 CLAIM_LOOK_SECONDS = 0.5

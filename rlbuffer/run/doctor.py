@@ -20,11 +20,11 @@ import rlbuffer
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import plural
 from rlbuffer.run.diagnosis import Diagnosis, Health, doubtful, failed, well
 from rlbuffer.run.host_checks import Parts
 from rlbuffer.run.pythons import gpus_here
 from rlbuffer.run.server_checks import on_server
+from rlbuffer.state.text import plural
 
 LOW_DISK_BYTES = 10 * 2**30
 """Free space from which it is worth a warning: two checkpoints of a model of 0.6B take as much."""

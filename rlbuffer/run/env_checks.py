@@ -8,7 +8,7 @@ from rlbuffer.config.mistakes import Mistake, Places, never, placed
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
 from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 
 PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""

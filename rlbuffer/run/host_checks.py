@@ -33,12 +33,12 @@ from rlbuffer.config.settings import (
     RunSettings,
     ScoreSettings,
     WorkerSettings,
+    gives_nothing,
 )
 from rlbuffer.errors import ConfigError, ServerUnreachable
-from rlbuffer.narration.numbers import plural
-from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.process.files import owner_of
 from rlbuffer.run.pythons import gpus_here, python_of, wrong_pythons
+from rlbuffer.state.text import plural
 
 Parts = Collection[str]
 """Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and
@@ -292,7 +292,7 @@ class _Look:
 
     def options(self, section: str, env: str, given: Mapping[str, Any], seen: Seen) -> Iterator[Mistake]:
         """Options that the env's factory does not take, and files that are not there."""
-        from rlbuffer.narration.nearest import no_such_option
+        from rlbuffer.state.text import no_such_option
 
         for option in given if seen.keywords is not None else ():
             unknown = no_such_option(f"env {env}", [option], seen.keywords or ())

@@ -23,11 +23,11 @@ from rlbuffer.events.scorer import ScorerEvent
 from rlbuffer.events.scorer_narrator import ScoreNarrator
 from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.events.worker_narrator import WorkerNarrator
-from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 from rlbuffer.process.watchdog import ended_when_stuck
+from rlbuffer.state.text import printable
 
 DONE = 10
 """Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""

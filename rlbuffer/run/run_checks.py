@@ -14,10 +14,10 @@ from statistics import median
 from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
 from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
-from rlbuffer.narration.numbers import duration, plural
-from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
 from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
+from rlbuffer.state.heartbeats import FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.state.text import duration, plural
 from rlbuffer.store.protocol import Store
 
 LEAST_STALL_SECONDS = 60.0

@@ -20,10 +20,10 @@ from rlbuffer.config.loading import Loaded
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
 from rlbuffer.daemon.memory_rules import FULL_SHARE
 from rlbuffer.errors import RlbufferError, RunDamaged, RunGone, SchemaMismatch, ServerUnsuitable
-from rlbuffer.narration.numbers import plural
 from rlbuffer.run.diagnosis import Diagnosis, doubtful, failed, well
 from rlbuffer.run.loading import meant_run
 from rlbuffer.run.run_checks import on_run
+from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.records import Meta
 from rlbuffer.store.redis_store import RedisStore

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process.identity import visible_from
 from rlbuffer.process.watchdog import HELD_SECONDS
 from rlbuffer.run.child import Child
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
 SILENT_SECONDS = HELD_SECONDS

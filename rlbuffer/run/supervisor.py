@@ -30,9 +30,7 @@ from rlbuffer.config.gpus import gpus_of, visible
 from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.waiting import at_end
-from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
@@ -43,6 +41,8 @@ from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.claim import Claim
 from rlbuffer.run.run_log import RunLog, Say
 from rlbuffer.run.silence import SILENT_SECONDS, Silence
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import plural
 from rlbuffer.worker.failures import own_places
 
 CHILD_POLL_SECONDS = 0.1

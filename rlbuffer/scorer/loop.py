@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.details import stand_in
-from rlbuffer.config.settings import RunSettings, ScoreSettings
+from rlbuffer.config.settings import RunSettings, ScoreSettings, gives_nothing
 from rlbuffer.errors import (
     ConfigError,
     InvalidRollout,
@@ -34,7 +34,6 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.event import RunChanged, Trouble
 from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
-from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group

@@ -8,10 +8,10 @@ import sys
 from rlbuffer.config.dotted import make_importable
 from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError, text_of
-from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.run.loading import load
+from rlbuffer.state.text import printable
 
 
 def main(arguments: list[str]) -> int:

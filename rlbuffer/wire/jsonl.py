@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.narration.nearest import nearest
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.state.text import nearest
 from rlbuffer.wire.json_bytes import with_bytes
 
 _NEEDED = {

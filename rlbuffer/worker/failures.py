@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.numbers import plural
-from rlbuffer.narration.waiting import counted
 from rlbuffer.process.threads import Place, places_of_thread
+from rlbuffer.state.text import counted, plural
 
 TELL_SECONDS = 2.0
 """Seconds that a first run of anything waits until others know of it: longer only while the server is away, where

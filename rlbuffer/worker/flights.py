@@ -35,10 +35,10 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp
-from rlbuffer.narration.numbers import plural
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
+from rlbuffer.state.text import plural
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.narration.numbers import failures_of
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live
 from rlbuffer.records.group import Ticket
+from rlbuffer.state.heartbeats import failures_of
 from rlbuffer.worker.failures import Failures, UserWork
 
 if TYPE_CHECKING:

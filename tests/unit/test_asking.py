@@ -10,8 +10,8 @@ import pytest
 
 from rlbuffer.client.asking import TOGETHER_SECONDS, pauses_between_asks, together
 from rlbuffer.client.writer import Writer
-from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.process.heartbeat import LATE_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
 

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
 from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.group_maker import GroupMaker

@@ -20,10 +20,10 @@ import rlbuffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.trainer import waited
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.trained import waited
 from rlbuffer.trainer.reports.debug_samples import tables
 from rlbuffer.trainer.reports.metrics import finite
 from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of

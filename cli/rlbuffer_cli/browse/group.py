@@ -12,7 +12,7 @@ from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import with_text
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking, Open
 from rlbuffer_cli.render.group import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from textual.widget import Widget
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW

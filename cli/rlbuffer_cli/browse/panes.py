@@ -16,7 +16,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.render.text import aligned, colour_of, cut
 
 CURSOR = Style(reverse=True)

@@ -12,7 +12,7 @@ from rlbuffer.client.filters import parse
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.pool import (

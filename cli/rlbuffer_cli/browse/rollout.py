@@ -14,7 +14,7 @@ from textual.widgets import Static
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens

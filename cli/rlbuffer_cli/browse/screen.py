@@ -23,7 +23,7 @@ from textual.widgets import Static
 from textual.worker import Worker
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.panes import Pane
 from rlbuffer_cli.render.text import cut
 

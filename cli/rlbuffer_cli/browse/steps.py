@@ -13,8 +13,8 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import NO_STYLE, EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking, Open
 from rlbuffer_cli.render.curves import trend_lines

@@ -11,8 +11,8 @@ from rich.style import Style
 from textual.binding import BindingType
 
 from rlbuffer.client.texts import Texts
-from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
 from rlbuffer_cli.render.lenses import Lens
 from rlbuffer_cli.render.text import cut

@@ -7,8 +7,8 @@ from typing import Any
 
 from textual.widget import Widget
 
-from rlbuffer.narration.numbers import plural
-from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of

@@ -231,7 +231,7 @@ def summary_event(
 
 def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
-    from rlbuffer.narration.numbers import amount, duration, plural
+    from rlbuffer.state.text import amount, duration, plural
     from rlbuffer_cli.render.text import wrapped
 
     ledger = summary.ledger

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import clear, has_colours, starting
@@ -76,7 +76,7 @@ def _fields(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    from rlbuffer.narration.numbers import printable
+    from rlbuffer.state.text import printable
     from rlbuffer_cli.render.text import wrapped
 
     clear()

@@ -69,7 +69,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
 
 def amounts(groups: int, rollouts: int, tokens: int) -> str:
     """``12 groups (96 rollouts, 31k tokens)``."""
-    from rlbuffer.narration.numbers import amount, plural
+    from rlbuffer.state.text import amount, plural
 
     return f"{plural(groups, 'group')} ({plural(rollouts, 'rollout')}, {amount(tokens)} tokens)"
 

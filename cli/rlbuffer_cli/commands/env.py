@@ -104,7 +104,7 @@ def resume(env: str, given: options.Given) -> int:
 def _check_known(buffer: Buffer, env: str) -> None:
     """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
     from rlbuffer.errors import NotFound
-    from rlbuffer.narration.nearest import did_you_mean
+    from rlbuffer.state.text import did_you_mean
 
     store = buffer.store
     sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}

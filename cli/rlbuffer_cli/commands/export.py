@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import clear

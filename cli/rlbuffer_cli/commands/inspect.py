@@ -234,7 +234,7 @@ def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) ->
 
 
 def _alive(given: options.Given, who: str, within: float, as_json: bool) -> int:
-    from rlbuffer.narration.numbers import duration
+    from rlbuffer.state.text import duration
     from rlbuffer_cli.alive import heard
 
     seconds, has_stopped = heard(who, run=given.run, redis=given.redis, config=given.config), False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
@@ -135,7 +135,7 @@ class _Status:
         self._sentence = sentence
 
     def lines(self, width: int) -> list[str]:
-        from rlbuffer.narration.numbers import duration
+        from rlbuffer.state.text import duration
 
         if self.step is None:
             return [f'run "{self._run}": connecting to the server ...']
@@ -183,7 +183,7 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
     from."""
     from rlbuffer import __version__
     from rlbuffer.config.fractions import budgets_at
-    from rlbuffer.narration.numbers import percent
+    from rlbuffer.state.text import percent
 
     batcher = loaded.settings.batcher
     server = ready.server

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlbuffer.narration.numbers import amount, plural, printable
+from rlbuffer.state.text import amount, plural, printable
 
 if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.render.curves import Curve, bounds
 from rlbuffer_cli.render.text import cut
 

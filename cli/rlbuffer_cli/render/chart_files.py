@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.render.chart import legend
 from rlbuffer_cli.render.curves import Curve, bounds
 

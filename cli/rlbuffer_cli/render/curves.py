@@ -10,8 +10,8 @@ from typing import Any
 
 from rlbuffer.errors import NotFound
 from rlbuffer.events.history import Committed, Dropped
-from rlbuffer.narration.nearest import did_you_mean
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli.render.metrics_tail import step_record
 from rlbuffer_cli.render.text import sparkline, thinned
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import plural, printable
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.render.text import sparkline
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rlbuffer.config.meanings import SettingMeaning, tables
 from rlbuffer.config.rules import Rule, rules_of
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli.render.settings import shown, shown_value
 
 LISTED_SETTINGS = 12

@@ -15,7 +15,7 @@ from typing import IO
 
 from rich.cells import cell_len
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.render.text import columns_of, cut
 from rlbuffer_cli.starting import clear
 

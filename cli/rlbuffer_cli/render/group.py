@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.narration.numbers import amount, duration, plural, printable
 from rlbuffer.records.states import State
+from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.pool import group_record
 from rlbuffer_cli.render.text import bar, cut, show_table, sparkline, utc

@@ -18,8 +18,8 @@ import numpy as np
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
-from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.render.group import (
     MEMBER_HEADER,
     as_json,

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import SERVED_POLICY, Sources, group_facts, head, lens_choice, rollout_section, safe

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupView, RolloutView
-from rlbuffer.narration.numbers import printable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
+from rlbuffer.state.text import printable
 from rlbuffer_cli.render.text import BLOCKS
 
 LEVEL_MARKS = "▁▂▄▆█"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.text import show_table
 

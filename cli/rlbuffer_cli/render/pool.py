@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
-from rlbuffer.narration.workers import FRESH_SECONDS
 from rlbuffer.records.states import State
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.events.history import Dropped
-from rlbuffer.narration.numbers import plural, printable
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
 
 if TYPE_CHECKING:

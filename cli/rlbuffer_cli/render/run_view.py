@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import amount, duration, percent, printable
+from rlbuffer.state.text import amount, duration, percent, printable
 from rlbuffer_cli.render.text import BLOCKS, bar, sparkline, table
 from rlbuffer_cli.render.watch import Watch
 from rlbuffer_cli.starting import clear

@@ -7,8 +7,8 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, percent, plural
 from rlbuffer.records.states import ClosedBy
+from rlbuffer.state.text import amount, percent, plural
 from rlbuffer_cli.render.text import utc
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import IO
 
 import click
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.state.text import printable
 from rlbuffer_cli.starting import has_colours
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -13,9 +13,9 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
-from rlbuffer.narration.trainer import RECENT_STEPS, Waited, waited
-from rlbuffer.narration.workers import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer.state.trained import RECENT_STEPS, Waited, waited
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     ENV_NUMBERS,

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
-from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
+from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail

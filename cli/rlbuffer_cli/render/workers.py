@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlbuffer.narration.numbers import amount, duration, failures_of, printable
-from rlbuffer.narration.waiting import counted
-from rlbuffer.narration.workers import FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.state.heartbeats import FRESH_SECONDS, failures_of, silent_envs, troubles
+from rlbuffer.state.text import amount, counted, duration, printable
 
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from rlbuffer.narration.numbers import plural
 from rlbuffer.records.step_plan import version_trained
+from rlbuffer.state.text import plural
 from rlbuffer.store.moves.step_format import step_digest
 from rlbuffer.store.records import EnvLedger, Report
 from rlbuffer.store.verify.payloads import check_payloads

@@ -22,9 +22,9 @@ from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
 from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
-from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
+from rlbuffer.state.text import plural, printable
 from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
 from rlbuffer.weights.places import load_serving
 

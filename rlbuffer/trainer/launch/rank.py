@@ -18,11 +18,11 @@ from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
 from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
-from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
+from rlbuffer.state.text import printable
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train

@@ -20,8 +20,8 @@ from types import TracebackType
 from torch.distributed.distributed_c10d import Store
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
-from rlbuffer.narration.numbers import printable
 from rlbuffer.process.ranks import Ranks
+from rlbuffer.state.text import printable
 
 STALL_LOOK_SECONDS = 0.5
 """Seconds between looks of a waiting rank at the notes of the others."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rlbuffer.client.trainer_values import SAMPLE_SCHEMA, SAMPLES_FILE
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import printable
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+from rlbuffer.state.text import printable
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.update import trained_tokens

@@ -19,10 +19,10 @@ from rlbuffer.events.trainer import (
     TrainingStarted,
     WaitingNoticed,
 )
-from rlbuffer.narration.trainer import RECENT_STEPS, waited
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
+from rlbuffer.state.trained import RECENT_STEPS, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.ranks.digests import digest_parameters

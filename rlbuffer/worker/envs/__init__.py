@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import ConfigError, Skip
-from rlbuffer.narration.nearest import did_you_mean, no_such_option
 from rlbuffer.records.info import ENV_NAME
+from rlbuffer.state.text import did_you_mean, no_such_option
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.lookup import target

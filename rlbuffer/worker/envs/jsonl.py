@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.nearest import no_such_option
+from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.rewards import Answered, make_rewards, not_comparable

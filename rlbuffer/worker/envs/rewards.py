@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, RewardFailed
-from rlbuffer.narration.nearest import no_such_option
+from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
 

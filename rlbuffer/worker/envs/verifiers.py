@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, TraceUnusable
-from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, TraceSession
 from rlbuffer.worker.envs.order import PromptOrder

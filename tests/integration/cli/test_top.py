@@ -21,7 +21,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.pool_look import PoolLook
-from rlbuffer.narration.numbers import duration
+from rlbuffer.state.text import duration
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import text
 from rlbuffer_cli.render.top import look, sight_lines

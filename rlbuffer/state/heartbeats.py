@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlbuffer.narration.numbers import duration, failures_of, plural, printable
-from rlbuffer.narration.waiting import counted
+from rlbuffer.state.text import counted, duration, plural, printable
 
 FRESH_SECONDS = 8.0
 """A heartbeat comes every two seconds, that of a worker without tickets at least every seven; whoever is silent for
 longer may be gone."""
 SHOWN_SILENT_SECONDS = 12.0
 """An env whose workers are silent for so long has none: their tickets lapse."""
+
+
+class Failed(NamedTuple):
+    """The groups that could not be made, as a worker's heartbeat says."""
+
+    kinds: Mapping[str, int]
+    """Kind of the error -> groups."""
+    last: str
+    """The last one, with file and line."""
+
+
+def failures_of(beat: Mapping[str, Any]) -> Failed:
+    """Any process may write a heartbeat, so nothing in it is certain to be there."""
+    kinds, last = beat.get("failures"), beat.get("failure")
+    sound = {str(k): n for k, n in kinds.items() if isinstance(n, int)} if isinstance(kinds, dict) else {}
+    return Failed(sound, str(last or ""))
 
 
 def silent_envs(workers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

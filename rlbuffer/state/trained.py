@@ -1,11 +1,11 @@
-"""The output of `train`."""
+"""The trained steps in text: the time that was waited for data, and examples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlbuffer.narration.numbers import percent
+from rlbuffer.state.text import percent
 
 RECENT_STEPS = 20
 """Trained steps that sentences about waiting, and rates, are means of."""
