@@ -88,7 +88,7 @@ def measure() -> tuple[Cost, int]:
                 marks.append(spent(store))
                 stop.set()
             elif isinstance(event, StepWaits):
-                raise RuntimeError(f"the benchmark's pool makes no step: {event.sentence}")
+                raise RuntimeError(f"the benchmark's pool makes no step: {event.waiting}")
 
         Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=hear).run(stop)
         return marks[1] - marks[0], len(lost)

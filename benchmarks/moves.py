@@ -155,7 +155,7 @@ def commit(
         elif isinstance(event, StepCommitted):
             stop.set()
         elif isinstance(event, StepWaits):
-            raise RuntimeError(f"the benchmark's pool makes no step: {event.sentence}")
+            raise RuntimeError(f"the benchmark's pool makes no step: {event.waiting}")
 
     Daemon(Buffer(store, settings=RunSettings()), config, on_event=hear).run(stop)
 

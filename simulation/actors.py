@@ -53,8 +53,7 @@ def batcher(host: Host, process: Process) -> None:
         host.world.reasons.heard(process, event)
         match event:
             case StepWaits():
-                host.world.sentence = event.sentence
-                host.world.kinds[event.sentence] = event.kind
+                host.world.sentence = str(event.waiting)
             case LeaderReady():
                 host.world.note(f"{process.name}: {event.event}  {event.step}")
             case StepCommitted():

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
 from rlbuffer.events.batcher import BatcherEvent
-from rlbuffer.records.waiting import Wait
 from rlbuffer.store.redis_store import RedisStore
 from simulation.invariants import Invariants
 from simulation.network import Network, SimulatedConnection
@@ -39,7 +38,6 @@ class World(Protocol):
     network: Network
     invariants: Invariants
     sentence: str
-    kinds: dict[str, Wait | None]
     reasons: Listener
     is_over: bool
     was_disturbed: bool

@@ -1,8 +1,8 @@
 """Never silently stuck: while nobody has a step and none comes, the leader says why; it is true, and not old.
 
-The sentence is read where people read it, on the server. Its kind is what the leader gave with it
-(:class:`rlbuffer.records.waiting.Wait`); :meth:`Reasons._possible` says from the server's data, and from the accounts
-kept here, which kinds may be true. Nothing is judged until the leader has been undisturbed for some turns.
+The reason is read where people read it, in the leader's heartbeat (:class:`rlbuffer.records.waiting.Waiting`);
+:meth:`Reasons._possible` says from the server's data, and from the accounts kept here, which kinds may be true. Nothing
+is judged until the leader has been undisturbed for some turns.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlbuffer.events.batcher import BatcherEvent, LeadLost, TakenOver
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.state.heartbeats import waiting_of
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
+from rlbuffer.store.moves.telemetry import heartbeat_of
 from rlbuffer.wire import payload
 from simulation.accounts import Pending
 from simulation.host import World
@@ -50,11 +52,13 @@ class Reasons:
         self._leader: Process | None = None
         self._faults = 0
         self._late_until = 0.0
-        self._said = "", 0.0
-        """The sentence that stands there, and since when."""
+        self._said: Waiting | None = None
+        """The reason that stands there."""
+        self._since = 0.0
+        """Since when."""
 
     def disturbed(self, process: Process, fault: str) -> None:
-        """Something happened to a round trip of `process`. A sentence that comes late stands until the next."""
+        """Something happened to a round trip of `process`. A heartbeat that comes late stands until the next."""
         if process.name.startswith("batcher"):
             self._faults += 1
             if fault in ("late", "twice"):
@@ -68,7 +72,7 @@ class Reasons:
             self._leader = None
 
     def look(self) -> None:
-        """Judges the sentence that stands there now."""
+        """Judges the reason that stands there now."""
         world = self._world
         if world.is_over:
             return
@@ -89,22 +93,21 @@ class Reasons:
 
     def _judge(self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], now: float) -> None:
         fail = self._world.invariants.fail
-        at, _, words = self._hash("waiting").get(b"batcher", b"").partition(b" ")
-        sentence, step = words.decode(), number(meta, b"step")
-        if sentence != self._said[0]:
-            self._said = sentence, now
-        if now - max(self._calm, self._said[1]) <= self._turns:
+        at, beat = heartbeat_of(self._beats().get(b"leader", b"")) or (0, {})
+        waiting, step = waiting_of(beat), number(meta, b"step")
+        if waiting != self._said:
+            self._said, self._since = waiting, now
+        if now - max(self._calm, self._since) <= self._turns:
             return
-        if not sentence:
+        if waiting is None:
             if step <= number(trainer, b"trained") and now - self._still > self._turns:
                 fail("waiting", f"step {step + 1} does not come, nobody has it, and the leader says nothing")
             return
-        age = self._world.server.now_ms() / 1000 - int(at) / 1000
+        age = self._world.server.now_ms() / 1000 - at / 1000
         if now - self._calm > OLD_SECONDS + self._turns < age:
-            fail("waiting", f"the leader has said for {age:.1f} s: {sentence}")
-        kind = self._world.kinds.get(sentence)
-        if kind is None or now - max(self._true.get(kind, 0.0), self._calm) > self._turns:
-            fail("waiting", f"step {step + 1} does not come, and the reason ({kind}) is none: {sentence}")
+            fail("waiting", f"the leader has said for {age:.1f} s: {waiting}")
+        if now - max(self._true.get(waiting.kind, 0.0), self._calm) > self._turns:
+            fail("waiting", f"step {step + 1} does not come, and the reason ({waiting.kind}) is none: {waiting}")
 
     def _leads(self, lease: Mapping[bytes, bytes], meta: Mapping[bytes, bytes]) -> object:
         """All that may disturb a leader while it leads; None while none leads, or nobody gets through."""
@@ -175,6 +178,10 @@ class Reasons:
         wanted = (config.step_groups, config.step_rollouts, rows * config.row_tokens)
         place = next(place for place, size in enumerate(wanted) if size)
         return totals[place] >= PLENTY * (wanted[place] or 0)
+
+    def _beats(self) -> Mapping[bytes, bytes]:
+        key = self._world.invariants.keys.heartbeats("batcher")
+        return self._world.server.data.get(key.encode()) or {}
 
     def _hash(self, name: str) -> Mapping[bytes, bytes]:
         keys = self._world.invariants.keys

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlbuffer.records.waiting import Wait
 from rlbuffer.store.keys import Keys
 from simulation import verdict
 from simulation.actors import Trainer, Worker, batcher
@@ -92,8 +91,6 @@ class World:
         self._log = Log(self.scheduler, self.invariants.script_of, keep_log)
         self.sentence = ""
         """What the batcher says that it waits for."""
-        self.kinds: dict[str, Wait | None] = {}
-        """Sentence that a batcher has said -> the kind of reason that it gives."""
         self.is_over = False
         self.was_disturbed = False
         """The run was reset: processes of before may end in ways that are an error else."""

@@ -105,20 +105,19 @@ def resume_hint(settings: RunSettings, run: str, step: int) -> str:
 
 
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
-    """Leaves for whoever looks later how a supervised run ended; the batcher's last sentence only says that it left."""
+    """Leaves for whoever looks later how a supervised run ended; the batcher's heartbeat only says that it left."""
     from rlbuffer.errors import RlbufferError
-    from rlbuffer.narration import waiting
+    from rlbuffer.records.waiting import Wait, Waiting
 
     try:
         trained = buffer.store.trainer().trained
-        if code == 0 and buffer.store.has_ended():
-            sentence = waiting.at_end(trained)
-        elif code == 0:
-            sentence = waiting.ended(settings.trainer.steps)
-        elif code == EXIT_INTERRUPTED:
-            sentence = waiting.interrupted(trained)
+        if code == 0:
+            last = Waiting(kind=Wait.ENDED, step=trained)
         else:
-            sentence = waiting.failed(trained, code, str(settings.run_dir / "run.log"))
-        buffer.store.set_waiting("batcher", sentence)
+            log = settings.run_dir / "run.log"
+            detail = "" if code == EXIT_INTERRUPTED else f"exit code {code}, see {log}"
+            last = Waiting(kind=Wait.FAILED, step=trained, detail=detail)
+        beat = buffer.store.heartbeats("batcher").get("leader", {})
+        buffer.store.heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
     except RlbufferError as error:
         say(f"Warning: could not note that the run ended: {error}", err=True)

@@ -259,13 +259,11 @@ class Batcher:
         if closed is not None:
             return self._plan(step, closed, advantages, fractions, limits, drops)
         self._decided = None
-        why, sentence = explaining.reason(known, step, trial, limits, fractions, waits_to_learn)
         return Decision(
             plan=None,
             state=self._state(self._step, self._at, known.accounts, known.adapters),
             drops=drops,
-            waiting=sentence,
-            why=why,
+            why=explaining.reason(known, step, trial, limits, fractions, waits_to_learn),
             allowances=allowances.allow(known, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
             is_over=known.is_over,

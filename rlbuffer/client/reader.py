@@ -25,11 +25,11 @@ from rlbuffer.errors import (
     ServerUnreachable,
     StepRetired,
 )
-from rlbuffer.narration.waiting import for_step
 from rlbuffer.process.identity import identity
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.protocol import Store
 
@@ -96,6 +96,7 @@ class Reader:
         self.timeout_seconds = timeout_seconds
         self._can = can
         self._is_finished = False
+        self._waiting: Waiting | None = None
         self._source = StepPull(
             store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
@@ -279,7 +280,7 @@ class Reader:
     def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
         deadline = time.monotonic() + self.timeout_seconds
-        waiting, long = False, LongWait(self._store)
+        long = LongWait(self._store)
         try:
             while not wait([future], timeout=min(READER_BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._go_on(number, until)
@@ -289,22 +290,15 @@ class Reader:
                     raise BatchTimeout(
                         refused_for(seconds, refusal) if refusal else no_batch(self._store, number, seconds)
                     )
-                waiting = True
                 if self.rank == 0 and self.warns:
                     long.look(f"step {number}")
-                self._say_waiting(for_step(number))
+                self._waiting = Waiting(kind=Wait.STEP, step=number)
             self._raise_fault()
             step = future.result()
         except CancelledError:
             raise RlbufferError(f"{CLOSED} while it waited for step {number}") from None
-        except Exception:
-            if waiting and not self._stop.is_set():
-                self._say_waiting("")
-            raise
-        if waiting and self._pool is not None:
-            # Who has its step need not wait for a server that has gone meanwhile.
-            with suppress(RuntimeError):  # closed
-                self._pool.submit(self._say_waiting, "")
+        finally:
+            self._waiting = None
         return step
 
     def _may_have(self, step: Step, until: Callable[[], bool] | None) -> bool:
@@ -368,16 +362,14 @@ class Reader:
         record = ours | identity() | self._can.record()
         if self._is_finished:
             record["finished"] = self._progress.place.step
+        if (waiting := self._waiting) is not None:
+            record["waiting"] = waiting.record()
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
 
     def _look_at_the_others(self) -> None:
         beats = self._store.heartbeats("rank") if self._skew.watches else {}
         if wrong := self._skew.look(self.step, beats, now=time.monotonic()):
             _log.warning("run %s: %s", self._store.run, wrong)
-
-    def _say_waiting(self, sentence: str) -> None:
-        with suppress(ServerRefused):
-            self._refusals.shown(lambda: self._store.set_waiting(f"rank {self.rank}", sentence))
 
     def _raise_fault(self) -> None:
         if self._fault is not None:

@@ -8,21 +8,19 @@ reader's time allows, and the reason is said, then every minute again.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
-from rlbuffer.narration.waiting import DEAD_BATCHER, SILENT_BATCHER, is_last_word, to_trainer
 from rlbuffer.process.lasting import Lasting
+from rlbuffer.records.waiting import Problem, Wait, Waiting
+from rlbuffer.state.heartbeats import batcher_waiting, run_problems
 from rlbuffer.store.protocol import Store
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """Seconds until a waiting loop hears what it waits for, and until it hears it again."""
-DEAD_SECONDS = 15.0
-"""A batcher without a lease that was heard later than this may be taking over."""
 REFUSAL_PAUSE_SECONDS = 0.5
 """Seconds before a refused request is made again."""
 
@@ -103,22 +101,29 @@ class LongWait:
             return
         self._next = now + AGAIN_SECONDS
         try:
-            said = batcher_says(self._store)
+            said = str(batcher_waits(self._store) or "The batcher is at work.")
         except RlbufferError as error:
             said = str(error).splitlines()[0]
         _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
 
 
-def batcher_says(store: Store) -> str:
-    """The batcher's word about the next step. What one has said that was killed since holds no more."""
-    said = store.waiting().get("batcher", "")
-    if said and not is_last_word(said) and not store.is_led():
-        if error := store.meta().error:
-            return f"The batcher failed: {error}"
-        beat = store.heartbeats("batcher").get("leader", {})
-        if float(beat.get("seconds_ago", math.inf)) > DEAD_SECONDS:
-            return DEAD_BATCHER
-    return said or SILENT_BATCHER
+def batcher_waits(store: Store) -> Waiting | None:
+    """Why no step comes, as far as the run knows; None while the batcher works."""
+    beat = store.heartbeats("batcher").get("leader")
+    is_led = store.is_led()
+    return batcher_waiting(beat, is_led=is_led, error="" if is_led else store.meta().error)
+
+
+def problems_now(store: Store, waiting: Waiting | None) -> tuple[Problem, ...]:
+    """What somebody must cure while the batcher has `waiting`."""
+    batchers, workers, scorers = (store.heartbeats(kind) for kind in ("batcher", "worker", "scorer"))
+    return run_problems(leader=batchers.get("leader"), workers=workers, scorers=scorers, waiting=waiting)
+
+
+def for_trainer(waiting: Waiting | None) -> Waiting | None:
+    """`waiting` as a trainer says it of itself: the advice to start a trainer is none there."""
+    is_here = waiting is not None and waiting.kind in (Wait.NO_TRAINER, Wait.TRAINER_GONE)
+    return Waiting(kind=Wait.UNHEARD) if is_here else waiting
 
 
 def refused_for(seconds: float, why: str) -> str:
@@ -128,8 +133,7 @@ def refused_for(seconds: float, why: str) -> str:
 
 def no_batch(store: Store, number: int, seconds: float) -> str:
     """The reason why step `number` has not come within `seconds`, as far as the run knows."""
-    workers = store.heartbeats("worker")
-    seen = min(((float(beat.get("seconds_ago", 0.0)), name) for name, beat in workers.items()), default=None)
-    last = "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
-    said = to_trainer(batcher_says(store))
-    return f"no batch for step {number} within {seconds:g} s. {said} {last}"
+    waiting = for_trainer(batcher_waits(store))
+    said = [str(waiting)] if waiting is not None else []
+    said += map(str, problems_now(store, waiting))
+    return " ".join([f"no batch for step {number} within {seconds:g} s.", *said])

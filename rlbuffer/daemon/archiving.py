@@ -22,7 +22,7 @@ from rlbuffer.daemon.memory_rules import WATCH_SHARE, archive_stuck
 from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.batcher import ArchiveStuck, ArchiveWritten
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
@@ -117,9 +117,11 @@ class Archiving:
         self._is_hurried = True
         self._wake.set()
 
-    def sentence(self) -> str:
-        """The sentence for when nothing may retire because the archive cannot be written, else ""."""
-        return waiting.for_archive(self._trouble) if self._trouble and self._settings.when_full == "wait" else ""
+    def problems(self) -> tuple[Problem, ...]:
+        """Nothing may retire, because the archive cannot be written."""
+        if not self._trouble or self._settings.when_full != "wait":
+            return ()
+        return (Problem(kind=Trouble.ARCHIVE, detail=self._trouble),)
 
     # -- the thread ------------------------------------------------------------------------------------------------
     def _run(self) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.events.batcher import PayloadsDamaged
-from rlbuffer.narration import waiting
 from rlbuffer.packing.further_columns import Columns, ColumnSpec
 from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import printable
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import Store
@@ -43,8 +43,8 @@ class Doubts:
         counts = self._counts(step)
         for damaged, count in counts.items():
             if count > self._known.get(damaged, 0):
-                sentence = waiting.for_damaged(damaged, count, self._whose(damaged))
-                self._emit(PayloadsDamaged(step=damaged, rollouts=count, sentence=sentence))
+                problem = Problem(kind=Trouble.DAMAGED, step=damaged, count=count, detail=self._whose(damaged))
+                self._emit(PayloadsDamaged(step=damaged, rollouts=count, sentence=str(problem)))
         self._known = counts
         if self._found_at is not None and step >= self._found_at + WATCHED_STEPS:
             self._found_at = None
@@ -54,12 +54,12 @@ class Doubts:
         """Payloads must be looked into."""
         return bool(self._known) or self._found_at is not None
 
-    def sentence(self) -> str:
-        """The sentence about the last damaged step, with a space before it; "" without one."""
+    def problems(self) -> tuple[Problem, ...]:
+        """The last damaged step, if there is one."""
         if not self._known:
-            return ""
+            return ()
         step = max(self._known)
-        return " " + waiting.for_damaged(step, self._known[step], "")
+        return (Problem(kind=Trouble.DAMAGED, step=step, count=self._known[step]),)
 
     def unsound(self, plan: StepPlan, entries: Mapping[str, PoolEntry], columns: Columns) -> dict[str, str]:
         """Entries of the plan with a rollout that no rank could train. -> entry id -> what is wrong."""

@@ -10,7 +10,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import RlbufferError
 from rlbuffer.events.batcher import EnvBack, EnvPaused, EnvResumed, EnvSilent
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.protocol import Store
 
 PAUSED_SECONDS = 0.5
@@ -54,7 +54,7 @@ class EnvWatch:
             RlbufferError: an env is dead and the settings say that this stops the run.
         """
         for env in sorted(dead.keys() - self._dead):
-            sentence = waiting.for_dead(env, dead[env])
+            sentence = str(Waiting(kind=Wait.ENV_DEAD, env=env, step=step, seconds=dead[env]))
             self._emit(EnvSilent(env=env, seconds=dead[env], sentence=sentence))
             if self._config.on_dead_env == "stop":
                 raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")

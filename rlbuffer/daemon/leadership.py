@@ -27,12 +27,11 @@ from rlbuffer.daemon.watches import WishWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.events.batcher import LeaderReady, ReadAgain, RunEnded, RunRecovered
-from rlbuffer.narration import waiting
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Attempt
@@ -45,6 +44,8 @@ GONE_SECONDS = 3.0
 """A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
+WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
+"""While an operator drains the run, none of these is worth a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ class Leadership:
         if unknown:
             # Nothing that is sampled now is known to train, and an allowance of before lets workers go on without end.
             self._publish({})
-            self._say(*unknown)
+            self._say(unknown)
             return
         policies = trainer.policies
         self._memory.joined(self._token, trainer)
@@ -212,13 +213,13 @@ class Leadership:
         if step > trainer.trained + 1 + self._config.lookahead:
             self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(*(self._end_of(trainer) or self._of_trainer(trainer)))
+            self._say(self._end_of(trainer) or self._of_trainer(trainer))
             return
         if trainer.hand.digest and trainer.hand.step >= step:
             # Rank 0 trains a step of this number already, and will hand it back.
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            in_hand = Wait.STEP_IN_HAND, waiting.for_hand(trainer.hand.step)
-            self._say(*(self._of_trainer(trainer) if self._is_idle else in_hand))
+            in_hand = Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
+            self._say(self._of_trainer(trainer) if self._is_idle else in_hand)
             return
         started = time.perf_counter()
         now, rng = self._pending.now, np.random.default_rng(step)
@@ -231,29 +232,27 @@ class Leadership:
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            said = self._workers.sentence(decision.waiting) if decision.waiting else ""
-            more = self._scorers.sentence() + self._doubts.sentence()
-            trouble = self._archive.sentence() + self._memory.sentence()
-            said = trouble + (waiting.not_normal(said) if trouble else said) + more
-            self._say(*(self._end_of(trainer) or (decision.why, said)))
+            why = self._end_of(trainer) or decision.why
+            is_draining = self._wishes.is_draining and why is not None and why.kind in WAITS_FOR_GROUPS
+            self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
             return
         self._commit(decision, decision.plan, trainer, started)
 
-    def _unknown(self, trainer: Attempt) -> tuple[Wait, str] | None:
+    def _unknown(self, trainer: Attempt) -> Waiting | None:
         """The reason of a trainer whose place is not known yet, or whose weights nobody can sample from; else None."""
         if trainer.number == 0:
-            return Wait.NO_TRAINER, waiting.NO_TRAINER
+            return Waiting(kind=Wait.NO_TRAINER)
         if not self._has_heard and not self._hears(trainer):
             is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-            return self._of_trainer(trainer) if is_silent else (Wait.TAKEOVER, waiting.for_word(self._meta.step))
-        return None if trainer.policies else (Wait.VERSION, waiting.NO_VERSION)
+            return self._of_trainer(trainer) if is_silent else Waiting(kind=Wait.TAKEOVER, step=self._meta.step)
+        return None if trainer.policies else Waiting(kind=Wait.VERSION, step=self._meta.step + 1)
 
-    def _end_of(self, trainer: Attempt) -> tuple[Wait, str] | None:
+    def _end_of(self, trainer: Attempt) -> Waiting | None:
         """The reason of a trainer that has made its steps and left; None while it is there, or left otherwise."""
         if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
             return None
         beat = self._store.heartbeats("rank").get("0", {})
-        return (Wait.ENDED, waiting.ended(trainer.trained)) if beat.get("finished") == trainer.trained else None
+        return Waiting(kind=Wait.ENDED, step=trainer.trained) if beat.get("finished") == trainer.trained else None
 
     def _ends(self, decision: Decision, trainer: Attempt) -> bool:
         """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
@@ -266,7 +265,9 @@ class Leadership:
         if known != step and not self._store.set_ended(self._token, step, self._sources.known.written):
             return False
         self.ended = step
-        self._teller.emit(RunEnded(step=step, sentence=waiting.at_end(step), drops=self._teller.drops))
+        self._teller.emit(
+            RunEnded(step=step, sentence=str(Waiting(kind=Wait.ENDED, step=step)), drops=self._teller.drops)
+        )
         return True
 
     def _hears(self, trainer: Attempt) -> bool:
@@ -292,14 +293,13 @@ class Leadership:
             self._teller.emit(RunRecovered(**outcome))
             self._store.retire(self._token, int(outcome["step"]), since=self._losses)
 
-    def _of_trainer(self, trainer: Attempt) -> tuple[Wait, str]:
+    def _of_trainer(self, trainer: Attempt) -> Waiting:
+        step, trained, silent = self._meta.step, trainer.trained, trainer.seen_seconds_ago or 0.0
         if not trainer.seen_ms:
-            return Wait.TRAINER_GONE, waiting.absent_trainer(self._meta.step, trainer.trained)
-        silent = trainer.seen_seconds_ago or 0.0
+            return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained)
         if silent < TRAINER_SILENT_SECONDS:
-            said = waiting.for_trainer(self._meta.step, trainer.trained, self._config.lookahead)
-            return Wait.TRAINER_BUSY, said
-        return Wait.TRAINER_GONE, waiting.silent_trainer(self._meta.step, trainer.trained, silent)
+            return Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=self._config.lookahead)
+        return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained, seconds=silent // 10 * 10)
 
     def _stay(self) -> None:
         """Raises LeaseLost when the lease lapsed, or the server was away since this leadership began.
@@ -369,7 +369,7 @@ class Leadership:
         except StepRetired:
             raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
         self._is_idle = False
-        self._say(None, "")
+        self._say(None)
         if header is not None:
             seconds = time.perf_counter() - started
             self._memory.committed(header, self._meta)
@@ -377,12 +377,10 @@ class Leadership:
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
         self._teller.settled()
 
-    def _say(self, why: Wait | None, sentence: str) -> None:
-        if self._wishes.is_draining and sentence:
-            sentence = f"{waiting.draining()} {sentence}"
-        trouble = self._workers.trouble
+    def _say(self, waiting: Waiting | None) -> None:
+        watches = (self._archive, self._memory, self._scorers, self._doubts)
         self._teller.say(
-            sentence,
+            waiting,
             {
                 "step": self._meta.step,
                 "pending": self._pending.count,
@@ -390,6 +388,6 @@ class Leadership:
                 "idle": self._is_idle,
                 "archive": str(self._archive.folder or ""),
             },
-            trouble if trouble and trouble in sentence else self._workers.failing(),
-            why,
+            [problem for watch in watches for problem in watch.problems()],
+            self._workers.problems(waiting),
         )

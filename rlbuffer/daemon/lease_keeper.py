@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rlbuffer.errors import LeaseLost, ServerRefused, ServerUnreachable
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.protocol import Store
 
 LONGEST_TURN_SECONDS = 600.0
@@ -23,7 +24,7 @@ takes 10 s of CPU."""
 RENEWALS = 3
 """Per time to live: two may fail."""
 SLOW_RENEWAL_SECONDS = 5.0
-"""Seconds in one turn after which people hear what takes so long; the waiting ranks would else read an old sentence."""
+"""Seconds in one turn after which people hear what takes so long; the waiting ranks would else read an old reason."""
 KEEPER_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a renewal that is under way."""
 
@@ -36,13 +37,17 @@ class LeaseKeeper:
         owner: who holds the lease.
         token: of the lease.
         lease_seconds: for how long it is renewed.
+        say: tells why no step comes, while a turn is long.
     """
 
-    def __init__(self, store: Store, owner: str, token: int, *, lease_seconds: float) -> None:
+    def __init__(
+        self, store: Store, owner: str, token: int, *, lease_seconds: float, say: Callable[[Waiting], None]
+    ) -> None:
         self._store = store
         self._owner = owner
         self.token = token
         self._lease_seconds = lease_seconds
+        self._say = say
         self._lost: Exception | None = None
         self._step = 0
         self._heard = time.monotonic()
@@ -92,7 +97,7 @@ class LeaseKeeper:
         self._renew()
         if turn > SLOW_RENEWAL_SECONDS and self._step and time.monotonic() - self._told > SLOW_RENEWAL_SECONDS:
             self._told = time.monotonic()
-            self._store.set_waiting("batcher", waiting.for_making(self._step, turn))
+            self._say(Waiting(kind=Wait.BUILDING, step=self._step, seconds=turn))
 
     def _renew(self) -> None:
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)

@@ -33,9 +33,8 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
-from rlbuffer.narration import waiting
 from rlbuffer.process.lasting import Lasting
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Lease, Meta
 
@@ -121,7 +120,13 @@ class Daemon:
                 lease = self._acquire(stop)
                 if lease is not None:
                     with (
-                        LeaseKeeper(self._store, self._owner, lease.token, lease_seconds=self._lease_seconds) as keeper,
+                        LeaseKeeper(
+                            self._store,
+                            self._owner,
+                            lease.token,
+                            lease_seconds=self._lease_seconds,
+                            say=self._teller.beat,
+                        ) as keeper,
                         Archiving(self._another_store, self._settings.archive, self._teller.emit) as archive,
                     ):
                         self._lead(keeper, stop, archive)
@@ -200,8 +205,8 @@ class Daemon:
         """Waits until the server's append-only file cannot hold half a transaction
         (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
-        while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
-            self._teller.say(sentence, {"idle": False}, why=Wait.SERVER_START)
+        while not stop.is_set() and (waiting := self._store.until_whole()) is not None:
+            self._teller.say(waiting, {"idle": False})
             keeper.check()
             stop.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
@@ -239,8 +244,9 @@ class Daemon:
         if not self._token:
             return  # stood by: what is waited for is the leader's to say
         try:
-            self._store.set_waiting("batcher", waiting.STOPPED if self._ended is None else waiting.at_end(self._ended))
-            self._teller.say_goodbye()
+            ended = self._ended
+            last = Waiting(kind=Wait.STOPPED) if ended is None else Waiting(kind=Wait.ENDED, step=ended)
+            self._teller.say_goodbye(last)
             self._store.release_lease(self._owner)
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.

@@ -186,14 +186,6 @@ def no_limit(limit: int) -> str:
     return f"{NO_LIMIT} Until then trained steps go as if it were {mib(limit)}, half of that machine's."
 
 
-def above_assumed(used: int, limit: int) -> str:
-    """A server without maxmemory uses more than early retirement keeps it at. Another sentence follows."""
-    return (
-        f"The server has no memory limit (maxmemory 0) and uses {mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
-        f"its machine's memory ({mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "
-    )
-
-
 def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
     """The trainer's own checkpoints come too seldom for this server."""
     return (
@@ -223,17 +215,6 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
         f"{first_words} retired early, and no checkpoint holds them. A trainer that starts again needs one of step "
         f"{last} or later; the next step asks for it."
     )
-
-
-def full(used: int, limit: int, *, steps: int) -> str:
-    """The server takes no pushes; in bytes, `steps` what the run's steps take of it. Another sentence follows."""
-    first = f"The server's memory is full ({used / 2**20:.1f} of {mib(limit)}): pushes wait until steps retire. "
-    if steps < limit / 4:
-        return (
-            f"{first}Little of it is in steps ({mib(steps)}): groups that wait hold it, or other runs "
-            "(`rlbuffer inspect`, `rlbuffer runs list`). Raise its maxmemory, or make room there. "
-        )
-    return f"{first}Checkpoint more often (trainer.checkpoint.every), or raise its maxmemory. "
 
 
 def archive_stuck(trouble: str, *, waits: bool) -> str:

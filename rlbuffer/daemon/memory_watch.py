@@ -11,16 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
+from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import (
     FULL_SHARE,
     Pressure,
-    above_assumed,
     assumed_limit,
     checkpoint_asked,
     checkpoints_often,
-    full,
     mean_step_bytes,
     no_limit,
     steps_retired_early,
@@ -30,6 +28,7 @@ from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Emit
 from rlbuffer.errors import ConfigError
 from rlbuffer.events.batcher import CheckpointAsked, CheckpointsNeeded, MemoryTight, MemoryUnlimited, StepsRetiredEarly
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Attempt, Meta
@@ -239,17 +238,18 @@ class MemoryWatch:
         """Used over the server's memory; 0.0 while it is not known."""
         return self._pressure.share
 
-    def sentence(self) -> str:
-        """The sentence for when the server takes no pushes for want of memory, else ""."""
+    def problems(self) -> tuple[Problem, ...]:
+        """The server takes no pushes for want of memory; or it has no limit, and uses much of its machine's."""
         self._look()
         used, limit = self._pressure.used, self._pressure.limit
-        if used is None or not limit:
-            return ""
+        if used is None or not limit or used < limit * (EARLY_SHARE if self._is_assumed else FULL_SHARE):
+            return ()
+        in_steps = f"{mib(sum(self._sizes.values()))} of it in this run's steps"
         if self._is_assumed:  # nothing is refused there
-            return above_assumed(used, limit) if used >= EARLY_SHARE * limit else ""
-        if used < FULL_SHARE * limit:
-            return ""
-        return full(used, limit, steps=sum(self._sizes.values()))
+            full = f"maxmemory 0, and it uses {mib(used)} of a machine that has {mib(2 * limit)}, {in_steps}"
+        else:
+            full = f"{used / 2**20:.1f} of {mib(limit)}, {in_steps}: pushes wait until steps retire"
+        return (Problem(kind=Trouble.MEMORY, detail=full),)
 
     def _note(self, header: StepHeader, *, retired: int) -> None:
         self._sizes[header.step] = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)

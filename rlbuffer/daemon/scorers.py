@@ -1,4 +1,4 @@
-"""The leader's sentence about groups that wait for a scorer, and the room that scored groups leave behind."""
+"""The leader's watch of the scorers: groups that lack what no scorer gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.store.protocol import Store
 
@@ -24,19 +24,20 @@ class ScorerWatch:
         self._beats: list[Mapping[str, Any]] = []
         self._looked = float("-inf")
 
-    def sentence(self) -> str:
-        """The need that is waited for, with a space before it; "" when no group needs anything."""
+    def problems(self) -> tuple[Problem, ...]:
+        """A problem for each need of pending groups that no living scorer gives."""
         needs = self._batcher.needs
         if not needs:
-            return ""
+            return ()
         now = time.monotonic()
         if now - self._looked > SCORERS_LOOK_SECONDS:
             self._looked = now
             beats = self._store.heartbeats("scorer").values()
             self._beats = [beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS]  # its claims are lost, too
-        return "".join(
-            " " + waiting.for_scorer(env, need, count, sum(_gives(beat, env, need) for beat in self._beats))
+        return tuple(
+            Problem(kind=Trouble.NO_SCORER, env=env, count=count, detail=need)
             for (env, need), count in sorted(needs.items())
+            if not any(_gives(beat, env, need) for beat in self._beats)
         )
 
 

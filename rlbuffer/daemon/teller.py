@@ -1,4 +1,4 @@
-"""The leader's messages while it runs: events for its own output, the waiting sentence for everybody."""
+"""The leader's messages while it runs: events for its own output, its heartbeat for everybody."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
 from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
-from rlbuffer.narration.waiting import not_normal
 from rlbuffer.process.identity import identity
+from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Problem, Waiting
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
-"""Seconds between heartbeats, and after which a waiting sentence is written again although it is the same."""
+"""Seconds between heartbeats while the reason why there is no step is the same."""
+SOON_SECONDS = 0.1
+"""The same when it is another one."""
 
 READ_RECORDS = 1000
 """Records of the history in which a new leader looks for the last steps."""
@@ -27,10 +29,10 @@ Emit = Callable[[BatcherEvent], None]
 
 
 class Teller:
-    """Tells the same from one place: `inspect`, `train` and this process's own output carry one sentence.
+    """Tells the same from one place: `inspect`, `train` and this process's own output say one reason.
 
     Args:
-        store: where the sentence is written.
+        store: where the heartbeat is written.
         emit: takes events.
     """
 
@@ -39,14 +41,16 @@ class Teller:
         self._emit = emit
         self.figures = Figures()
         """What metrics are made of."""
-        self._told = ("", float("-inf"))
+        self._waiting: Waiting | None = None
+        self._lasting = Lasting()
         self._beat_at = float("-inf")
-        """Monotonic. Heartbeats have a pace of their own: numbers in the sentence change with every push."""
-        self._trouble = ""
+        """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
+        self._key: tuple[str, str, str] | None = None
+        """Of what the last one waited for."""
         self._record: Mapping[str, Any] = {}
         """The figures as the heartbeat has them."""
-        self._beat: Mapping[str, Any] = {}
-        """The rest of the last heartbeat."""
+        self._state: dict[str, Any] = {}
+        """The rest of the heartbeat, but for what is waited for."""
         self._has_stepped = False
         """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
@@ -54,7 +58,7 @@ class Teller:
         """Records of the newest steps, the newest first."""
         self._trained: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
         """What the trainer measured in its newest steps, the newest first."""
-        self._lesson = ""
+        self._lesson: Problem | None = None
         """Nothing is to be learned from them."""
 
     def emit(self, event: BatcherEvent) -> None:
@@ -63,8 +67,8 @@ class Teller:
         self._emit(event)
 
     def forget(self) -> None:
-        """A new leadership: says the sentence again, and counts drops from 0."""
-        self._told, self._beat_at = ("", float("-inf")), float("-inf")
+        """A new leadership: says again why there is no step, and counts drops from 0."""
+        self._waiting, self._beat_at = None, float("-inf")
         self._drops, self._record = {}, {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
@@ -72,34 +76,43 @@ class Teller:
         self._trained.extend(self._store.history(LAST_STEPS, of="records"))
         self._lesson = nothing_to_learn(self._steps, [*self._trained])
 
-    def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "", why: Wait | None = None) -> None:
-        """The waiting sentence, "" when nothing is waited for; and when it is due the leader's heartbeat, which is
-        `beat` and the figures.
-
-        `trouble` is what somebody must cure, in the sentence or beside it; `why` is the kind of reason that it gives.
+    def say(
+        self,
+        waiting: Waiting | None,
+        beat: Mapping[str, Any],
+        own: Sequence[Problem] = (),
+        others: Sequence[Problem] = (),
+    ) -> None:
+        """Why there is no step, None when nothing is waited for; and when it is due the leader's heartbeat, which is
+        `beat`, the figures, and what somebody must cure: `own`. What `others` say of themselves is told here only.
         """
-        if sentence and self._lesson:
-            sentence = f"{not_normal(sentence)} {self._lesson}"
-        before, at = self._told
+        own = [*own, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
-        if sentence != before and sentence:
-            self.emit(StepWaits(kind=why, sentence=sentence))
-        if trouble and trouble != self._trouble:
-            self._trouble = trouble
-            self.emit(CureNeeded(sentence=trouble))
-        if sentence != before or now - at > TELEMETRY_SECONDS:
-            self._told = (sentence, now)
-            self._store.set_waiting("batcher", sentence)
-        if now - self._beat_at > TELEMETRY_SECONDS:
-            self._beat_at = now
+        if waiting is not None and waiting != self._waiting:
+            self.emit(StepWaits(waiting=waiting))
+        for problem in [*own, *others]:
+            if self._lasting.is_due(problem.key, now):
+                self.emit(CureNeeded(problem=problem))
+        self._waiting = waiting
+        self._state = {**beat, "problems": [problem.record() for problem in own]}
+        key = None if waiting is None else waiting.key
+        if now - self._beat_at > (TELEMETRY_SECONDS if key == self._key else SOON_SECONDS):
+            self._beat_at, self._key = now, key
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
-            self._beat = beat
-            self._store.heartbeat("batcher", "leader", {**beat, **identity(), "figures": self._record})
+            self.beat(waiting)
 
-    def say_goodbye(self) -> None:
+    def beat(self, waiting: Waiting | None = None, *, has_stopped: bool = False) -> None:
+        """Sends the leader's heartbeat. Safe from another thread."""
+        said = {} if waiting is None else {"waiting": waiting.record()}
+        stopped = {"stopped": True} if has_stopped else {}
+        self._store.heartbeat(
+            "batcher", "leader", self._state | identity() | {"figures": self._record} | said | stopped
+        )
+
+    def say_goodbye(self, last: Waiting | None = None) -> None:
         """The last heartbeat: whoever asks whether the batcher is alive need not wait until it has been silent."""
-        self._store.heartbeat("batcher", "leader", {**self._beat, "figures": self._record, "stopped": True})
+        self.beat(last, has_stopped=True)
 
     def dropped(self, drops: Iterable[Drop]) -> None:
         """Groups were dropped: an event each, and counted for the next step's line."""
@@ -127,9 +140,7 @@ class Teller:
         newest = self._store.history(1, of="records")  # a step or two behind, one for each that is committed
         if newest != [*self._trained][:1]:
             self._trained.extendleft(newest)
-        was_said, self._lesson = bool(self._lesson), nothing_to_learn(self._steps, [*self._trained])
-        if self._lesson and not was_said:
-            self.emit(CureNeeded(sentence=self._lesson))
+        self._lesson = nothing_to_learn(self._steps, [*self._trained])
         self._has_stepped = True
         self.settled()
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.events.event import IF_ANY, SPREAD, Event, MetricsServed, MetricsUnavailable
+from rlbuffer.events.event import SPREAD, Event, MetricsServed, MetricsUnavailable
 from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Problem, Waiting
 
 
 # -- leading -----------------------------------------------------------------------------------------------------------
@@ -109,16 +109,15 @@ class StepWaits(Event):
     """The step waits, for another reason than before."""
 
     event = "waiting"
-    kind: Wait | None = field(default=None, metadata=IF_ANY)
-    sentence: str
+    waiting: Waiting = field(metadata=SPREAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CureNeeded(Event):
-    """Something that somebody must cure, in the sentence about waiting or beside it: an env that fails, say."""
+    """Something that somebody must cure: an env that fails, say."""
 
     event = "trouble"
-    sentence: str
+    problem: Problem = field(metadata=SPREAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

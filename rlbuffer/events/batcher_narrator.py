@@ -38,7 +38,9 @@ from rlbuffer.events.batcher import (
     StepWaits,
 )
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
+from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.states import SettingsState
+from rlbuffer.records.waiting import Waiting
 from rlbuffer.state.text import amount, percent, plural
 
 WAITING_SECONDS = 5.0
@@ -91,32 +93,31 @@ def _flat_text(event: StepCommitted) -> str:
 
 
 class ServeNarrator:
-    """Tells a daemon's events line by line; a waiting sentence only when it lasts, and at most every few seconds.
+    """Tells a daemon's events line by line; what is waited for only when it lasts, and again each minute.
 
     Args:
         say: takes a line.
-        show: takes every waiting sentence at once, "" when there is none, for a place where it stands until the next
-            one. `say` then gets only what is wrong with the workers.
+        show: takes every reason at once, "" when there is none, for a place where it stands until the next one. `say`
+            does not get it then.
     """
 
     def __init__(self, say: Callable[[str], None], show: Callable[[str], None] | None = None) -> None:
         self._say = say
         self._show = show
         self._lock = threading.Lock()
-        self._pending = ""
+        self._pending: Waiting | None = None
         self._timer: threading.Timer | None = None
         self._last = -WAITING_SECONDS
-        self._lost = False
+        self._lasting = Lasting()
 
     def __call__(self, event: BatcherEvent) -> None:
         match event:
             case LeaderReady() | ReadAgain() | GroupDropped():
                 pass  # who starts the batcher says that it is ready; drops stand in the next step's line
             case StepWaits():
-                self._waiting(event.sentence)
+                self._waiting(event.waiting)
             case CureNeeded():
-                if self._show is not None or event.sentence not in self._pending:  # else it is about to be said
-                    self._say(f"! {event.sentence}")
+                self._say(f"! {event.problem}")
             case (
                 PayloadsDamaged()
                 | EnvSilent()
@@ -138,37 +139,37 @@ class ServeNarrator:
             case ArchiveWritten():
                 self._say(f"the archive is written again: {plural(event.steps, 'step')}, up to step {event.step}")
             case StepCommitted():
-                self._waiting("")
+                self._waiting(None)
                 self._say(step_line(event))
             case RunRecovered():
-                self._waiting("")
+                self._waiting(None)
                 self._say(_recovery(event))
             case RunEnded():
-                self._waiting("")
+                self._waiting(None)
                 self._say("  ".join(part for part in (event.sentence, drops_text(event.drops)) if part))
             case StandingBy():
-                self._waiting("")
+                self._waiting(None)
                 self._say(f"standing by: another batcher leads this run ({event.owner}); takes over when it stops")
             case LeadLost():
-                self._waiting("")
+                self._waiting(None)
                 self._say(f"! lost the lead: {event.reason}. Trying again.")
             case RunBeginsAgain():
-                self._waiting("")
+                self._waiting(None)
                 self._say(f"! {event.sentence}")
             case _:
                 assert_never(event)
 
     def close(self) -> None:
         """Forgets what it was about to say."""
-        self._waiting("")
+        self._waiting(None)
 
-    def _waiting(self, sentence: str) -> None:
+    def _waiting(self, waiting: Waiting | None) -> None:
         if self._show is not None:
-            self._show(sentence)
+            self._show("" if waiting is None else str(waiting))
             return
         with self._lock:
-            self._pending = sentence
-            if not sentence:
+            self._pending = waiting
+            if waiting is None:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = None
@@ -180,10 +181,10 @@ class ServeNarrator:
 
     def _flush(self) -> None:
         with self._lock:
-            sentence, self._pending, self._timer = self._pending, "", None
-            if sentence:
+            waiting, self._pending, self._timer = self._pending, None, None
+            if waiting is not None and self._lasting.is_due(waiting.key, time.monotonic()):
                 self._last = time.monotonic()
-                self._say(f"waiting: {sentence[:1].lower()}{sentence[1:]}")
+                self._say(f"waiting: {waiting}")
 
 
 def _recovery(event: RunRecovered) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final
 
+from rlbuffer.records.waiting import Problem, Waiting
+
 SPREAD: Final[Mapping[str, Any]] = {"spread": True}
 """Mark of a field whose own fields, or items, stand in the object in its place."""
 IF_ANY: Final[Mapping[str, Any]] = {"if_any": True}
@@ -32,10 +34,16 @@ def as_object(event: Event) -> dict[str, Any]:
     for part in fields(event):
         value = getattr(event, part.name)
         if part.metadata.get("spread"):
-            out |= value if isinstance(value, Mapping) else asdict(value)
+            out |= _spread(value)
         elif value is not None or not part.metadata.get("if_any"):
             out[part.name] = value
     return out
+
+
+def _spread(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Waiting | Problem):
+        return value.record() | {"sentence": str(value)}
+    return value if isinstance(value, Mapping) else asdict(value)
 
 
 # -- of workers and scorers --------------------------------------------------------------------------------------------

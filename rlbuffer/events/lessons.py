@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from rlbuffer.events.history import Committed
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.text import plural
 
 LAST_STEPS, LEAST_STEPS = 20, 10
 """Steps that are looked at, and from how many on something is said."""
@@ -29,8 +30,8 @@ def mean_reward(steps: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(reward * rollouts for reward, rollouts in scored) / sum(n for _, n in scored) if scored else None
 
 
-def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]]) -> str:
-    """The sentence about a run in whose newest steps nearly all groups are flat, or whose policy stands still; "" of
+def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]]) -> Problem | None:
+    """The problem of a run in whose newest steps nearly all groups are flat, or whose policy stands still; None of
     another one, and where it is not known.
 
     Args:
@@ -45,8 +46,18 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     entropy = sum(entropies) / len(entropies) if len(entropies) >= LEAST_STEPS else None
     stands = (gradient is not None and gradient <= STILL_GRADIENT) or (entropy is not None and entropy <= STILL_ENTROPY)
     if not (is_flat or stands):
-        return ""
-    return waiting.for_no_lesson((flat, groups, len(steps)), gradient, entropy, mean_reward(steps))
+        return None
+    facts = []
+    if groups:
+        share = f"({flat / groups:.0%})"
+        facts.append(f"{flat} of the {groups} groups of the last {plural(len(steps), 'step')} {share} are flat")
+    if gradient is not None:
+        facts.append(f"the largest norm of the trainer's last gradients is {gradient:.1g}")
+    if entropy is not None:
+        facts.append(f"the policy's mean entropy is {entropy:.3f} nats")
+    reward = mean_reward(steps)
+    mean = "" if reward is None else f", at a mean reward of {reward:.3f}"
+    return Problem(kind=Trouble.NO_LESSON, detail=f"{', '.join(facts)}{mean}")
 
 
 def _numbers(trained: Iterable[Mapping[str, Any]], name: str) -> list[float]:

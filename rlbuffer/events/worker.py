@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlbuffer.events.event import IF_ANY, SPREAD, Event, MetricsServed, MetricsUnavailable, RunChanged, Trouble
+from rlbuffer.records.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,7 @@ class WorkerWaits(Event):
     """The worker has waited for some seconds."""
 
     event = "waiting"
-    waiting: str
-    """The sentence."""
+    waiting: Waiting = field(metadata=SPREAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

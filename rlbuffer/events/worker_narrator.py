@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -70,9 +69,8 @@ class WorkerNarrator:
             case RunChanged():
                 self._tell(f"! {event.error}")
             case WorkerWaits():
-                # Its numbers change while what is waited for is the same.
-                if self._lasting.is_due(re.sub(r"\d+", "", event.waiting), time.monotonic()):
-                    self._tell(event.waiting)
+                if self._lasting.is_due(event.waiting.key, time.monotonic()):
+                    self._tell(f"waiting for {event.waiting.seconds:.0f} s: {event.waiting}")
             case WorkerStopped():
                 self._tell_groups()
                 self._tell_failures()

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.identity import identity, named
+from rlbuffer.records.waiting import Problem, Trouble, Waiting
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
@@ -35,15 +36,17 @@ class Heartbeats(ABC):
     meets the same trouble by itself.
     """
 
-    def __init__(self, thread: str) -> None:
+    def __init__(self, thread: str, stuck: Trouble | None = None) -> None:
         self.groups = self.rollouts = self.tokens = 0
         """Done and stored."""
         self.failed_groups = 0
         """Groups given up because they could not be prepared, scored or stored."""
         self.error = ""
         """The last trouble, "" when the last batch had none."""
-        self.waiting = ""
-        """What the loop waits for, "" while it works."""
+        self.waiting: Waiting | None = None
+        """What the loop waits for, None while it works."""
+        self._stuck = stuck
+        """The kind of problem that `error` is; None: of nobody's."""
         self._holding = threading.Lock()
         self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=RATE_BEATS)
         self._started = time.time()
@@ -88,21 +91,29 @@ class Heartbeats(ABC):
 
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
-        twin = self.twin()
-        two = twin and f"two processes have this name, {named(identity())} and {named(twin)}: each needs one of its own"
         since, rollouts, tokens = self._seen[0]
         elapsed = max(time.monotonic() - since, 1e-9)
+        waiting = self.waiting
         return {
             "groups": self.groups,
             "rollouts": self.rollouts,
             "rollouts_per_second": (self.rollouts - rollouts) / elapsed,
             "tokens_per_second": (self.tokens - tokens) / elapsed,
             "failed_groups": self.failed_groups,
-            "error": self.error or two or "",
-            "waiting": self.waiting,
+            "problems": [problem.record() for problem in self._problems()],
             "started": self._started,
             "left": self._closed.is_set(),
+            **({} if waiting is None else {"waiting": waiting.record()}),
         } | identity()
+
+    def _problems(self) -> list[Problem]:
+        """What somebody must cure."""
+        if self._stuck is None:
+            return []
+        twin = self.twin()
+        two = twin and f"two processes have this name, {named(identity())} and {named(twin)}: each needs one of its own"
+        error = self.error or two
+        return [Problem(kind=self._stuck, detail=error)] if error else []
 
     def close(self) -> None:
         """Stops the thread and says goodbye with a last heartbeat, unless the server is away: leaving must not wait."""

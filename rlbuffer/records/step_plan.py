@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.states import ClosedBy, Reason
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Waiting
 
 Row = tuple[int, ...]
 """Indices of the rollouts of one row; () is a dummy."""
@@ -286,10 +286,8 @@ class Decision:
     """The batcher's own state as after this plan; msgpack types; goes into the commit."""
     drops: tuple[Drop, ...] = ()
     """Groups and rollouts that must be dropped now, whether or not there is a plan."""
-    waiting: str = ""
-    """Reason why there is no plan, in one sentence; empty when there is one."""
-    why: Wait | None = None
-    """The kind of this reason; None when there is a plan."""
+    why: Waiting | None = None
+    """Reason why there is no plan; None when there is one."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
     waiting_for_version: int | None = None
@@ -298,3 +296,8 @@ class Decision:
     """env -> seconds that it has been silent, for envs that a step needs and that are silent for too long."""
     is_over: bool = False
     """Nothing is pending, and no env sends anything more."""
+
+    @property
+    def waiting(self) -> str:
+        """Reason why there is no plan, in a sentence; empty when there is one."""
+        return "" if self.why is None else str(self.why)

@@ -1,8 +1,16 @@
-"""What the batcher waits for: the kind of a reason. Its sentence, for people, stands beside it."""
+"""Why a process waits, and what somebody must cure: records, and their sentences with the remedy inside.
+
+Code compares `kind` and reads fields; nobody looks into a sentence. A record travels in the heartbeat of the process
+that says it, as a map of the fields that are set.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any, Self
 
 
 class Wait(StrEnum):
@@ -10,18 +18,22 @@ class Wait(StrEnum):
 
     NO_TRAINER = "no_trainer"
     """No trainer has joined since the run began."""
+    UNHEARD = "unheard"
+    """The batcher has not heard of the trainer that asks. Made by who reads."""
     TRAINER_GONE = "trainer_gone"
     """A trainer was there and is silent, or none has come since the run was restored or taken back."""
     TRAINER_BUSY = "trainer_busy"
     """The trainer has `lookahead` committed steps before it."""
     TAKEOVER = "takeover"
-    """A new leader waits for the trainer's first word."""
+    """A new leader waits for the trainer's first report."""
     VERSION = "version"
     """Nothing sampled from the published version could still train, or none is published."""
     ENV_SHORT = "env_short"
     """An env with a budget is owed more than a group and has none ready."""
     FILLING = "filling"
     """The step is not full, and no env is short."""
+    ENV_DEAD = "env_dead"
+    """An env that the step needs has sent nothing for `env_dead_after_seconds`."""
     NOTHING_TO_LEARN = "nothing_to_learn"
     """The groups that are here teach nothing, and would only move the learning rate."""
     STEP_IN_HAND = "step_in_hand"
@@ -32,5 +44,393 @@ class Wait(StrEnum):
     """Every env is done; the trainer is at the last step."""
     SERVER_START = "server_start"
     """The server's append-only file is rewritten first."""
+    BUILDING = "building"
+    """One step is being built for longer than usual."""
+    STEP = "step"
+    """A rank waits for a step."""
+    TICKET = "ticket"
+    """A worker waits for leave to sample."""
+    NO_SHARE = "no_share"
+    """A worker's env has no share of a step, so it gets no tickets."""
+    PROMPT = "prompt"
+    """A worker's env skips one prompt after the other."""
+    WEIGHTS = "weights"
+    """A worker waits for the weights of a policy version."""
+    NO_NEED = "no_need"
+    """A scorer finds no group that needs what it gives."""
+    DRAINING = "draining"
+    """An operator lets no more tickets be given."""
+    SERVER = "server"
+    """The server does not answer, or takes no writes."""
+    NO_BATCHER = "no_batcher"
+    """No batcher was ever heard, or the last one failed or went without a goodbye. Made by who reads."""
+    STOPPED = "stopped"
+    """The batcher was stopped."""
     ENDED = "ended"
-    """The trainer has made its steps."""
+    """Everything is trained, or the planned steps are made."""
+    FAILED = "failed"
+    """A supervised run could not be kept alive, or was interrupted."""
+
+
+NORMAL = frozenset(
+    {
+        *(Wait.TRAINER_BUSY, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND, Wait.LAST_STEP),
+        *(Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.NO_NEED, Wait.DRAINING, Wait.STOPPED, Wait.ENDED),
+    }
+)
+"""Nobody need do anything unless a problem stands beside it."""
+FINAL = frozenset({Wait.STOPPED, Wait.ENDED, Wait.FAILED})
+"""True although no batcher is at work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One process's wait. Fields that a kind does not use are left at their defaults."""
+
+    kind: Wait
+    step: int = 0
+    """The step that is waited for."""
+    env: str = ""
+    """The env that holds it up; several, with commas, for `PAUSED`."""
+    adapter: str = ""
+    groups: int = 0
+    """Groups that are missing of `env`, or that teach nothing."""
+    forming: int = 0
+    """Groups of `env` that wait for more of their rollouts."""
+    done: float = 0.0
+    """Share of the step that is there, 0-1."""
+    trained: int = 0
+    """Last trained step."""
+    version: int = -1
+    """The version that is needed; -1: any."""
+    published: int = -1
+    """The version that is published; -1: none."""
+    limit: int = 0
+    """`max_age`, or `lookahead`."""
+    seconds: float = 0.0
+    """For so long: the silence, the build, the oldest forming group, a worker's wait."""
+    dropped: str = ""
+    """Why the env's last group was dropped, while none has become ready since."""
+    detail: str = ""
+    """An error's text, or a log's path."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Equal while only numbers have changed: what is said once."""
+        return self.kind, self.env, self.adapter
+
+    @property
+    def is_normal(self) -> bool:
+        """Nobody need do anything unless a problem stands beside it."""
+        return self.kind in NORMAL and not self.dropped
+
+    @classmethod
+    def of(cls, value: Any) -> Self | None:
+        """The record in a heartbeat; None where there is none. Anybody may have written it."""
+        sound = _sound(cls, Wait, value)
+        return None if sound is None else cls(**sound)
+
+    def record(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return _set_fields(self)
+
+    def __str__(self) -> str:
+        return _sentence(self)
+
+
+class Trouble(StrEnum):
+    """What somebody must cure."""
+
+    ENV_FAILS = "env_fails"
+    """Groups of an env cannot be made."""
+    ENV_HANGS = "env_hangs"
+    """A function of an env has run for long."""
+    WORKER_ENDED = "worker_ended"
+    """A worker has ended, and said why."""
+    WORKER_GONE = "worker_gone"
+    """A worker is silent, and was last heard of while a function of its env ran. Made by who reads."""
+    WORKER_STUCK = "worker_stuck"
+    """A worker cannot do its part: weights, a model server, its name."""
+    NO_WORKER = "no_worker"
+    """No worker of an env, or none at all, is alive. Made by who reads."""
+    NO_SCORER = "no_scorer"
+    """Groups lack what no scorer gives."""
+    SCORER_STUCK = "scorer_stuck"
+    """A scorer cannot do its part."""
+    DAMAGED = "damaged"
+    """Payloads were missing or damaged when a step was pulled."""
+    MEMORY = "memory"
+    """The server's memory is short."""
+    ARCHIVE = "archive"
+    """The archive cannot be written, and nothing retires without it."""
+    QUOTA = "quota"
+    """Pushes wait, because a quota is used up."""
+    NO_LESSON = "no_lesson"
+    """Nearly nothing in the last steps has a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing to cure, beside what is waited for."""
+
+    kind: Trouble
+    env: str = ""
+    worker: str = ""
+    """The worker's or scorer's name; several, with commas."""
+    step: int = 0
+    count: int = 0
+    """Groups, rollouts, or bytes."""
+    detail: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal while it is the same problem."""
+        return self.kind, self.env
+
+    @classmethod
+    def of(cls, value: Any) -> Self | None:
+        """The record in a heartbeat; None where it is none. Anybody may have written it."""
+        sound = _sound(cls, Trouble, value)
+        return None if sound is None else cls(**sound)
+
+    def record(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return _set_fields(self)
+
+    def __str__(self) -> str:
+        return _problem(self)
+
+
+# -- as maps -----------------------------------------------------------------------------------------------------------
+def _sound(cls: type[Any], kinds: type[StrEnum], value: Any) -> dict[str, Any] | None:
+    """The fields of a map that are of their type; None when the kind is none."""
+    if not isinstance(value, Mapping):
+        return None
+    kind = value.get("kind")
+    if kind not in list(kinds):
+        return None
+    sound: dict[str, Any] = {"kind": kinds(kind)}
+    for field in fields(cls):
+        given = value.get(field.name)
+        if isinstance(field.default, float) and isinstance(given, int | float) and math.isfinite(given):
+            sound[field.name] = float(given)
+        elif field.name != "kind" and type(given) is type(field.default):
+            sound[field.name] = given
+    return sound
+
+
+def _set_fields(record: Any) -> dict[str, Any]:
+    values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
+    return {"kind": str(record.kind)} | {n: v for n, (v, default) in values.items() if n != "kind" and v != default}
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+def _groups(count: int) -> str:
+    return f"{count:,} group{'' if count == 1 else 's'}"
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _sentence(w: Waiting) -> str:
+    """What is waited for, with its values, and what to do."""
+    match w.kind:
+        case Wait.NO_TRAINER:
+            return (
+                "No trainer has joined. One that was started loads its model first; else start `rlbuffer train`. If "
+                "one runs, compare its --redis and --run with those of `serve`."
+            )
+        case Wait.UNHEARD:
+            return "The batcher has not heard of this trainer. Compare its --redis and --run with those of `serve`."
+        case Wait.TRAINER_GONE:
+            since = (
+                f"has said nothing for over {_long(w.seconds)}"
+                if w.seconds
+                else "has not come since the run was restored or taken back"
+            )
+            return (
+                f"Step {w.step} is committed, but the trainer {since}; it was at step {w.trained}. Start `rlbuffer "
+                "train` again: it resumes from its last checkpoint and reads the same steps."
+            )
+        case Wait.TRAINER_BUSY:
+            return (
+                f"Step {w.step} is committed and waits for the trainer, at step {w.trained} (batcher.lookahead "
+                f"{w.limit}). The trainer is the slower side."
+            )
+        case Wait.TAKEOVER:
+            return (
+                f"The batcher has taken over at step {w.step} and waits a few seconds for the trainer's first report, "
+                "because the server may have lost steps. If it comes again and again, see the log of `serve`."
+            )
+        case Wait.VERSION:
+            return _for_version(w)
+        case Wait.ENV_SHORT:
+            return f"{w.env} is {_groups(w.groups)} short of its share of step {w.step} ({_forming(w)}). {_more_of(w)}"
+        case Wait.FILLING:
+            full = f"Step {w.step} is {w.done:.0%} full"
+            if not w.env:
+                return (
+                    f"{full}. No env has sent a group that can train yet. Workers load weights and sample first; if it "
+                    "lasts, see `rlbuffer inspect --where state:dropped`."
+                )
+            return f"{full}. {w.env} goes next and has nothing ready ({_forming(w)}). {_more_of(w)}"
+        case Wait.ENV_DEAD:
+            return (
+                f"{w.env} has sent nothing for {_long(w.seconds)}, and step {w.step} needs it. Start a worker for it, "
+                f"or go on without it: `rlbuffer env pause {w.env}`."
+            )
+        case Wait.NOTHING_TO_LEARN:
+            ready = "the group that is ready teaches nothing" if w.groups == 1 else f"none of {w.groups} groups teaches"
+            return (
+                f"Step {w.step} has waited for batcher.fill_timeout_seconds, but {ready}: all rewards of a group are "
+                "equal, most often. It waits on for one that does. Take easier or harder prompts (`rlbuffer inspect`)."
+            )
+        case Wait.STEP_IN_HAND:
+            return (
+                f"Rank 0 trains step {w.step}, which the server has lost; the run goes on when it has trained it. A "
+                "rank without that step ends within seconds: start the trainer again where nothing does."
+            )
+        case Wait.PAUSED:
+            return (
+                f"All that could give something is paused ({w.env}): `rlbuffer env resume ENV` lets it take part. "
+                "To end without it: `rlbuffer env done ENV`, and `rlbuffer drop --where env:ENV` for what it has."
+            )
+        case Wait.LAST_STEP:
+            return f"Every env is done: the run ends when the trainer has trained step {w.step}."
+        case Wait.SERVER_START:
+            failed = f" It has failed {w.groups} times." if w.groups else ""
+            return (
+                "The server was started anew, and its append-only file is rewritten first: half a transaction in it "
+                f"would come to life at the next start.{failed} If it lasts, see the server's log: is the disk full?"
+            )
+        case Wait.BUILDING:
+            return (
+                f"Step {w.step} is being built, for {w.seconds:.0f} s so far: a large step, a slow function of yours "
+                "(batcher.advantage, batcher.order), or a busy machine."
+            )
+        case Wait.STEP:
+            return f"Waiting for step {w.step}."
+        case Wait.TICKET:
+            return f"No ticket for {w.env}: enough of its groups are being sampled or in the pool."
+        case Wait.NO_SHARE:
+            return (
+                f"No ticket for {w.env}: it has no share of a step. batcher.budgets gives all to {w.detail}; give "
+                f"{w.env} a share (`rlbuffer config apply`), or stop this worker."
+            )
+        case Wait.PROMPT:
+            return f"{w.env} skipped its last {w.groups:,} prompts ({w.detail}). If it lasts, mend the env or its data."
+        case Wait.WEIGHTS:
+            if w.version < 0:
+                return "No policy version is announced. The trainer does it when its model is loaded."
+            place = f", downloaded from {w.detail}" if w.detail else ""
+            return f"Waiting for weights of policy version {w.version} that can be loaded{place}."
+        case Wait.NO_NEED:
+            return f"No group needs {w.detail}."
+        case Wait.DRAINING:
+            return "The run drains: no tickets until `rlbuffer drain --undo`."
+        case Wait.SERVER:
+            return w.detail
+        case Wait.NO_BATCHER:
+            return _without_batcher(w)
+        case Wait.STOPPED:
+            return "The batcher was stopped. Start `rlbuffer serve` again; what is pending is still there."
+        case Wait.ENDED:
+            return f"The run has ended after step {w.step}."
+        case Wait.FAILED:
+            why = f": {w.detail}" if w.detail else ": it was interrupted"
+            return f"The run was stopped after step {w.step}{why}. Started again, it goes on."
+
+
+def _for_version(w: Waiting) -> str:
+    if w.version < 0:
+        return (
+            "The trainer has not announced a policy version. It does when its model is loaded; one of your own calls "
+            "`buffer.policy().publish(model, reader.step)` before its first step."
+        )
+    who = f"{w.env} needs" if w.env else f"Step {w.step} needs"
+    adapter = f" of adapter {w.adapter}" if w.adapter else ""
+    there = f"version {w.published} is published" if w.published >= 0 else "none is published yet"
+    return (
+        f"{who} policy version {w.version}{adapter}: {there}, and step {w.step} trains nothing older (max_age "
+        f"{w.limit}). The trainer publishes it after the steps before; if it never comes, lower trainer.publish.every "
+        "or raise batcher.max_age."
+    )
+
+
+def _forming(w: Waiting) -> str:
+    return f"{w.forming} forming" + (f", oldest {w.seconds:.0f} s" if w.seconds else "")
+
+
+def _more_of(w: Waiting) -> str:
+    """What to do about an env of which too little comes."""
+    if w.dropped:
+        return f"Its last group was dropped as {w.dropped}: see `rlbuffer inspect --where 'env:{w.env} state:dropped'`."
+    return "Nothing to do while its workers generate; if it lasts, start more of them, or lower its batcher.budgets."
+
+
+def _without_batcher(w: Waiting) -> str:
+    if w.detail:
+        return f"The batcher failed: {w.detail}. Mend it, and start `rlbuffer serve` again."
+    if w.seconds:
+        return (
+            f"No batcher leads the run; the last one went {_long(w.seconds)} ago without a goodbye. Start `rlbuffer "
+            "serve` again; what is pending is still there."
+        )
+    return (
+        "No batcher has said anything. Start `rlbuffer serve`; if one runs, compare its --redis and --run with these."
+    )
+
+
+def _problem(p: Problem) -> str:
+    match p.kind:
+        case Trouble.ENV_FAILS:
+            return f"{p.env} fails: {_groups(p.count)} given up by {p.worker}: {p.detail}."
+        case Trouble.ENV_HANGS:
+            return f"{p.env} may hang: {p.detail} at {p.worker}. worker.*.rollout_timeout_seconds ends it."
+        case Trouble.WORKER_ENDED:
+            return f"The worker {p.worker} of {p.env} has ended: {p.detail}. Mend it, and start it again."
+        case Trouble.WORKER_GONE:
+            return (
+                f"{p.env} may have ended its worker {p.worker} without a word: it was last heard of while {p.detail} "
+                "ran. Its shell, or the log of `rlbuffer run`, has the exit code."
+            )
+        case Trouble.WORKER_STUCK:
+            return f"The worker {p.worker} of {p.env} says: {p.detail}."
+        case Trouble.NO_WORKER:
+            heard = f" ({p.detail})" if p.detail else ""
+            return (
+                f"No worker of {p.env or 'any env'} is at work{heard}. One that was started loads its model first; "
+                "else start `rlbuffer worker`" + (f", or pause it: `rlbuffer env pause {p.env}`." if p.env else ".")
+            )
+        case Trouble.NO_SCORER:
+            return f"{_groups(p.count)} of {p.env} need {p.detail}, and no scorer gives it. Start `rlbuffer score`."
+        case Trouble.SCORER_STUCK:
+            return f"The scorer {p.worker} says: {p.detail}."
+        case Trouble.DAMAGED:
+            whose = f" ({p.detail})" if p.detail else ""
+            return (
+                f"{p.count} rollouts were missing or damaged when step {p.step} was pulled{whose}: payloads are looked "
+                "into before they are committed. Stop a worker that goes on sending such."
+            )
+        case Trouble.MEMORY:
+            return (
+                f"The server's memory is short ({p.detail}). Checkpoint more often (trainer.checkpoint.every), raise "
+                "its maxmemory, or make room (`rlbuffer inspect`, `rlbuffer runs`)."
+            )
+        case Trouble.ARCHIVE:
+            return (
+                f'The archive cannot be written ({p.detail}), and archive.when_full = "wait" lets no step retire. Make '
+                "room there."
+            )
+        case Trouble.QUOTA:
+            who = f"the worker process {p.worker}" if p.worker else f"env {p.env}"
+            return (
+                f"Pushes of {who} wait: {p.count} bytes of theirs are pending, and {p.detail}. They go on when a step "
+                "takes some; if no step can fill under this quota, raise it."
+            )
+        case Trouble.NO_LESSON:
+            return (
+                f"Nothing to learn: {p.detail}. At a reward near its best take harder prompts, or end; elsewhere look "
+                "at the rollouts and at entropy, and take easier prompts or an earlier checkpoint."
+            )

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
+from rlbuffer.client.refusals import batcher_waits, problems_now
 from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
 from rlbuffer.events.history import Committed, Dropped
-from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
-from rlbuffer.state.heartbeats import FRESH_SECONDS, silent_envs, troubles
-from rlbuffer.state.text import duration, plural
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import duration, plural, printable
 from rlbuffer.store.protocol import Store
 
 LEAST_STALL_SECONDS = 60.0
@@ -26,7 +26,7 @@ STALL_STEPS = 5.0
 """So many times the usual time of a step must have passed, too."""
 FIRST_STEP_SECONDS = 300.0
 """Seconds that a run may take for its first steps, whose usual time is not known."""
-GUIDE = "docs/guide/it_waits.md says what to do about each such sentence"
+LOOK = "do what it says; rlbuffer top shows who waits for whom, rlbuffer inspect --workers the last errors"
 
 
 def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
@@ -36,27 +36,20 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
     """
     if store.has_ended():
         return
-    workers = store.heartbeats("worker")
     leader = store.heartbeats("batcher").get("leader", {}).get("seconds_ago", math.inf)
     if leader > FRESH_SECONDS:
-        others = [*workers.values(), *store.heartbeats("rank").values()]
+        others = [*store.heartbeats("worker").values(), *store.heartbeats("rank").values()]
         if any(beat["seconds_ago"] <= FRESH_SECONDS for beat in others):
             since = f" for {duration(leader)}" if math.isfinite(leader) else ""
             text = f"nothing was heard of the batcher{since}, and workers or ranks are waiting for it"
             yield doubtful("run", text, "start `rlbuffer serve`")
         return
-    for env, sentence in silent_envs(workers).items():
-        fix = f"start a worker for it (`rlbuffer worker`), or go on without it: rlbuffer env pause {env}"
-        yield doubtful("run", sentence, fix)
-    for name, beat in workers.items():
-        for sentence in troubles(name, beat):
-            yield doubtful("run", sentence, "rlbuffer inspect --workers shows the last error with its traceback")
+    waiting = batcher_waits(store)
+    for problem in problems_now(store, waiting):
+        yield doubtful("run", printable(str(problem)), LOOK)
     yield from _going_stale(store)
-    if lesson := nothing_to_learn(last_steps(store.history()), store.history(LAST_STEPS, of="records")):
-        yield doubtful("run", lesson, GUIDE)
-    sentence = store.waiting().get("batcher", "")
-    if sentence and (idle := _idle_seconds(store, opened)):
-        yield doubtful("run", f"no step for {duration(idle)}. {sentence}", GUIDE)
+    if waiting is not None and (idle := _idle_seconds(store, opened)):
+        yield doubtful("run", f"no step for {duration(idle)}. {printable(str(waiting))}", LOOK)
 
 
 def _going_stale(store: Store) -> Iterator[Diagnosis]:

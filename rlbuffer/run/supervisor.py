@@ -30,12 +30,12 @@ from rlbuffer.config.gpus import gpus_of, visible
 from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.narration.waiting import at_end
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
 from rlbuffer.process.identity import may_live, visible_from
 from rlbuffer.process.watchdog import threads_at_the_end
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.run import members, pythons
 from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.claim import Claim
@@ -343,7 +343,7 @@ class Supervisor:
             ended = buffer.store.meta().ended if buffer.store.has_ended() else None
         except RlbufferError:
             return ""
-        return "" if ended is None else at_end(ended)
+        return "" if ended is None else str(Waiting(kind=Wait.ENDED, step=ended))
 
     def _write_pids(self, started: dict[str, int]) -> None:
         pids = {"run": os.getpid()} | started | self._seen

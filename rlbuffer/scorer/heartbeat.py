@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.protocol import Store
 
 CLAIM_SECONDS = 8.0
@@ -17,7 +18,7 @@ class Beat(Heartbeats):
     """Says what a scorer gives and has done; renews its claims."""
 
     def __init__(self, store: Store, name: str, *, owner: str, gives: Sequence[str], envs: Sequence[str]) -> None:
-        super().__init__("rlbuffer-beat")
+        super().__init__("rlbuffer-beat", Trouble.SCORER_STUCK)
         self.late = 0
         """Groups that somebody else had scored, or that were dropped, before this scorer was done."""
         self._store, self._name, self._owner = store, name, owner

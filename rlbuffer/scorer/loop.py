@@ -38,6 +38,7 @@ from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFunction, make_rewards
 from rlbuffer.store.records import PoolEntry
@@ -145,7 +146,7 @@ class _Scorer:
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(RETRY_SECONDS)
                 except ServerRefused as error:
-                    self._beat.waiting = str(error)
+                    self._beat.waiting = Waiting(kind=Wait.SERVER, detail=str(error))
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._beat.hold([])
@@ -170,14 +171,15 @@ class _Scorer:
             await asyncio.to_thread(self._look)
             claimed = await asyncio.to_thread(self._claim)
             if not claimed:
-                self._beat.waiting = "" if self._found else f"no group needs {', '.join(sorted(self._gives))}"
+                idle = Waiting(kind=Wait.NO_NEED, detail=", ".join(sorted(self._gives)))
+                self._beat.waiting = None if self._found else idle
                 if time.monotonic() - looked > RETRY_SECONDS:
                     looked = time.monotonic()
                     if await asyncio.to_thread(self._store.has_ended):
                         return True
                 await asyncio.sleep(SCORER_POLL_SECONDS)
                 continue
-            self._beat.waiting = ""
+            self._beat.waiting = None
             ids = [pending.entry.entry_id for pending in claimed]
             self._beat.hold(ids)
             try:
@@ -339,7 +341,7 @@ class _Scorer:
 
     def _held_up(self, error: RlbufferError) -> None:
         """The writer waits for the server. Raises Stopped when there is no time for that."""
-        self._beat.waiting = str(error)
+        self._beat.waiting = Waiting(kind=Wait.SERVER, detail=str(error))
         if self._stop.is_set():
             raise Stopped
 

@@ -57,7 +57,6 @@ class Keys:
         "summary",
         "tag",
         "trainer",
-        "waiting",
     )
 
     def __init__(self, run: str) -> None:
@@ -85,7 +84,6 @@ class Keys:
         self.history = f"{self.tag}:history"
         self.summary = f"{self.tag}:summary"
         self.records = f"{self.tag}:records"
-        self.waiting = f"{self.tag}:waiting"
         self.eval = f"{self.tag}:eval"
         self.payload_prefix = f"rlb:{run}:g:"
 

@@ -19,6 +19,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import CommitStatus, PushStatus, ReportStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
+from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.store.received import Checksum, FieldReply, FieldRequest
 from rlbuffer.store.records import Asked, Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
@@ -39,8 +40,8 @@ class Store(Seeing, Protocol):
     def server(self) -> Mapping[str, Any]:
         """Facts, as Connection.describe says: name, version, address, embedded, sizes in bytes, unfreed, policy."""
 
-    def sentence_until_whole(self) -> str:
-        """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
+    def until_whole(self) -> Waiting | None:
+        """None when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
 
     def server_id(self) -> str:
         """The server's identity: another one after every restart and failover, when newest writes may be lost."""

@@ -27,9 +27,6 @@ class Seeing(Protocol):
     def errors(self) -> Mapping[str, int]:
         """Kind of call -> attempts of this process that the server did not answer, or refused, since it connected."""
 
-    def set_waiting(self, who: str, sentence: str) -> None:
-        """Says what `who` waits for, in one sentence; "" when it does not wait."""
-
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Keeps what the trainer measured in a step, until the archive has it: ``step``, ``digest``, and any figures.
 
@@ -38,9 +35,6 @@ class Seeing(Protocol):
 
     def rank_0(self) -> RankZero:
         """Rank 0 of the registered attempt, for the other ranks: one small read."""
-
-    def waiting(self) -> Mapping[str, str]:
-        """The sentence that each has last said, by name."""
 
     def ledger(self) -> Ledger:
         """The whole account."""

@@ -38,6 +38,7 @@ from rlbuffer.events.worker import GroupGivenUp
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import plural
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
@@ -79,7 +80,7 @@ class Flights:
         self._maker, self._pulse, self._messages, self._versions = maker, pulse, messages, versions
         self.tickets: int | None = getattr(job.env, "tickets", None)
         """Tickets of an env with an end."""
-        self.refusal = ""
+        self.refusal: Waiting | None = None
         """What the writer last waited for."""
         self._writer: Writer
         self._tasks: set[asyncio.Task[None]] = set()
@@ -168,7 +169,7 @@ class Flights:
 
     def held_up(self, error: RlbufferError) -> None:
         """The writer waits for the server. Raises Stopped when there is no time for that."""
-        self.refusal = str(error)
+        self.refusal = Waiting(kind=Wait.SERVER, detail=str(error))
         self._messages.waits(self.refusal)
         if self._stop.is_set():
             raise Stopped
@@ -213,9 +214,8 @@ class Flights:
                 self._messages.left_out(error)
         await asyncio.to_thread(self._settled, self._writer.skip, tickets)
         if self._skips:
-            self._messages.waits(
-                f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})"
-            )
+            skipped = Waiting(kind=Wait.PROMPT, env=self._env.name, groups=self._skips, detail=str(prompts[-1]))
+            self._messages.waits(skipped)
         if self._skips >= SKIPS_AT_ONCE:
             await asyncio.sleep(WORKER_POLL_SECONDS)
 
@@ -330,7 +330,7 @@ class Flights:
                 self.held_up(error)
                 continue
             if self.refusal:
-                self.refusal = ""
+                self.refusal = None
                 self._messages.works()
             return
 

@@ -13,7 +13,8 @@ from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live
 from rlbuffer.records.group import Ticket
-from rlbuffer.state.heartbeats import failures_of
+from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.heartbeats import failing, failures_of
 from rlbuffer.worker.failures import Failures, UserWork
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Pulse(Heartbeats):
     """Says what a worker samples with and has pushed; renews its tickets."""
 
     def __init__(self, buffer: Heart, name: str, env: str, work: UserWork | None = None) -> None:
-        super().__init__("rlbuffer-pulse")
+        super().__init__("rlbuffer-pulse", Trouble.WORKER_STUCK)
         self.version = -1
         """Policy version that samples."""
         self.skipped = 0
@@ -80,7 +81,7 @@ class Pulse(Heartbeats):
         last = beats.get(self._name, {})
         doing = str(last.get("doing") or "")
         if doing and not may_live(last):
-            self.failures.go_on(failures_of(last).kinds)
+            self.failures.go_on(failures_of(last))
             what = f"the worker's process before this one ended while {doing} ran"
             self.failures.note(WITHOUT_A_WORD, what)
             yield what
@@ -117,14 +118,23 @@ class Pulse(Heartbeats):
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
         own = {"env": self._env, "version": self.version, "skipped": self.skipped}
-        failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
+        failed: dict[str, Any] = {"failures": self.failures.record()}
         if self.failed_rollouts:
             failed["failed_rollouts"] = dict(self.failed_rollouts.copy())
         if self.failures.traceback:
             failed["traceback"] = self.failures.traceback
         # This is all that is known of a process that ends without a word.
         doing = "" if self._closed.is_set() else self._work.now()
-        return own | failed | {"doing": doing, "ended": self.ended} | super().record()
+        return own | failed | {"doing": doing} | super().record()
+
+    def _problems(self) -> list[Problem]:
+        failed = failing(self.failures.record(), self.failures.last)
+        problems = super()._problems() if failed is None else [failed]
+        if busy := self._work.sentence():
+            problems.append(Problem(kind=Trouble.ENV_HANGS, detail=busy))
+        if self.ended:
+            problems.append(Problem(kind=Trouble.WORKER_ENDED, detail=self.ended))
+        return problems
 
     def _renew(self) -> None:
         with self._listing:

@@ -23,11 +23,11 @@ from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.event import RunChanged, Trouble
 from rlbuffer.events.worker import EnvFinished, GroupGivenUp, SamplerChecked, WorkerEvent, WorkerStopped
-from rlbuffer.narration.waiting import draining
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
@@ -166,7 +166,7 @@ class _Worker:
                         await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
                     # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
-                    self._messages.waits(str(error))
+                    self._messages.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
                     await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
             await self._job.sampler.close()
@@ -180,21 +180,20 @@ class _Worker:
             )
         return self._is_done
 
-    def _no_ticket(self) -> str:
+    def _no_ticket(self) -> Waiting:
         """The reason why there is no ticket."""
         now = time.monotonic()
         if now - self._looked_at >= DRAIN_LOOK_SECONDS:
             _, self._is_draining = self._buffer.store.wishes()
             self._looked_at = now
         if self._is_draining:
-            return draining()
+            return Waiting(kind=Wait.DRAINING)
         if now - self._shares_at >= DRAIN_LOOK_SECONDS:
             meta = self._buffer.store.meta()
             self._shares, self._shares_at = budgets_at(meta.config.get("budgets", {}), meta.step + 1), now
         if self._env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
-            takers = ", ".join(self._shares)
-            return f"no ticket for {self._env.name}: it has no share of a step, batcher.budgets gives all to {takers}"
-        return f"no ticket for {self._env.name}: enough groups are being sampled or in the pool"
+            return Waiting(kind=Wait.NO_SHARE, env=self._env.name, detail=", ".join(self._shares))
+        return Waiting(kind=Wait.TICKET, env=self._env.name)
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
@@ -211,11 +210,11 @@ class _Worker:
                 if room <= 0 or (len(flights) and sampler.wants_batches):
                     await flights.wait(watch)
                     continue
-                flights.refusal, pause = "", next(pauses)
+                flights.refusal, pause = None, next(pauses)
                 tickets = await self._asked(writer, room, pause)
                 if not tickets:
                     if pause >= SOON_SECONDS:
-                        self._messages.waits(flights.refusal or await asyncio.to_thread(self._no_ticket))
+                        await self._say_waiting(flights.refusal)
                     if self._asks_for_all:
                         pause = together(pause, time.time())
                     await asyncio.to_thread(self._stop.wait, pause)
@@ -236,6 +235,9 @@ class _Worker:
             raise
         finally:
             await flights.land(watch)
+
+    async def _say_waiting(self, refusal: Waiting | None) -> None:
+        self._messages.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
 
     async def _asked(self, writer: Writer, room: int, pause: float) -> list[Ticket]:
         """Asks for tickets. An idle worker whose next ask is after a long `pause` asks for all it waits for, and tells
@@ -291,9 +293,9 @@ class _Worker:
         """Something went wrong with a version; the work goes on."""
         self._messages.trouble(Trouble(error=sentence))
 
-    def waits(self, what: str) -> None:
-        """The work waits for `what`."""
-        self._messages.waits(what)
+    def waits(self, waiting: Waiting) -> None:
+        """The work waits."""
+        self._messages.waits(waiting)
 
     async def check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""

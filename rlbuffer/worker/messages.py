@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp, GroupPushed, VersionLoaded, WorkerEvent, WorkerWaits
 from rlbuffer.records.group import Group
+from rlbuffer.records.waiting import Waiting
 from rlbuffer.worker.heartbeat import Pulse
 
 SAY_WAITING_SECONDS = 5.0
@@ -61,17 +63,18 @@ class Messages:
         if self._pulse.failures.note(kind, sentence):
             self.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=""))
 
-    def waits(self, what: str) -> None:
+    def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = self._said_waiting = now
-        self._pulse.waiting = f"waiting for {now - self._waiting_since:.0f} s: {what}"
+        waiting = replace(waiting, seconds=round(now - self._waiting_since, 1))
+        self._pulse.waiting = waiting
         if now - self._said_waiting >= SAY_WAITING_SECONDS:
             self._said_waiting = now
-            self.tell(WorkerWaits(waiting=self._pulse.waiting))
+            self.tell(WorkerWaits(waiting=waiting))
 
     def works(self) -> None:
         """Nothing is waited for any more."""
         self._waiting_since = None
-        self._pulse.waiting = ""
+        self._pulse.waiting = None

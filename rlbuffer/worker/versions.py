@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env
 from rlbuffer.worker.samplers import Sampler
@@ -31,8 +32,8 @@ class Listener(Protocol):
     def trouble(self, sentence: str, /) -> None:
         """A version could not be loaded, and why."""
 
-    def waits(self, what: str, /) -> None:
-        """Nothing serves, for want of `what`."""
+    def waits(self, waiting: Waiting, /) -> None:
+        """Nothing serves."""
 
     async def check(self, policy: PolicyVersion, /) -> None:
         """The first version is loaded; what this raises ends the worker."""
@@ -112,12 +113,12 @@ class Versions:
                 if self._served is not None:
                     self._served = None  # the run was reset: what served belongs to no version of it
                     self._listener.loaded(-1, 0.0)
-                self._listener.waits("the first policy version: no trainer has announced one")
+                self._listener.waits(Waiting(kind=Wait.WEIGHTS))
                 return False
             if current != self._served and not self._is_refused(current):
                 await self._load(current)
             if self._served is None:
-                self._listener.waits(f"weights of policy version {current.version} that can be loaded")
+                self._listener.waits(Waiting(kind=Wait.WEIGHTS, version=current.version))
             return self._served is not None
 
     def _is_refused(self, current: PolicyVersion) -> bool:
@@ -162,7 +163,7 @@ class Versions:
         if not task.done() and is_young:
             return None
         if self._served is None:
-            self._listener.waits(f"the weights of policy version {current.version}, downloaded from {current.location}")
+            self._listener.waits(Waiting(kind=Wait.WEIGHTS, version=current.version, detail=current.location))
         await asyncio.wait([task])
         if target != current:
             return await self._localized(current)

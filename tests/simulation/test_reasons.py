@@ -10,7 +10,7 @@ import pytest
 from rlbuffer.batcher import explaining
 from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.teller import Teller
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Wait, Waiting
 from simulation.__main__ import run_seed
 
 SEEDS = 100
@@ -20,29 +20,28 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Teller, "say", lambda self, sentence, *args: say(self, "", *args))
+    patch.setattr(Teller, "say", lambda self, waiting, *args: say(self, None, *args))
 
 
 def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(explaining, "reason", lambda *args: (Wait.FILLING, ""))
+    patch.setattr(explaining, "reason", lambda *args: None)
 
 
 def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
-    first: dict[Teller, tuple[str, Any]] = {}
+    first: dict[Teller, Waiting] = {}
 
-    def stale(self: Teller, sentence: str, beat: Any, trouble: str, why: Wait | None) -> None:
-        sentence, why = first.setdefault(self, (sentence, why)) if sentence else ("", None)
-        say(self, sentence, beat, trouble, why)
+    def stale(self: Teller, waiting: Waiting | None, *args: Any) -> None:
+        say(self, first.setdefault(self, waiting) if waiting else None, *args)
 
     patch.setattr(Teller, "say", stale)
 
 
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leadership, "_of_trainer", lambda self, trainer: (Wait.TRAINER_GONE, "It is gone."))
+    patch.setattr(Leadership, "_of_trainer", lambda self, trainer: Waiting(kind=Wait.TRAINER_GONE))
 
 
 def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(explaining, "reason", lambda *args: (Wait.VERSION, "It waits for a version."))
+    patch.setattr(explaining, "reason", lambda *args: Waiting(kind=Wait.VERSION))
 
 
 @pytest.mark.parametrize(

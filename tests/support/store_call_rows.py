@@ -159,7 +159,7 @@ def _ended(run: Run) -> None:
 def _whole(run: Run) -> None:
     """A server that needs its file rewritten after a start has done it: the sentence is "" from then on."""
     deadline = time.monotonic() + 30
-    while run.store.sentence_until_whole():
+    while run.store.until_whole():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -179,7 +179,7 @@ ROWS: dict[str, Row] = {
     "close": Row(call=lambda store, run: store.close()),
     "server": Row(call=lambda store, run: store.server()["name"]),
     "server_id": Row(call=lambda store, run: store.server_id() == run.store.server_id()),
-    "sentence_until_whole": Row(call=lambda store, run: store.sentence_until_whole(), prepare=_whole),
+    "until_whole": Row(call=lambda store, run: store.until_whole(), prepare=_whole),
     "errors": Row(call=lambda store, run: store.errors() == store.errors()),
     "losses": Row(call=lambda store, run: store.losses() - store.losses()),
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),

@@ -24,17 +24,17 @@ from rlbuffer_cli.render.pool import (
     SORTS,
     RunSummary,
     env_row,
+    fact_lines,
+    first_lines,
     group_record,
     group_row,
-    header_lines,
     summarize,
     waiting_lines,
+    warning_lines,
 )
 from rlbuffer_cli.render.text import aligned, utc
 
 GROUPS_PER_READ = 1000
-FIRST_LINES = 3
-"""Lines of the header that say what the run is and how far."""
 MOST_HEADER_ROWS = 10
 
 
@@ -116,8 +116,6 @@ class Pool(Look):
 
     def put_header(self, summary: RunSummary) -> None:
         """Shows the run: what it is, who waits for whom, its envs, then everything else."""
-        lines, waiting = header_lines(summary), waiting_lines(summary)
-        others = lines[FIRST_LINES : len(lines) - len(waiting)]
         cells = aligned(
             ENV_HEADER,
             [env_row(env) for env in summary.envs],
@@ -127,8 +125,9 @@ class Pool(Look):
         )
         envs = ["  ".join(row).rstrip() for row in cells] if summary.envs else ["no env has sent anything yet"]
         problems = [f"! {problem}" for problem in self.problems]
+        acts = [*problems, *warning_lines(summary), *waiting_lines(summary)]
         header = self.query_one("#header", Prose)
-        header.put([*lines[:FIRST_LINES], *problems, *waiting, *envs, *others])
+        header.put([*first_lines(summary), *acts, *envs, *fact_lines(summary)])
         room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) * 3 // 5))
         header.styles.height = min(header.height_at(self.size.width), room)
 

@@ -33,7 +33,6 @@ class Workers(Look):
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
         self.processes = Processes(beats={}, policy_version=-1, writers={})
-        self.waiting: Mapping[str, str] = {}
 
     def body(self) -> list[Widget]:
         table = Table(PROCESS_HEADER, right=BEAT_NUMBERS, optional=PROCESS_OPTIONAL, id="beats")
@@ -53,7 +52,6 @@ class Workers(Look):
     async def fetch(self) -> None:
         store = self.looking.buffer.store
         self.processes = await self.ask(lambda: processes_of(store))
-        self.waiting = await self.ask(store.waiting)
         rows = self.processes.rows()
         self.query_one("#beats", Table).put(list(rows.values()), list(rows))
         self.show_failure()
@@ -63,8 +61,6 @@ class Workers(Look):
         key = self.identifier()
         beat = self.processes.beats.get(key, {})
         lines = self.processes.lines(key) or (["nothing has failed"] if beat else [])
-        sentence = self.waiting.get("batcher" if key.startswith("batcher") else key) or beat.get("waiting")
-        lines += [f"  waits: {sentence}"] if sentence else []
         self.query_one("#failure", Prose).put(lines)
 
     def identifier(self) -> str:

@@ -57,6 +57,7 @@ def command(
 
 def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
     from rlbuffer.client.operations import Drain, pending_amounts
+    from rlbuffer.client.refusals import batcher_waits
     from rlbuffer.errors import BatchTimeout, RlbufferError
     from rlbuffer_cli.commands.drop import amounts
 
@@ -67,10 +68,10 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         if not state.is_asked:
             raise RlbufferError(f'the drain of run "{name}" was undone meanwhile: tickets are given again')
         if deadline is not None and time.monotonic() >= deadline:
-            sentence = store.waiting().get("batcher", "")
+            waiting = batcher_waits(store)
             raise BatchTimeout(
                 f'run "{name}" is not drained within {timeout:g} s: {state}. It goes on draining; `rlbuffer drain '
-                f"--undo` lets workers go on." + (f" {sentence}" if state.has_leader and sentence else "")
+                f"--undo` lets workers go on." + (f" {waiting}" if state.has_leader and waiting else "")
             )
         if str(state) != said:
             said = str(state)

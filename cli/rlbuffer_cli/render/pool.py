@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,13 +9,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.records.states import State
-from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.records.waiting import Problem, Waiting
+from rlbuffer.state.heartbeats import FRESH_SECONDS, batcher_waiting, run_problems, waiting_of
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
 from rlbuffer_cli.render.text import bar, show_table, sparkline, utc
-from rlbuffer_cli.render.workers import beat_line, failure_lines, silent_lines
+from rlbuffer_cli.render.workers import beat_line, problem_lines
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -88,8 +88,10 @@ class RunSummary:
     trained: int
     world_size: int
     ledger: Ledger
-    waiting: Mapping[str, str]
-    """Process -> what it waits for."""
+    waiting: Mapping[str, Waiting]
+    """``batcher``, ``rank 0``, ... -> what it waits for."""
+    problems: tuple[Problem, ...]
+    """What somebody must cure, as the processes say it."""
     seen: Mapping[str, float]
     """``batcher``, ``rank 0``, ... -> seconds since its last heartbeat."""
     workers: Mapping[str, Mapping[str, Any]]
@@ -142,6 +144,9 @@ def summarize(buffer: Buffer, pool: PoolLook | None = None) -> RunSummary:
                 share=consumed.get(env, 0) / total,
             )
         )
+    leader = store.heartbeats("batcher").get("leader")
+    workers, scorers = store.heartbeats("worker"), store.heartbeats("scorer")
+    waiting = _waiting(store, leader, meta.error)
     return RunSummary(
         run=buffer.run,
         server=store.server(),
@@ -150,10 +155,11 @@ def summarize(buffer: Buffer, pool: PoolLook | None = None) -> RunSummary:
         trained=trainer.trained,
         world_size=trainer.world_size,
         ledger=ledger,
-        waiting=store.waiting(),
+        waiting=waiting,
+        problems=run_problems(leader=leader, workers=workers, scorers=scorers, waiting=waiting.get("batcher")),
         seen=last_seen(store),
-        workers=store.heartbeats("worker"),
-        scorers=store.heartbeats("scorer"),
+        workers=workers,
+        scorers=scorers,
         error=meta.error,
         revision=meta.revision,
         has_wanted=bool(meta.wanted_digest),
@@ -167,6 +173,16 @@ def summarize(buffer: Buffer, pool: PoolLook | None = None) -> RunSummary:
         adapters=summarize_adapters(store),
         evaluations=summarize_evaluations(store),
     )
+
+
+def _waiting(store: Store, leader: Mapping[str, Any] | None, error: str) -> dict[str, Waiting]:
+    batcher = batcher_waiting(leader, is_led=store.is_led(), error=error)
+    ranks = {
+        f"rank {name}": waiting
+        for name, beat in store.heartbeats("rank").items()
+        if beat["seconds_ago"] <= FRESH_SECONDS and (waiting := waiting_of(beat)) is not None
+    }
+    return ({} if batcher is None else {"batcher": batcher}) | ranks
 
 
 def last_seen(store: Store) -> dict[str, float]:
@@ -204,7 +220,8 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "ledger": asdict(summary.ledger.total()),
         "damaged": summary.ledger.damaged,
         "lost": summary.ledger.lost,
-        "waiting": dict(summary.waiting),
+        "waiting": {who: waiting.record() | {"sentence": str(waiting)} for who, waiting in summary.waiting.items()},
+        "problems": [problem.record() | {"sentence": str(problem)} for problem in summary.problems],
         "seconds_ago": dict(summary.seen),
         "error": summary.error,
         "revision": summary.revision,
@@ -271,11 +288,16 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
 
 def header_lines(summary: RunSummary) -> list[str]:
     """The run in a few lines."""
+    return [*first_lines(summary), *warning_lines(summary), *fact_lines(summary), *waiting_lines(summary)]
+
+
+def first_lines(summary: RunSummary) -> list[str]:
+    """What the run is, and how far."""
     account = summary.ledger.total()
     dropped = sum(d[0] for d in account.dropped.values())
     server = summary.server
     version = f"policy v{summary.policy_version}" if summary.policy_version >= 0 else "no policy announced"
-    lines = [
+    return [
         f'run "{summary.run}" on {server["address"]} ({" ".join(filter(None, [server["name"], server["version"]]))})',
         (
             f"  {version} · step {summary.step} committed, {summary.trained} trained · "
@@ -286,15 +308,36 @@ def header_lines(summary: RunSummary) -> list[str]:
             f"+ {account.trained[0]:,} trained + {dropped:,} dropped   ({amount(account.pushed[1])} tokens)"
         ),
     ]
-    if account.reused[0]:
-        uses = plural(account.reused[0], "more use")
-        lines.append(f"  {uses} of trained rollouts ({amount(account.reused[1])} tokens)")
-    lines += _memory(summary)
+
+
+def warning_lines(summary: RunSummary) -> list[str]:
+    """What somebody must act on."""
+    record, lines = memory_record(summary), []
+    if not record["limit"] and summary.server["name"] != "memory":
+        lines.append(f"  ! server memory: no limit (maxmemory 0), {record['used'] / 2**20:,.0f} MiB used: set one")
+    if summary.early:
+        lines.append(
+            f"  ! steps up to {summary.early} retired early {duration(summary.early_seconds_ago)} ago, because the "
+            "server's memory was short"
+        )
     if summary.ledger.damaged or summary.ledger.lost:
         lost = plural(summary.ledger.lost, "push", "pushes")
         lines.append(f"  ! {plural(summary.ledger.damaged, 'rollout')} damaged, {lost} lost")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
+    return lines + problem_lines(summary.problems)
+
+
+def fact_lines(summary: RunSummary) -> list[str]:
+    """Everything else of the run's state."""
+    account, lines = summary.ledger.total(), []
+    if account.reused[0]:
+        uses = plural(account.reused[0], "more use")
+        lines.append(f"  {uses} of trained rollouts ({amount(account.reused[1])} tokens)")
+    record = memory_record(summary)
+    if record["percent"] is not None and record["percent"] >= 50:
+        used, limit = record["used"] / 2**20, record["limit"] / 2**20
+        lines.append(f"  server memory: {used:,.0f} of {limit:,.0f} MiB ({record['percent']:.0f} %)")
     if summary.revision > 1 or summary.has_wanted:
         asked = "; others are asked for and not taken yet" if summary.has_wanted else ""
         lines.append(f"  settings: revision {summary.revision}{asked}")
@@ -309,39 +352,19 @@ def header_lines(summary: RunSummary) -> list[str]:
     lines += [f"  {line}" for line in evaluation_lines(summary.evaluations)]
     if summary.workers:
         lines.append("  workers: " + " · ".join(beat_line(name, beat) for name, beat in summary.workers.items()))
-    for name, beat in summary.workers.items():
-        lines += failure_lines(name, beat)
     if summary.scorers:
         lines.append("  scorers: " + " · ".join(beat_line(name, beat) for name, beat in summary.scorers.items()))
-    return lines + waiting_lines(summary)
+    return lines
 
 
 def waiting_lines(summary: RunSummary) -> list[str]:
-    """The envs without a worker, and the sentence of each process that waits: the last lines of the header."""
+    """What each process waits for; after ``!`` where somebody must act."""
     lines = []
-    for who, sentence in sorted(summary.waiting.items()):
-        if sentence:
-            ago = summary.seen.get(who, 0.0)
-            said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
-            lines.append(f"  {who}{said}: {printable(sentence)}")
-    is_led = summary.seen.get("batcher", math.inf) <= FRESH_SECONDS
-    return (silent_lines(summary.workers) if is_led else []) + lines
-
-
-def _memory(summary: RunSummary) -> list[str]:
-    """The server's memory once half of it is used, and what retired early."""
-    record = memory_record(summary)
-    lines = []
-    if not record["limit"] and summary.server["name"] != "memory":
-        lines.append(f"  ! server memory: no limit (maxmemory 0), {record['used'] / 2**20:,.0f} MiB used: set one")
-    if record["percent"] is not None and record["percent"] >= 50:
-        used, limit = record["used"] / 2**20, record["limit"] / 2**20
-        lines.append(f"  server memory: {used:,.0f} of {limit:,.0f} MiB ({record['percent']:.0f} %)")
-    if summary.early:
-        lines.append(
-            f"  ! steps up to {summary.early} retired early {duration(summary.early_seconds_ago)} ago, because the "
-            "server's memory was short"
-        )
+    for who, waiting in sorted(summary.waiting.items()):
+        ago = summary.seen.get(who, 0.0)
+        said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
+        mark = "" if waiting.is_normal else "! "
+        lines.append(f"  {mark}{who}{said}: {printable(str(waiting))}")
     return lines
 
 

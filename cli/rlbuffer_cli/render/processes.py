@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.events.history import Dropped
+from rlbuffer.state.heartbeats import problems_of, waiting_of
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
+from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, problem_lines
 
 if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store
@@ -60,9 +61,10 @@ class Processes:
     def lines(self, who: str) -> list[str]:
         """All that is known of one: what failed, with its traceback, and which of its prompts went stale."""
         beat, writer = self.beats.get(who, {}), self.writers.get(who)
-        lines = failure_lines(who.partition(" ")[2], beat) if beat else []
-        if beat.get("error"):
-            lines.append(f"  ! {printable(str(beat['error']))}")
+        name, env = who.partition(" ")[2], str(beat.get("env") or "")
+        lines = problem_lines(replace(problem, env=problem.env or env, worker=name) for problem in problems_of(beat))
+        if waiting := waiting_of(beat):
+            lines.append(f"  waits: {printable(str(waiting))}")
         if beat.get("traceback"):
             lines += [f"    {printable(line)}" for line in str(beat["traceback"]).splitlines()]
         if writer is not None:

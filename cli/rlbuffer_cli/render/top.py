@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rlbuffer.records.waiting import Wait
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.state.trained import RECENT_STEPS, Waited, waited
@@ -21,11 +22,12 @@ from rlbuffer_cli.render.pool import (
     ENV_NUMBERS,
     RunSummary,
     env_row,
-    header_lines,
+    first_lines,
     memory_record,
     summarize,
     summary_records,
     waiting_lines,
+    warning_lines,
 )
 from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import aligned, broken, cut, utc
@@ -41,8 +43,6 @@ STEPS_OF_A_WINDOW = 5
 """Steps, at the pace of the newest ones, that a rate should be of: a run of slow steps has a longer window."""
 READ_RECORDS = 1000
 """Records of the history that are read; a run that makes more of them has a shorter window."""
-FIRST_HEADER_LINES = 2
-"""Lines of the header of `inspect` that say which run it is and how far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,6 @@ class Sight:
     """Mean and largest age in policy versions in the newest step; None before the first."""
     reward: float | None
     """Mean of the last steps; None where nothing is scored."""
-    lesson: str
-    """Nothing is to be learned from them, in a sentence."""
     trained: Sequence[Mapping[str, Any]]
     """The trainer's records of the last steps, where its metrics can be read here."""
 
@@ -100,7 +98,7 @@ class Sight:
 def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
     from rlbuffer.events.history import Committed, Dropped
-    from rlbuffer.events.lessons import LAST_STEPS, last_steps, mean_reward, nothing_to_learn
+    from rlbuffer.events.lessons import last_steps, mean_reward
 
     store = buffer.store
     now, history = store.now(), store.history(READ_RECORDS)
@@ -123,7 +121,6 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -
         drops=dict(sorted(drops.items(), key=lambda item: -item[1][0])),
         ages=(steps[0]["age"], steps[0]["max_age"]) if steps else None,
         reward=mean_reward(last_steps(history)),
-        lesson=nothing_to_learn(last_steps(history), store.history(LAST_STEPS, of="records")),
         trained=trained[-RECENT_STEPS:],
     )
 
@@ -160,7 +157,6 @@ def sight_records(sight: Sight) -> Iterator[dict[str, Any]]:
         "age": sight.ages[0] if sight.ages else None,
         "max_age": sight.ages[1] if sight.ages else None,
         "reward": sight.reward,
-        "nothing_to_learn": sight.lesson,
         "drops": {reason: list(counts) for reason, counts in sight.drops.items()},
         "trainer_wait": sight.wait.share if sight.wait else None,
     }
@@ -174,9 +170,8 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
     """The view as lines of at most `width` columns: prose is broken, tables lose their least columns, then are cut."""
     summary = sight.summary
     lines = [
-        *header_lines(summary)[:FIRST_HEADER_LINES],
-        *_troubles(summary),
-        *([f"  ! {sight.lesson}"] if sight.lesson else []),
+        *first_lines(summary)[:2],
+        *warning_lines(summary),
         *(waiting_lines(summary) or ["  nobody waits"]),
         f"  rates    {_rates(sight)}",
         f"  lag      {_lag(sight)}",
@@ -197,16 +192,10 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
     return lines + ([rank_line(ranks)] if len(ranks) > 1 else [])
 
 
-def _troubles(summary: RunSummary) -> list[str]:
-    """The lines of the header that somebody must act on."""
-    said = waiting_lines(summary)  # these have their own place
-    return [line for line in header_lines(summary)[FIRST_HEADER_LINES:] if line.startswith("  ! ") and line not in said]
-
-
 def _trainer(sight: Sight, wait: Waited) -> str:
     """Says how long it waited for data; while it waits, the share of the last steps is not what it does now."""
     summary = sight.summary
-    waits = any(sentence and who.startswith("rank ") for who, sentence in summary.waiting.items())
+    waits = any(waiting.kind is Wait.STEP for waiting in summary.waiting.values())
     if waits and summary.step == summary.trained:
         return f"waits for a step now; of the last steps it waited {percent(wait.share)} of the time for data"
     return wait.text

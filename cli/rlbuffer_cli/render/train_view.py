@@ -111,15 +111,14 @@ def _print_error(text: str) -> None:
 def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], None]) -> None:
     """Asks the server once a second what the batcher waits for; in a thread, because it may be away."""
     from rlbuffer.client.buffer import connect
-    from rlbuffer.client.refusals import batcher_says
+    from rlbuffer.client.refusals import batcher_waits, for_trainer
     from rlbuffer.errors import RlbufferError
-    from rlbuffer.narration.waiting import to_trainer
 
     while not done.wait(ASK_SECONDS):
         try:
             with connect(settings.redis_url, run=settings.run, config=settings, name="train view") as buffer:
                 while not done.wait(ASK_SECONDS):
-                    tell(to_trainer(batcher_says(buffer.store)))
+                    tell(str(for_trainer(batcher_waits(buffer.store)) or ""))
         except RlbufferError as error:
             tell(str(error).splitlines()[0])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.refusals import batcher_waits
 from rlbuffer.errors import RlbufferError
 from rlbuffer_cli.render.metrics_tail import MetricsTail
 
@@ -75,7 +76,7 @@ class Watch:
 
     def _look(self) -> Glance:
         store = self._buffer.store
-        glance = Glance(policy_version=store.policy().version, waiting=store.waiting().get("batcher", ""))
+        glance = Glance(policy_version=store.policy().version, waiting=str(batcher_waits(store) or ""))
         for env, account in store.ledger().envs.items():
             dropped = sum(d[0] for d in account.dropped.values())
             glance.pool[env] = (account.pending[0], account.trained[0], dropped)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlbuffer.state.heartbeats import FRESH_SECONDS, failures_of, silent_envs, troubles
-from rlbuffer.state.text import amount, counted, duration, printable
+from rlbuffer.records.waiting import Problem
+from rlbuffer.state.heartbeats import FRESH_SECONDS, problems_of
+from rlbuffer.state.text import amount, duration, printable
 
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""
@@ -24,19 +25,13 @@ def beat_line(name: str, beat: Mapping[str, Any]) -> str:
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
         ", ".join(map(printable, map(str, gives))) if isinstance(gives, list) else "",
         f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
-        f"! {printable(str(beat['error']))}" if beat.get("error") and not failures_of(beat).kinds else "",
     ]
     return " ".join([name, *filter(None, parts)])
 
 
-def silent_lines(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each env whose workers are all silent: nothing of it comes."""
-    return [f"  ! {sentence}" for sentence in silent_envs(workers).values()]
-
-
-def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:
-    """The failures of a worker's env."""
-    return [f"  ! {sentence}" for sentence in troubles(name, beat)]
+def problem_lines(problems: Iterable[Problem]) -> list[str]:
+    """A line for each problem."""
+    return [f"  ! {printable(str(problem))}" for problem in problems]
 
 
 def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:
@@ -49,17 +44,5 @@ def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
         f"{amount(rate)} rollouts/s" if isinstance(rate, float) and not is_silent else "",
         str(beat.get("env") or ""),
-        " ".join(_troubles(beat)),
+        " ".join(problem.detail for problem in problems_of(beat)),
     ]
-
-
-def _troubles(beat: Mapping[str, Any]) -> Iterator[str]:
-    """The newest of each kind of trouble that a heartbeat tells of."""
-    kinds, last = failures_of(beat)
-    if kinds:
-        yield f"{counted(kinds)}: {last}"
-    elif beat.get("error"):
-        yield str(beat["error"])
-    for name in ("ended", "busy"):
-        if beat.get(name):
-            yield str(beat[name])

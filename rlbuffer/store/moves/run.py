@@ -7,11 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch, ServerRefused, ServerUnsuitable
+from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.moves.lease import tombstone_ms, tombstone_steps
 from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.records import HistoryOf, Ledger, Meta
-from rlbuffer.store.server.append_file import sentence_until_whole
+from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.session import Session, ranged, text
 from rlbuffer.wire import payload
 
@@ -25,14 +26,14 @@ class RunViews(Session):
     def server(self) -> Mapping[str, Any]:
         return self.connection.describe()
 
-    def sentence_until_whole(self) -> str:
+    def until_whole(self) -> Waiting | None:
         if self.connection.is_memory:
-            return ""
+            return None
 
-        def look(_: Any) -> list[str]:
-            return [sentence_until_whole(server, self.connection.address) for server in self.connection.servers()]
+        def look(_: Any) -> list[Waiting | None]:
+            return [until_whole(server, self.connection.address) for server in self.connection.servers()]
 
-        return next(filter(None, self.look(look)), "")
+        return next(filter(None, self.look(look)), None)
 
     def losses(self) -> int:
         return self.connection.losses

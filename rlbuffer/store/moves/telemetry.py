@@ -1,4 +1,4 @@
-"""Heartbeats, waiting sentences and counters: shown to people, decide nothing."""
+"""Heartbeats and counters: shown to people, decide nothing."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ class Telemetry(Session):
                 out[text(name)] = {**record, "seconds_ago": abs(now - at / 1000)}
         return out
 
-    def set_waiting(self, who: str, sentence: str) -> None:
-        self._tell((self.keys.waiting,), _note(who, sentence))
-
-    def waiting(self) -> Mapping[str, str]:
-        fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
-        return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
-
     def add_record(self, record: Mapping[str, Any]) -> None:
         self._tell((self.keys.records,), ("record", payload.dumps(dict(record)), KEPT_RECORDS))
 
@@ -102,11 +95,7 @@ class Telemetry(Session):
 
 def beat_args(name: str, record: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of TELEMETRY with which a heartbeat is noted."""
-    return _note(name, payload.dumps(dict(record)))
-
-
-def _note(name: str, record: str | bytes) -> tuple[Any, ...]:
-    return "note", name, record, FORGOTTEN_AFTER_MS
+    return "note", name, payload.dumps(dict(record)), FORGOTTEN_AFTER_MS
 
 
 def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:

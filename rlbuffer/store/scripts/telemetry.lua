@@ -1,13 +1,12 @@
 #!lua flags=allow-oom
--- TELEMETRY: heartbeats, waiting sentences and counters. It changes no step and no account. It is a script for two
--- reasons: times come from the server's clock, and the sentence that says that the memory is full must not be refused
--- for memory.
+-- TELEMETRY: heartbeats and counters. It changes no step and no account. It is a script for two reasons: times come
+-- from the server's clock, and the heartbeat that says that the memory is full must not be refused for memory.
 --
--- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`,
+-- KEYS  1 the hash: workers, scorers, ranks or batchers for `note`, the ledger for `count` and `damaged`,
 --         or the stream of the trainer's records
 --       2 (damaged) the damaged rollouts that are counted: `<step> <group> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
---       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms
+--       note   2 name   3 record   4 age at which others are forgotten, ms
 --              stored as "<server ms> <record>". A new name looks at eight others, whichever, and takes the old ones out:
 --              so they stay few, and no name costs more when there are many
 --       count  2 field   3 how many more
@@ -36,10 +35,6 @@ if action == 'damaged' then
   return {'OK'}
 end
 local name, record, forgotten_after = ARGV[2], ARGV[3], ARGV[4]
-if record == '' then
-  redis.call('HDEL', hash_key, name)
-  return {'OK'}
-end
 local before = redis.call('HGET', hash_key, name) or ''
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

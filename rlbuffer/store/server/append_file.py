@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from rlbuffer.errors import ServerUnsuitable
-from rlbuffer.narration import waiting
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.server.binary import version_tuple
 from rlbuffer.store.server.suitable import identity
 
@@ -27,8 +27,8 @@ REVERTS_FROM = {"valkey": (9, 1)}
 UNDER_WAY = "rewriting already in progress"
 
 
-def sentence_until_whole(client: redis.Redis, address: str) -> str:
-    """ "" when the file can be trusted, or nobody can rewrite it; else what is waited for. Has it rewritten.
+def until_whole(client: redis.Redis, address: str) -> Waiting | None:
+    """None when the file can be trusted, or nobody can rewrite it; else what is waited for. Has it rewritten.
 
     Raises:
         ServerUnsuitable: this user may not have it rewritten.
@@ -36,14 +36,14 @@ def sentence_until_whole(client: redis.Redis, address: str) -> str:
     info: dict[str, Any] = dict(client.info("server"))
     name, version = identity(info)
     if name in REVERTS_FROM and version_tuple(version) >= REVERTS_FROM[name]:
-        return ""
+        return None
     facts: dict[str, Any] = dict(client.info("persistence"))
     if not facts.get("aof_enabled"):
-        return ""
+        return None
     is_under_way = bool(facts.get("aof_rewrite_in_progress") or facts.get("aof_rewrite_scheduled"))
     failures = int(facts.get("aof_rewrites_consecutive_failures", 0))
     if int(facts.get("aof_rewrites", 0)) - failures - int(facts.get("aof_rewrite_in_progress", 0)) > 0:
-        return ""
+        return None
     if not is_under_way:
         try:
             client.execute_command("BGREWRITEAOF")  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def sentence_until_whole(client: redis.Redis, address: str) -> str:
                     version,
                     address,
                 )
-                return ""
+                return None
             if UNDER_WAY not in str(error):
                 raise ServerUnsuitable(
                     f"{name.capitalize()} {version} at {address} was started anew, and its append-only file may "
@@ -65,4 +65,4 @@ def sentence_until_whole(client: redis.Redis, address: str) -> str:
                     "  Give this user the right:    ACL SETUSER NAME +bgrewriteaof   (deploy/users.acl has it)\n"
                     "  Or rewrite it by hand, once per start of the server:   redis-cli BGREWRITEAOF"
                 ) from error
-    return waiting.for_file(failed=failures)
+    return Waiting(kind=Wait.SERVER_START, groups=failures)

@@ -20,7 +20,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
             ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends"),
             "hash",
         ),
-        **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "waiting"), "hash"),
+        **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers"), "hash"),
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage"), "zset"),
         **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),
         **dict.fromkeys(("state", "scoring", "evaluating"), "string"),

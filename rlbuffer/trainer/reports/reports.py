@@ -19,9 +19,9 @@ from rlbuffer.events.trainer import (
     TrainingStarted,
     WaitingNoticed,
 )
-from rlbuffer.narration.waiting import at_end
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.trained import RECENT_STEPS, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeBuffer
@@ -153,7 +153,7 @@ class Reports:
 
     def end(self, place: Place, *, finished: bool, has_ended: bool = False) -> None:
         """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
-        reason = at_end(place.step) if has_ended else ""
+        reason = str(Waiting(kind=Wait.ENDED, step=place.step)) if has_ended else ""
         self._tell(TrainingEnded(step=place.step, finished=finished, reason=reason))
 
     def _tell(self, event: TrainerEvent) -> None:

@@ -69,7 +69,7 @@ def test_a_leader_that_may_not_have_it_rewritten_refuses_and_names_the_cure(serv
     client, store = served.run.client, served.run.store
     client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
     with pytest.raises(ServerUnsuitable) as caught:
-        store.sentence_until_whole()
+        store.until_whole()
     name, version = store.server()["name"].capitalize(), store.server()["version"]
     place, reason = store.connection.address, caught.value.__cause__
     assert str(caught.value) == (
