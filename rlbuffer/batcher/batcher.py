@@ -71,8 +71,8 @@ class Batcher:
         >>> batcher = Batcher(BatcherConfig(32, step_groups=2))
         >>> batcher.add(make_group(env="math", seed=0).info(), entry_id="1-0", now=0.0)
         >>> rng = np.random.default_rng(0)
-        >>> batcher.next(1, world_size=1, now=0.0, rng=rng).waiting[:44]
-        'Step 1 is 50 % full (1 of 2 groups ready). m'
+        >>> batcher.next(1, world_size=1, now=0.0, rng=rng).why.kind
+        <Wait.FILLING: 'filling'>
         >>> batcher.add(make_group(env="math", seed=1).info(), entry_id="2-0", now=1.0)
         >>> decision = batcher.next(1, world_size=1, now=1.0, rng=rng)
         >>> decision.plan.group_ids

@@ -10,6 +10,7 @@ from pathlib import Path
 import failing_envs
 from homes import Home
 
+from rlbuffer.client.refusals import problems_now
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 ENVS = {
@@ -93,7 +94,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
         buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def sentences() -> str:
-            return buffer.store.waiting().get("batcher", "").replace(". ", ".\n")
+            return "\n".join(map(str, problems_now(buffer.store, None)))
 
         missing = set(failing)
 
@@ -102,18 +103,18 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
             missing.difference_update([env for env in missing if names(said, env)])
             return not missing
 
-        home.wait_until(all_were_named, seconds=30, why="the batcher's sentence")
+        home.wait_until(all_were_named, seconds=30, why="the workers' problems")
         shown = home.call("inspect", "--run", "failing", "--json", "--totals")
         records = [json.loads(line) for line in shown.stdout.splitlines()]
         beats = {r["worker"]: r for r in records if r["schema"] == "rlbuffer.worker/1"}
         assert beats.keys() == failing, shown
         for env, beat in beats.items():
             what = EXPECTED[env][0]
-            told = beat["busy"] if "has run" in what else f"{beat['failures']} {beat['failure']} {beat['ended']}"
+            told = " ".join(problem["detail"] for problem in beat["problems"])
             told = f"was last heard of while {beat['doing']}" if "last heard of" in what else told
             assert names(f"{env} {told}", env), told
         seen = home.call("inspect", "--run", "failing", "--totals").stdout
-        assert "endsitsprocess ended without a word: it was last heard of while score() (" in " ".join(seen.split())
+        assert "endsitsprocess without a word: it was last heard of while score() (" in " ".join(seen.split())
         home.wait_until(
             lambda: all(names((home.path / "serve.log").read_text().replace(". ", ".\n"), env) for env in failing),
             seconds=30,
@@ -137,8 +138,8 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
 
         home.wait_until(lambda: was_told() and buffer.store.meta().step >= 1, seconds=30, why="step and sentence")
         shown = " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())
-        assert f"! env {SOMETIMES}, worker {SOMETIMES}: " in shown
-        assert "given up (IndexError " in shown
+        assert f"! {SOMETIMES} fails: " in shown
+        assert f"given up by {SOMETIMES}: IndexError " in shown
 
 
 def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None:
@@ -156,7 +157,7 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     assert said in " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())
     home.wait_until(
         lambda: (
-            f"raising_module:make says: env raising_module:make: cannot be imported: {said}"
+            f"raising_module:make has ended: env raising_module:make: cannot be imported: {said}"
             in (home.path / "serve.log").read_text()
         ),
         seconds=30,

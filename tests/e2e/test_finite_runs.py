@@ -8,10 +8,11 @@ import signal
 import threading
 from collections import Counter
 
+import waits
 from homes import TINY, Home
 from test_push_command import line
 
-from rlbuffer.narration.waiting import at_end
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.protocol import Store
 
 PASSES = 2
@@ -78,7 +79,7 @@ def test_a_run_over_data_sets_that_end_trains_the_rest_and_ends_though_it_was_ki
         store = buffer.store
         step = store.meta().ended
         assert step == store.meta().step == store.trainer().trained
-        assert store.waiting()["batcher"] == at_end(step)
+        assert waits.said(store) == Waiting(kind=Wait.ENDED, step=step)
         assert buffer.verify().ok
         found = fates(store)
         assert (found["pending"], found["packed"]) == (0, 0)

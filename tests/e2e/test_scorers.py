@@ -7,9 +7,10 @@ import os
 import signal
 import time
 
+import waits
 from homes import Home
 
-from rlbuffer.narration.waiting import for_scorer
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS
 from rlbuffer.testing import make_group
 
@@ -57,13 +58,13 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         for seed in range(12):
             writer.push(make_group(env="a", size=4, rewards=[None] * 4, seed=seed, needs=["reward"]))
 
-        def batcher_says() -> str:
-            return store.waiting().get("batcher", "")
+        nobody = Problem(kind=Trouble.NO_SCORER, env="a", count=12, detail="reward")
 
-        nobody = for_scorer("a", "reward", 12, 0)
-        assert nobody == "12 groups of env a need reward, and no scorer gives it: start `rlbuffer score`."
-        home.wait_until(lambda: nobody in batcher_says(), seconds=60, why="the batcher's sentence")
-        assert nobody in home.call("inspect", "--run", "judged").stdout.replace("\n      ", " ")
+        def lacks() -> Problem | None:
+            return waits.problem(store, Trouble.NO_SCORER)
+
+        home.wait_until(lambda: lacks() == nobody, seconds=60, why="the batcher's problem")
+        assert str(nobody) in " ".join(home.call("inspect", "--run", "judged").stdout.split())
 
         home.environment["JUDGE_SECONDS"] = "3600"
         victim = home.start("score", "judge", "--config", path, log="victim")
@@ -74,8 +75,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
             return len(set(client.scan_iter(match=claims)))
 
         home.wait_until(lambda: held() == 3, seconds=60, why="the victim's claims of one batch")
-        one = for_scorer("a", "reward", 12, 1)
-        home.wait_until(lambda: one in batcher_says(), seconds=60, why="the scorer in the batcher's sentence")
+        home.wait_until(lambda: lacks() is None, seconds=60, why="the end of the problem")
         os.kill(victim.pid, signal.SIGKILL)
         killed = time.monotonic()
 
@@ -90,7 +90,6 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         home.wait_until(lambda: account() == (48, 32, 16, {}), seconds=60 + CLAIM_SECONDS, why="two steps")
         home.wait_until(lambda: len(buffer.groups("state:ready")) == 4, seconds=60, why="the scores of the rest")
         print(f"  3 of 12 groups were a killed scorer's; all are scored {time.monotonic() - killed:.1f} s later")
-        home.wait_until(lambda: "need" not in batcher_says(), seconds=60, why="the end of the sentence")
         assert account() == (48, 32, 16, {})
 
         def heir() -> tuple[int, int, int]:

@@ -79,7 +79,7 @@ def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes
             assert f"worker {name} " in line
             assert f"stuck_envs:{STUCK[name].__name__}" in line
         home.wait_until(
-            lambda: place("never") in str(buffer.store.heartbeats("worker")["never"].get("busy")),
+            lambda: place("never") in str(buffer.store.heartbeats("worker")["never"].get("problems")),
             seconds=30,
             why="the place of the one that does not return",
         )

@@ -60,7 +60,6 @@ def random_moves(seed: int) -> list[tuple[Any, ...]]:
         "allow": (4, lambda: (owner(), small(6))),
         "take": (8, lambda: (1 + small(2),)),
         "give": (8, lambda: (dice.choice(["renew", "release", "close"]), [small(9) for _ in range(small())])),
-        "say": (4, lambda: (dice.choice(["batcher", "rank 0"]), dice.choice(["", "Waiting."]))),
         "look": (10, lambda: (small(9),)),
     }
     names = dice.choices(list(makers), [weight for weight, _ in makers.values()], k=MOVES_PER_RUN)
@@ -173,10 +172,6 @@ class World:
             self.store.renew_tickets("a", numbers, ttl_seconds=60)
         else:
             getattr(self.store, f"{what}_tickets")("a", numbers)
-
-    def say(self, who: str, sentence: str) -> Any:
-        self.store.set_waiting(who, sentence)
-        return self.store.waiting()
 
     def look(self, step: int) -> Any:
         parts = self.store.read_parts(step + 1)

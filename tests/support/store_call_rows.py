@@ -322,12 +322,8 @@ ROWS: dict[str, Row] = {
         call=lambda store, run: list(store.heartbeats("rank")),
         prepare=lambda run: run.store.heartbeat("rank", "0", {}),
     ),
-    "set_waiting": Row(call=lambda store, run: store.set_waiting("batcher", "Waiting for env b.")),
     "add_record": Row(
         call=lambda store, run: store.add_record({"step": 1, "digest": "d", "loss": 0.5}), counts_twice=True
-    ),
-    "waiting": Row(
-        call=lambda store, run: store.waiting(), prepare=lambda run: run.store.set_waiting("batcher", "Waiting.")
     ),
     "ledger": Row(call=lambda store, run: store.ledger(), prepare=_trained),
     "allowances": Row(call=lambda store, run: store.allowances(), prepare=_tickets),

@@ -11,6 +11,7 @@ from rlbuffer.batcher.pool import TOMBSTONE_SECONDS
 from rlbuffer.config.batcher import REMEMBERED_STEPS, AdapterConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import AdapterProgress
+from rlbuffer.records.waiting import Wait, Waiting
 
 ONE_GROUP = {"step_groups": 1, "max_age": 1, "adapters": {"x": AdapterConfig(batch_size=6)}}
 
@@ -216,10 +217,7 @@ def test_an_env_whose_adapter_lags_says_which_version_of_which_adapter_it_waits_
     decision = ask(made, 9)
     assert decision.drops == ()  # nothing is swept while nothing younger could be sampled
     assert decision.allowances["a"] == 0
-    assert decision.waiting == (
-        "Step 9 waits for policy version 2 of adapter x: version 1 is published, and step 9 trains nothing older than "
-        "2 (max_age 0). The trainer publishes it when it has finished the steps before."
-    )
+    assert decision.why == Waiting(kind=Wait.VERSION, step=9, adapter="x", version=2, published=1)
     made.set_published(2, "x")
     assert drops_of(ask(made, 9))[0][2] == "age 1 > max_age 0 at step 3 of adapter x"
 

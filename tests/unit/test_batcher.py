@@ -9,6 +9,7 @@ from rlbuffer.batcher.admission import ANY_ENV
 from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import Normalizers
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 
 
@@ -161,10 +162,7 @@ def test_a_lagging_version_sweeps_nothing_admits_nothing_and_says_what_it_waits_
     decision = ask(made, 6)
     assert decision.drops == ()
     assert decision.allowances == {"a": 0}
-    assert decision.waiting == (
-        "Step 6 waits for policy version 4: version 3 is published, and step 6 trains nothing older than 4 "
-        "(max_age 1). The trainer publishes it when it has finished the steps before."
-    )
+    assert decision.why == Waiting(kind=Wait.VERSION, step=6, version=4, published=3, limit=1)
     made.set_published(5)
     assert [d.reason for d in ask(made, 6).drops] == ["stale"]
 
@@ -303,10 +301,10 @@ def test_a_step_waits_for_an_env_that_is_short_and_names_it():
     put(made, "m", env="math", lengths=(20,), planned=2, now=1.0)
     decision = ask(made, now=10.0)
     assert decision.plan is None
-    assert decision.waiting == (
-        "math is 3 groups short of its share of the next step (1 forming, oldest 9 s). "
-        "Policy version 0 is published. Normal while workers generate."
+    assert decision.why == Waiting(
+        kind=Wait.ENV_SHORT, step=1, env="math", groups=3, forming=1, done=decision.why.done, published=0, seconds=9.0
     )
+    assert decision.waiting == str(decision.why)
     assert decision.allowances["math"] >= 1
 
 
@@ -314,22 +312,16 @@ def test_an_env_that_never_sent_anything_is_named_too():
     made = batcher(step_groups=4, budgets={"math": 0.5, "code": 0.5})
     for n in range(4):
         put(made, f"c{n}", env="code")
-    assert ask(made).waiting == (
-        "math is 2 groups short of its share of the next step (0 forming). It has not sent a group yet: is a "
-        "worker for math running?"
-    )
+    why = ask(made).why
+    assert (why.kind, why.env, why.groups) == (Wait.ENV_SHORT, "math", 2)
 
 
-def test_the_sentence_says_how_full_the_step_is_when_nobody_is_short():
+def test_the_reason_says_how_full_the_step_is_when_nobody_is_short():
     made = batcher()
-    assert ask(made).waiting == (
-        "Step 1 is 0 % full (0 of 200 tokens ready). No env has sent a group that can train yet."
-    )
+    assert ask(made).why == Waiting(kind=Wait.FILLING, step=1)
     put(made, "g")
-    assert ask(made).waiting == (
-        "Step 1 is 50 % full (100 of 200 tokens ready). a goes next and has nothing ready (0 forming). "
-        "Normal while workers generate."
-    )
+    why = ask(made).why
+    assert (why.kind, why.env, why.done, why.dropped) == (Wait.FILLING, "a", 0.5, "")
 
 
 def test_an_env_whose_groups_are_all_dropped_is_named_with_the_reason_until_one_is_ready():
@@ -339,13 +331,11 @@ def test_an_env_whose_groups_are_all_dropped_is_named_with_the_reason_until_one_
     made.dropped(first.drops)
     again = ask(made)
     assert (len(first.drops), again.drops) == (1, ())
-    assert again.waiting == (
-        "Step 1 is 0 % full (0 of 200 tokens ready). a goes next and has nothing ready (0 forming). "
-        "Its last group was dropped as oversized: length 101 > row_tokens 100."
-    )
+    assert (again.why.env, again.why.dropped) == ("a", "oversized: length 101 > row_tokens 100")
+    assert not again.why.is_normal
     put(made, "g2")
     put(made, "g2", entry="late")
-    assert ask(made).waiting.endswith("Normal while workers generate.")
+    assert ask(made).why.is_normal
 
 
 def test_allowances_follow_the_window_and_what_is_pending():
@@ -463,7 +453,7 @@ def test_newest_first_an_env_does_not_outrun_the_one_that_the_step_waits_for(ord
     for n in range(3):
         put(made, f"a{n}", env="a")
     decision = ask(made)
-    assert decision.waiting.startswith("b is 4 groups short of its share")
+    assert (decision.why.kind, decision.why.env, decision.why.groups) == (Wait.ENV_SHORT, "b", 4)
     assert decision.allowances == {"a": allowance, "b": 8}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from test_batcher import ask, batcher, put
 
 from rlbuffer.config.batcher import EnvConfig
+from rlbuffer.records.waiting import Wait, Waiting
 
 
 def test_rows_that_no_packing_can_save_close_a_step_that_has_tokens_left():
@@ -19,9 +20,9 @@ def test_rows_that_no_packing_can_save_close_a_step_that_has_tokens_left():
 def test_a_step_waits_for_a_version_only_when_no_env_could_give_anything_younger():
     made = batcher(step_groups=2, budgets={"a": 0.5, "b": 0.5}, max_age=0, envs={"b": EnvConfig(max_age=4)})
     made.set_published(3)
-    assert "policy version" not in ask(made, 6).waiting.split(".")[0]
+    assert ask(made, 6).why.kind is Wait.FILLING
     made.set_published(0)
-    assert ask(made, 6).waiting.startswith("Step 6 waits for policy version 1: version 0 is published")
+    assert ask(made, 6).why == Waiting(kind=Wait.VERSION, step=6, version=1, published=0, limit=4)
 
 
 def test_what_is_too_old_for_the_next_step_is_no_supply_for_it():

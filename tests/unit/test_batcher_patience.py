@@ -6,6 +6,7 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
 from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.records.waiting import Wait, Waiting
 
 HALVES = {"step_groups": 4, "budgets": {"math": 0.5, "code": 0.5}, "max_age": 99}
 
@@ -101,10 +102,7 @@ def test_an_env_is_dead_when_a_step_waited_for_it_and_nothing_came():
     assert ask(made, now=219.9).dead == {}
     decision = ask(made, now=220.0)
     assert (decision.dead, decision.plan) == ({"math": 120.0}, None)
-    assert decision.waiting == (
-        "math is 2 groups short of its share of the next step (0 forming). math has sent nothing for 2 minutes: start "
-        "a worker for it, or go on without it (`rlbuffer env pause math`)."
-    )
+    assert (decision.why.kind, decision.why.env, decision.why.seconds) == (Wait.ENV_DEAD, "math", 120.0)
     put(made, "m0", env="math", lengths=(5,), planned=4, now=221.0)  # not even a whole group
     assert ask(made, now=221.0).dead == {}
 
@@ -137,7 +135,7 @@ def test_without_budgets_an_env_is_dead_only_when_all_are_silent():
     assert ask(made, now=130.0).dead == {}
     decision = ask(made, now=220.0)
     assert decision.dead == {"code": 120.0, "math": 220.0}
-    assert "has sent nothing for" in decision.waiting
+    assert decision.why.kind is Wait.ENV_DEAD
 
 
 def test_on_dead_env_borrow_goes_on_without_it_until_it_sends_something():
@@ -186,15 +184,12 @@ def test_an_env_that_was_paused_before_it_sent_anything_gets_no_tickets_either()
     assert allowances[ANY_ENV] > 0
 
 
-def test_when_every_env_is_paused_the_sentence_says_how_to_go_on():
+def test_when_every_env_is_paused_the_step_waits_for_them():
     made = batcher(step_groups=1)
     put(made, "m0", env="math")
     made.pause("math")
     decision = ask(made)
-    assert (decision.plan, decision.waiting) == (
-        None,
-        "Every env is paused (math): `rlbuffer env resume math` lets it take part again.",
-    )
+    assert (decision.plan, decision.why) == (None, Waiting(kind=Wait.PAUSED, env="math"))
 
 
 def test_a_paused_env_is_owed_nothing_for_the_time_it_was_paused():

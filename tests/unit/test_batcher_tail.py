@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
+from rlbuffer.records.waiting import Wait, Waiting
+
 FOUR = {"step_groups": 4, "max_age": 99}
 
 
@@ -169,7 +171,7 @@ def test_the_rest_trains_once_all_envs_are_done(count, steps):
     made.set_sources(done=["a"])
     found, drops, last = run_out(made)
     assert (found, drops, last.is_over) == (steps, [], True)
-    assert last.waiting.endswith(f": the run ends when step {len(steps)} is trained.")
+    assert last.why == Waiting(kind=Wait.LAST_STEP, step=len(steps))
 
 
 def test_nothing_is_hurried_or_over_while_somebody_else_may_send_something():
@@ -265,7 +267,7 @@ def test_a_paused_env_keeps_what_it_has_and_the_run_from_its_end():
     made.set_sources(done=["a", "b"])
     steps, drops, last = run_out(made)
     assert (steps, drops, last.is_over) == ([(["a0"], "end")], [], False)
-    assert "`rlbuffer env resume b`" in last.waiting
+    assert last.why == Waiting(kind=Wait.PAUSED, env="b")
     made.resume("b")
     assert run_out(made, 2)[0] == [(["b0"], "end")]
 

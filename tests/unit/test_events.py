@@ -14,10 +14,11 @@ from rlbuffer.events.event import Event, RunChanged, Trouble, as_object
 from rlbuffer.events.scorer_narrator import ScoreNarrator
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.packing.pack import pack
+from rlbuffer.records import waiting
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Problem, Wait, Waiting
 from rlbuffer.testing import make_group
 
 BATCH = pack(make_group(size=2).rollouts, row_tokens=64)
@@ -73,6 +74,8 @@ TRAINED = trainer.StepTrained(
     seconds={"total": 2.0},
 )
 
+SERVER = Waiting(kind=Wait.SERVER, detail="s")
+ARCHIVE = Problem(kind=waiting.Trouble.ARCHIVE, detail="s")
 OBJECTS: list[tuple[Event, str]] = [
     (Trouble(error="e"), '{"event": "trouble", "error": "e"}'),
     (RunChanged(error="e"), '{"event": "restart", "error": "e"}'),
@@ -86,7 +89,7 @@ OBJECTS: list[tuple[Event, str]] = [
         worker.GroupGivenUp(error="e", kind="KeyError", traceback=""),
         '{"event": "trouble", "error": "e", "kind": "KeyError", "traceback": ""}',
     ),
-    (worker.WorkerWaits(waiting="w"), '{"event": "waiting", "waiting": "w"}'),
+    (worker.WorkerWaits(waiting=SERVER), '{"event": "waiting", "kind": "server", "detail": "s", "sentence": "s"}'),
     (
         worker.VersionEvaluated(env="held_out", version=4, result={"reward/mean": 0.5, "seconds": 2.0}),
         '{"event": "evaluation", "env": "held_out", "version": 4, "reward/mean": 0.5, "seconds": 2.0}',
@@ -129,10 +132,13 @@ OBJECTS: list[tuple[Event, str]] = [
     ),
     (batcher.RunEnded(step=3, sentence="s"), '{"event": "ended", "step": 3, "sentence": "s", "drops": {}}'),
     (
-        batcher.StepWaits(kind=Wait.FILLING, sentence="s"),
-        '{"event": "waiting", "kind": "filling", "sentence": "s"}',
+        batcher.StepWaits(waiting=SERVER),
+        '{"event": "waiting", "kind": "server", "detail": "s", "sentence": "s"}',
     ),
-    (batcher.CureNeeded(sentence="s"), '{"event": "trouble", "sentence": "s"}'),
+    (
+        batcher.CureNeeded(problem=ARCHIVE),
+        f'{{"event": "trouble", "kind": "archive", "detail": "s", "sentence": {json.dumps(str(ARCHIVE))}}}',
+    ),
     (
         batcher.GroupDropped(drop=Drop("a.1", "a", Reason.STALE, 2, 30, ("5-0",), "age 3", 4, 0.5)),
         (
@@ -299,7 +305,7 @@ def test_serve_tells_each_event_in_a_line() -> None:
             "5 groups will not be trained again"
         ),
         "s",
-        "! s",
+        f"! {ARCHIVE}",
         "! s",
         "settings: nothing is new",
         "settings: revision 2 from step 3 on: a: 1 -> 2",

@@ -354,7 +354,7 @@ def test_the_next_process_says_how_the_one_before_it_ended() -> None:
     (sentence,) = pulse.look_back({"w": last})
     assert sentence == "the worker's process before this one ended while score() (envs.py:3 in score) ran"
     assert pulse.record()["failures"] == {"KeyError": 3, "ended without a word": 2}
-    assert pulse.record()["failure"] == sentence
+    assert pulse.record()["problems"][0]["detail"].endswith(sentence)
 
 
 class Deaf:

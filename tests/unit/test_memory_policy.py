@@ -16,6 +16,7 @@ from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.events.batcher import CheckpointAsked
+from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.records import Attempt, Meta
 
 LIMIT = 1000
@@ -250,8 +251,8 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
     store: Any = Machine()
     store.used = used
     watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
-    said = [watch.sentence() for _ in range(memory_rules.MEMORY_LOOKS)]
-    assert said[-1] == (memory_rules.above_assumed(used, LIMIT) if is_said else "")
+    said = [watch.problems() for _ in range(memory_rules.MEMORY_LOOKS)]
+    assert [problem.kind for problem in said[-1]] == [Trouble.MEMORY] * is_said
 
 
 def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_steps(

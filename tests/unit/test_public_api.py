@@ -371,7 +371,8 @@ def test_the_batcher_works_alone_for_somebody_without_a_store() -> None:
     rng = np.random.default_rng(0)
     decision = batcher.next(1, world_size=2, now=clock(), rng=rng)
     assert decision.plan is None
-    assert decision.waiting
+    assert decision.why is not None
+    assert decision.waiting == str(decision.why)
     for seed in range(3):
         info = make_group(seed=seed, lengths=[16, 16]).info()
         batcher.add(info, entry_id=f"{seed}-0", now=clock())

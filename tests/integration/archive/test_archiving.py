@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -20,6 +21,7 @@ from rlbuffer.archive.library import Archive
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 from rlbuffer_cli.archived import of_archive
@@ -167,8 +169,8 @@ def test_with_wait_nothing_retires_and_the_batcher_says_why(served: Served) -> N
     for _ in range(8):
         training.train(kilobytes=256)
     assert served.run.store.meta().retired == 0
-    sentence = f'The archive cannot be written ({training.folder}: File exists), and archive.when_full = "wait" lets no'
-    served.wait_for(lambda: sentence in served.run.store.waiting().get("batcher", ""), seconds=30)
+    stuck = Problem(kind=Trouble.ARCHIVE, detail=f"{training.folder}: File exists")
+    served.wait_for(lambda: waits.problem(served.run.store, Trouble.ARCHIVE) == stuck, seconds=30)
     training.folder.unlink()
     served.wait_for(lambda: served.run.store.meta().retired >= 7, seconds=30)
     served.stop()

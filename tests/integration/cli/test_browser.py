@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import waits
 from browsing import Person, browse
 from own_server import OwnServer
 from store_runs import Run
@@ -17,6 +18,7 @@ import rlbuffer
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 from rlbuffer_cli.browse.workers import Workers
 
@@ -79,10 +81,11 @@ def fill(run: Run) -> None:
             "rollouts_per_second": 12.5,
             "env": "talk",
             "failures": {"KeyError": 2},
-            "failure": "KeyError: 'x' (envs.py:3 in score)",
+            "problems": [{"kind": "env_fails", "count": 2, "detail": "KeyError: 'x' (envs.py:3 in score)"}],
         },
     )
-    run.store.set_waiting("batcher", "waiting: talk is 6 groups short of its share")
+    run.store.lease("batcher", ttl_seconds=3600)
+    waits.says(run.store, Waiting(kind=Wait.ENV_SHORT, step=2, env="talk", groups=6))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
@@ -91,7 +94,7 @@ def test_the_pool_shows_who_waits_envs_and_groups(run: Run, buffer: rlbuffer.Buf
 
     async def tour(person: Person) -> None:
         shown = await person.sees("talk.7", "a.2", "a.0", "dropped stale", "packed in 1", "0 trained", "as of")
-        assert "batcher: waiting: talk is 6 groups short of its share" in shown
+        assert "batcher: talk is 6 groups short of its share" in shown
         assert "share of tokens" in shown
         assert "? help" in shown
         assert max(len(line) for line in person.lines()) <= size[0]
@@ -315,10 +318,10 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
         "a.0", "a", EVIL, (rollout,), 1, adapter=EVIL, answer=EVIL, metadata={EVIL: EVIL}, worker="w"
     )
     buffer.writer("w").push(group)
-    beat = {"env": EVIL, "error": EVIL, "failures": {EVIL: 1}, "failure": EVIL, "waiting": EVIL}
+    beat = {"env": EVIL, "problems": [{"kind": "worker_ended", "detail": EVIL}, EVIL], "waiting": {"kind": EVIL}}
     for kind in ("worker", "scorer", "rank", "batcher"):
         run.store.heartbeat(kind, EVIL, beat)
-    run.store.set_waiting(EVIL, EVIL)
+    run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
 
     async def tour(person: Person) -> None:
         await person.sees("> a.0", "\\x1b]0;owned")

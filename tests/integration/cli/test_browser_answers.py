@@ -180,7 +180,8 @@ def test_a_curve_falls_by_a_fifth_of_its_range_or_not_at_all(values: list[float]
 
 def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:
     trace = 'Traceback (most recent call last):\n  File "envs.py", line 3, in score\nKeyError: \x1b[2J'
-    beat = {"env": "a", "failures": {"KeyError": 2}, "failure": "KeyError: 'x' (envs.py:3)", "traceback": trace}
+    problem = {"kind": "env_fails", "count": 2, "detail": "KeyError: 'x' (envs.py:3)"}
+    beat = {"env": "a", "problems": [problem], "traceback": trace}
     run.store.heartbeat("worker", "w-0", beat)
 
     async def tour(person: Person) -> None:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import SchemaMismatch
-from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -277,8 +278,8 @@ def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
     if not is_led:  # else the leader says what forms, and this one is silent
         made.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
         made.store.release_lease("leader")
-    made.store.set_waiting("batcher", waiting.draining())
-    sentence = f" {waiting.draining()}" if is_led else ""  # of one that is gone it may be an old one
+    waits.says(made.store, Waiting(kind=Wait.DRAINING))
+    sentence = f" {Waiting(kind=Wait.DRAINING)}" if is_led else ""  # of one that is gone it may be an old one
     code, out, err = call("drain", "--timeout", "0.1")
     assert (code, out) == (5, "")
     assert err.splitlines()[-1] == (
@@ -424,21 +425,21 @@ def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(made: Run, ca
 
 
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
-    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry the sentences of waiting.py, except that no
-    trainer is asked to start one."""
+    """`serve`, `inspect`, `inspect --json` and the trainer's timeout say the same, except that no trainer is asked to
+    start one."""
     from rlbuffer.client.reader import Reader
     from rlbuffer.errors import BatchTimeout
 
     run = served.run
     served.serve(config())
-    served.wait_for(lambda: served.said("waiting", sentence=waiting.NO_TRAINER), 20)
-    served.wait_for(lambda: run.store.waiting().get("batcher"), 20)  # the log has it first
-    assert f"  batcher: {waiting.NO_TRAINER}" in " ".join(call("inspect")[1].split("\n    "))
+    served.wait_for(lambda: served.said("waiting", kind="no_trainer"), 20)
+    served.wait_for(lambda: waits.kind(run.store), 20)  # the log has it first
+    assert f"! batcher: {Waiting(kind=Wait.NO_TRAINER)}" in " ".join(call("inspect")[1].split())
     totals = json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])
-    assert totals["waiting"]["batcher"] == waiting.NO_TRAINER
+    assert totals["waiting"]["batcher"]["kind"] == "no_trainer"
     reader = Reader(run.again(), rank=1, world_size=2, timeout_seconds=1.0)
     with pytest.raises(BatchTimeout) as caught:
         reader.pull(1)
     assert caught.value.exit_code == 5
-    assert str(caught.value) == f"no batch for step 1 within 1 s. {waiting.UNHEARD} No worker has been seen."
+    assert str(Waiting(kind=Wait.UNHEARD)) in str(caught.value)
     reader.close()

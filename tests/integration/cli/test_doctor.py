@@ -18,10 +18,12 @@ from pathlib import Path
 import own_server
 import pytest
 import redis
+import waits
 from own_server import OwnServer
 
 import rlbuffer
 from rlbuffer.metrics.endpoint import MetricsServer
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.run import doctor
 from rlbuffer.run.pythons import gpus_here
 from rlbuffer.store.keys import SCHEMA, Keys
@@ -342,25 +344,24 @@ def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(pla
         store.open_run()
         named = (*place.arguments, "--run", "math")
         assert "warning  run" not in call(*named)[1]  # nobody works: nothing is to go on
-        store.heartbeat("worker", "w", {"env": "math", "failures": {"KeyError": 1}, "failure": "KeyError: 'x'"})
+        fails = Problem(kind=Trouble.ENV_FAILS, env="math", worker="w", count=1, detail="KeyError: 'x'")
+        store.heartbeat("worker", "w", {"env": "math", "problems": [fails.record()]})
         assert (
             "warning  run          nothing was heard of the batcher, and workers or ranks are waiting"
             in call(*named)[1]
         )
-        store.heartbeat("batcher", "leader", {})
-        store.set_waiting("batcher", "math is 7 groups short of its share of the next step (0 forming).")
+        short = Waiting(kind=Wait.ENV_SHORT, step=1, env="math", groups=7)
+        waits.says(store, short)
         code, out, _ = call(*named, "--json")
         troubles = [r for r in map(json.loads, out.splitlines()) if (r["subject"], r["verdict"]) == ("run", "warning")]
         assert code == 0
-        assert troubles[0]["text"] == "env math, worker w: 1 group given up (KeyError 1), the last: KeyError: 'x'"
-        assert troubles[1]["text"].startswith("no step for ")
-        assert troubles[1]["text"].endswith("s. math is 7 groups short of its share of the next step (0 forming).")
-        assert troubles[1]["fix"] == "docs/guide/it_waits.md says what to do about each such sentence"
+        assert troubles[0]["text"] == str(fails)
+        assert troubles[1]["text"].endswith(str(short))
         key = store.keys.heartbeats("worker")
         store.heartbeat("worker", "w", {"env": "math"})
         raw = store.connection.client.hget(key, "w")
         store.connection.client.hset(key, "w", raw.replace(raw.split()[0], str(int(raw.split()[0]) - 60_000).encode()))
-        assert "env math has no worker at work: w was heard 60 s ago" in call(*named)[1]
+        assert "No worker of math is at work (w was heard 60 s ago)" in call(*named)[1]
 
 
 @pytest.mark.server

@@ -16,7 +16,7 @@ from terminals import Screen
 
 from rlbuffer.events.batcher import CureNeeded, EnvPaused, MemoryTight, StepWaits
 from rlbuffer.events.batcher_narrator import ServeNarrator
-from rlbuffer.narration.waiting import silent_trainer
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
 
@@ -122,15 +122,17 @@ def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above
     said: list[str] = []
     shown: list[str] = []
     tell = ServeNarrator(said.append, shown.append)
-    tell(StepWaits(sentence="Step 1 is 0 % full."))
-    tell(StepWaits(sentence="Step 1 is 1 % full. a fails: 1 group given up."))
-    tell(CureNeeded(sentence="a fails: 1 group given up."))
+    first, second = (Waiting(kind=Wait.FILLING, step=1, done=done) for done in (0.0, 0.01))
+    fails = Problem(kind=Trouble.ENV_FAILS, env="a", count=1)
+    tell(StepWaits(waiting=first))
+    tell(StepWaits(waiting=second))
+    tell(CureNeeded(problem=fails))
     tell(MemoryTight(sentence="the server is full"))
     tell(EnvPaused(env="b"))
     tell.close()
-    assert shown == ["Step 1 is 0 % full.", "Step 1 is 1 % full. a fails: 1 group given up.", ""]
+    assert shown == [str(first), str(second), ""]
     assert said == [
-        "! a fails: 1 group given up.",
+        f"! {fails}",
         "! the server is full",
         "b is paused: steps go on without it",
     ]
@@ -138,7 +140,7 @@ def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above
 
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_serve_shows_a_sentence_to_its_end_however_narrow_the_terminal_is(terminal: Terminal, width: int) -> None:
-    sentence = silent_trainer(2, 0, 25.0)
+    sentence = str(Waiting(kind=Wait.TRAINER_GONE, step=2, seconds=20.0))
     status = _Status("math")
     status.step = 2
     status.wait_for(sentence)

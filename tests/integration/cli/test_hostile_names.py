@@ -54,11 +54,11 @@ def spoil(buffer: rlbuffer.Buffer) -> None:
     client.zadd(keys.paused, {EVIL: 1})
     client.hset(keys.allowance, EVIL, 3)
     client.zadd(keys.tickets(EVIL), {"1": 2**40})
-    beat = {"env": EVIL, "error": EVIL, "waiting": EVIL, "gives": [EVIL], "needs": [EVIL], "adapter": EVIL}
+    waiting, problems = {"kind": "server", "detail": EVIL}, [{"kind": "worker_stuck", "detail": EVIL}, EVIL]
+    beat = {"env": EVIL, "problems": problems, "waiting": waiting, "gives": [EVIL], "needs": [EVIL], "adapter": EVIL}
     for kind in ("worker", "scorer", "rank", "batcher"):
         store.heartbeat(kind, EVIL, beat)
-    store.set_waiting(EVIL, EVIL)
-    store.set_waiting("batcher", EVIL)
+    store.heartbeat("batcher", "leader", beat)
     number = store.attempt(uuid=EVIL, world_size=1, resume_step=0).number
     store.announce(number, PolicyVersion(version=1, location=EVIL, size=1, checksum=EVIL, adapter=EVIL))
     store.add_evaluation(EVIL, 1, {"env": EVIL, "version": 1, "reward/mean": 1.0, "reward/error": 0.0, "rollouts": 1})

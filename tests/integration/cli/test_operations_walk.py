@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 
 pytest_plugins = ("store_fixtures",)
 
@@ -51,14 +52,11 @@ def test_until_a_trainer_comes_back_the_batcher_says_that_none_has_come(served: 
     make_two_steps(served)
     run.store.rewind(2, force=True)
     served.serve(CONFIG)
-    sentence = waiting.absent_trainer(2, 1)
-    assert sentence == (
-        "Step 2 is committed, but no trainer has come since the run was restored or taken back; it is trained up to "
-        "step 1: start `rlbuffer train` to go on."
-    )
-    served.wait_for(lambda: run.store.waiting().get("batcher") == sentence, 60)
+    gone = Waiting(kind=Wait.TRAINER_GONE, step=2, trained=1)
+    served.wait_for(lambda: waits.said(run.store) == gone, 60)
     run.store.attempt(uuid="again", world_size=1, resume_step=1)
-    served.wait_for(lambda: run.store.waiting().get("batcher") == waiting.for_trainer(2, 1, 0), 60)
+    busy = Waiting(kind=Wait.TRAINER_BUSY, step=2, trained=1)
+    served.wait_for(lambda: waits.said(run.store) == busy, 60)
 
 
 def test_the_checkpoints_that_void_names_are_all_that_the_trainer_may_not_take(

@@ -27,7 +27,8 @@ def fill(run: Run) -> None:
     """A committed step, a group that is ready, a worker with a failure."""
     run.step("a.0", "b.0")
     run.push("a.1", rewards=[0.25, 0.75, 0.5])
-    beat = {"version": 3, "env": "a", "failures": {"KeyError": 2}, "failure": "KeyError: 'x' (envs.py:3 in score)"}
+    problem = {"kind": "env_fails", "count": 2, "detail": "KeyError 2, the last: KeyError: 'x' (envs.py:3 in score)"}
+    beat = {"version": 3, "env": "a", "problems": [problem]}
     run.store.heartbeat("worker", "w-0", beat)
 
 

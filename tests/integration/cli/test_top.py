@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waits
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import duration
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import text
@@ -28,6 +30,10 @@ from rlbuffer_cli.render.top import look, sight_lines
 
 TRAINED = {"event": "step", "step": 1, "seconds": {"wait": 0.5, "total": 1.0}}
 RANKS = {"ranks": [{"forward": 0.1, "backward": 0.1}, {"forward": 0.4, "backward": 0.1}]}
+
+
+SHORT = Waiting(kind=Wait.ENV_SHORT, step=2, env="b", groups=6)
+STUCK = [{"kind": "worker_stuck", "detail": "no\x1bne"}]
 
 
 @pytest.fixture
@@ -42,9 +48,10 @@ def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     made.drop("stale", [entry for entry in made.pool() if entry.env == "b"])
     store = made.store
     store.heartbeat("worker", "inf-0", {"env": "a", "version": 1, "rollouts_per_second": 12.5})
-    store.heartbeat("worker", "inf-1", {"env": "b", "version": 0, "rollouts_per_second": 2.5, "error": "no\x1bne"})
+    store.heartbeat("worker", "inf-1", {"env": "b", "version": 0, "rollouts_per_second": 2.5, "problems": STUCK})
     store.heartbeat("rank", "0", {"step": 0, "world_size": 1})
-    store.set_waiting("batcher", "b is 6 groups short of its share (0 forming). Normal while workers generate.")
+    store.lease("batcher", ttl_seconds=3600)
+    waits.says(store, SHORT)
     folder = tmp_path / "home" / "runs" / store.run
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps(TRAINED | RANKS) + "\n")
@@ -66,7 +73,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert (code, err) == (0, "")
     assert lines[0].startswith(f'run "{run.store.run}" on ')
     assert "· step 1 committed, 0 trained ·" in lines[1]
-    assert "  batcher: b is 6 groups short of its share (0 forming). Normal while workers generate." in lines
+    assert f"  batcher: {SHORT}" in lines
     named = {line.split()[0]: line for line in lines if line.startswith("  ")}
     assert "15 rollouts/s by the workers' heartbeats" in named["rates"]
     assert "batcher 1 step ahead of the trainer" in named["lag"]
@@ -119,9 +126,7 @@ def test_json_has_the_same_figures_one_object_per_line(run: Run, capsys: pytest.
     assert first["rollouts_per_second"] == 15.0
     assert (first["steps_ahead"], first["sampled_versions"], first["trainer_wait"]) == (1, [0, 1], 0.5)
     assert first["drops"] == {"stale": [2, first["drops"]["stale"][1]]}
-    assert records[1]["waiting"] == {
-        "batcher": "b is 6 groups short of its share (0 forming). Normal while workers generate."
-    }
+    assert records[1]["waiting"] == {"batcher": SHORT.record() | {"sentence": str(SHORT)}}
 
 
 @pytest.mark.server
@@ -160,7 +165,7 @@ def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: 
         try:
             seen = _until(ours, lambda shown: "worker inf-0" in shown)
             assert f'run "{run.store.run}"' in seen
-            run.store.set_waiting("batcher", "a new sentence")
+            waits.says(run.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
             again = _until(ours, lambda shown: "a new sentence" in shown)
             assert "\x1b[1A" in again, "the lines before were not written over"
             process.send_signal(signal.SIGINT)

@@ -103,8 +103,8 @@ def fill(run: Run) -> None:
         sequence=run.sequence,
         epoch=run.meta.epoch,
     )
-    run.store.heartbeat("worker", EVIL, {"version": 3, "failures": {EVIL: 2}, "failure": EVIL})
-    run.store.set_waiting("batcher", EVIL)
+    run.store.heartbeat("worker", EVIL, {"version": 3, "problems": [{"kind": "env_fails", "detail": EVIL}]})
+    run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
 
 
 @pytest.fixture

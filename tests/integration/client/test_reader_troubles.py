@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from store_runs import Run
 
 import rlbuffer.client.reader
 from rlbuffer.client.reader import Reader
-from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone, ServerUnreachable
+from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import decode_claim
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)
 
@@ -57,26 +55,6 @@ def test_a_rank_that_acknowledges_nothing_waits_for_the_recovery(run: Run) -> No
     ):
         reader.pull(2)
     reader.close()
-
-
-def test_a_rank_that_has_its_step_waits_for_no_server_that_has_gone_meanwhile(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rlbuffer.client.reader, "READER_BLOCK_SECONDS", 0.05)
-    store, is_waiting, say = run.again(), threading.Event(), RedisStore.set_waiting
-
-    def set_waiting(self: RedisStore, who: str, sentence: str) -> None:
-        if not sentence:
-            raise ServerUnreachable("gone")
-        say(self, who, sentence)
-        is_waiting.set()
-
-    monkeypatch.setattr(RedisStore, "set_waiting", set_waiting)
-    reader = run.closes(Reader(store, rank=0, world_size=1, timeout_seconds=60))
-    pulled = ThreadPoolExecutor(1).submit(reader.pull, 1)
-    assert is_waiting.wait(60)
-    run.step("a.0", world_size=1)
-    assert pulled.result(60).number == 1
 
 
 def test_ranks_whose_passes_do_not_match_are_told_of(
@@ -193,7 +171,7 @@ def test_steps_end_for_a_caller_that_does_not_want_to_wait_any_longer(run: Run) 
 
     assert [step.number for step in reader.steps(1, until=until)] == [1], "what is there is given without asking"
     assert asked == [1]
-    assert run.store.waiting() == {}, "nobody waits any more"
+    assert reader._waiting is None, "nobody waits any more"
     reader.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -20,6 +21,7 @@ from rlbuffer.packing import further_columns
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer_cli.alive import heard
 
@@ -35,12 +37,12 @@ def served(run: Run) -> Iterator[Served]:
     made.close()
 
 
-def test_what_somebody_must_cure_is_told_when_it_changes(run: Run) -> None:
+def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
     events: list[BatcherEvent] = []
     teller = Teller(run.store, events.append)
-    for trouble in ("", "a fails", "a fails", "", "a fails", "b fails", "a fails"):
-        teller.say("waits", {}, trouble)
-    assert [e.sentence for e in events if isinstance(e, CureNeeded)] == ["a fails", "b fails", "a fails"]
+    for env in ("a", "a", "b", "a"):
+        teller.say(None, {}, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=len(events))])
+    assert [e.problem.env for e in events if isinstance(e, CureNeeded)] == ["a", "b"]
 
 
 def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +50,7 @@ def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, mo
     monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     teller = Teller(run.store, lambda event: None)
     for ready in range(25):
-        teller.say(f"{ready} of 45 groups ready", {"pending": ready})
-        assert run.store.waiting()["batcher"] == f"{ready} of 45 groups ready"
+        teller.say(Waiting(kind=Wait.FILLING, step=1, done=ready / 45), {"pending": ready})
         beats.append(run.store.heartbeats("batcher")["leader"]["pending"])
         now[0] += 0.1
     assert sorted(set(beats)) == [0, 11, 22]  # every 1.1 s
@@ -112,11 +113,11 @@ def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
 
 def test_a_standby_that_leaves_does_not_speak_for_the_leader(served: Served) -> None:
     served.serve(CONFIG)
-    sentence = served.wait_for(lambda: served.run.store.waiting().get("batcher"))
+    sentence = served.wait_for(lambda: waits.said(served.run.store))
     served.serve(CONFIG)
     served.wait_for(lambda: served.said("leader", state="standby"))
     served.stop(1)
-    assert served.run.store.waiting()["batcher"] == sentence
+    assert waits.said(served.run.store) == sentence
 
 
 def test_a_batcher_that_has_stopped_is_not_alive_until_another_leads(
@@ -221,11 +222,8 @@ def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, mon
     monkeypatch.setattr(RedisStore, "server", lambda store: store.connection.describe() | facts)
     start_trainer(served.run)
     served.serve(CONFIG)
-    says = lambda: served.run.store.waiting().get("batcher", "")  # noqa: E731
-    sentence = served.wait_for(lambda: says().startswith("The server's") and says())
-    assert sentence.startswith(
-        "The server's memory is full (3.0 of 3.0 MiB): pushes wait until steps retire. Little of it is in"
-    )
+    full = served.wait_for(lambda: waits.problem(served.run.store, Trouble.MEMORY))
+    assert "3.0 of 3.0 MiB" in full.detail
 
 
 def start_trainer(run: Run, *, world_size: int = 1) -> None:

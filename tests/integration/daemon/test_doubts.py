@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -14,6 +15,7 @@ import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.wire import payload
 
@@ -86,7 +88,7 @@ def test_after_a_damaged_step_unsound_payloads_are_dropped_before_they_are_commi
         "2 rollouts were missing or damaged when step 1 was pulled (2 of env a by odd\\x1b one): payloads are looked "
         "into before they are committed."
     )
-    served.wait_for(lambda: run.store.waiting().get("batcher", "").endswith("looked into before they are committed."))
+    served.wait_for(lambda: waits.problem(run.store, Trouble.DAMAGED))
     assert run.store.verify().ok
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.operations import Drain, DrainState
-from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait
 
 pytest_plugins = ("store_fixtures",)
 
@@ -52,7 +53,7 @@ def test_a_drain_waits_for_what_is_out_and_ends_when_nothing_can_be_made(served:
     assert run.store.allowances() == {}
     state = drain.look()
     assert (state.tickets, state.is_drained) == ({"a": 3}, False)
-    served.wait_for(lambda: run.store.waiting().get("batcher", "").startswith(waiting.draining()), 20)
+    served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 20)
     for ticket in tickets:
         run.push(f"a.{ticket}")
     served.wait_for(lambda: run.store.meta().step == 1, 20)
@@ -71,9 +72,7 @@ def test_a_drain_outlives_the_leader_that_heard_of_it(served: Served) -> None:
     since = run.store.ask_drain()
     served.stop()
     served.serve(CONFIG)
-    served.wait_for(
-        lambda: served.said("ready") and run.store.waiting().get("batcher", "").startswith("The run drains"), 20
-    )
+    served.wait_for(lambda: served.said("ready") and waits.kind(run.store) is Wait.DRAINING, 20)
     assert run.store.ask_drain() == since == run.store.meta().draining_ms
     assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
 
@@ -89,7 +88,7 @@ def test_a_silent_env_stops_no_run_that_drains(served: Served) -> None:
     served.serve(rlbuffer.BatcherConfig(64, step_groups=4, max_age=8, **halves))
     served.wait_for(lambda: served.said("ready"), 20)
     beat(run, number)
-    served.wait_for(lambda: "b has sent nothing for" in run.store.waiting().get("batcher", ""), 30)
+    served.wait_for(lambda: waits.kind(run.store) is Wait.ENV_DEAD, 30)
     drain = Drain(run.store)
     served.wait_for(lambda: drain.look().is_drained, 30)
     assert not served.said("env", state="dead")

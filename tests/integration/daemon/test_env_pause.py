@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait
 from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)
@@ -52,7 +54,7 @@ def test_pause_and_resume_are_remembered_and_say_whether_they_changed_anything(r
 
 def test_after_a_pause_the_next_step_does_not_wait_for_the_env_any_more(served: Served) -> None:
     run = start(served)
-    served.wait_for(lambda: "b is 2 groups short of its share" in run.store.waiting().get("batcher", ""))
+    served.wait_for(lambda: waits.kind(run.store) is Wait.ENV_SHORT)
     assert run.store.wait_step(1, block_seconds=0) is None
     run.store.pause("b")
     assert wait_for_step(served, 1, seconds=5.0).group_ids == ("a.0", "a.1", "a.2", "a.3")
@@ -73,7 +75,7 @@ def test_a_dead_env_is_told_of_and_told_of_when_it_is_back(served: Served) -> No
     run = start(served, env_dead_after_seconds=0.3)
     event = served.wait_for(lambda: served.said("env", env="b", state="dead"))[0]
     assert re.match(r"b has sent nothing for \d+ s: start a worker for it", event["sentence"])
-    served.wait_for(lambda: "b has sent nothing for" in run.store.waiting().get("batcher", ""))
+    served.wait_for(lambda: waits.kind(run.store) is Wait.ENV_DEAD)
     run.push("b.0")
     served.wait_for(lambda: served.said("env", env="b", state="back"))
     assert "b.0" in wait_for_step(served, 1).group_ids

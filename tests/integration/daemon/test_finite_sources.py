@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -15,8 +16,8 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import EnvDone, EpochChanged, NotFound, RunGone
-from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.protocol import Store
 from rlbuffer.testing import make_group
 
@@ -228,7 +229,7 @@ def test_groups_that_make_no_whole_number_of_steps_all_train_and_everybody_ends(
     assert [event["closed_by"] for event in served.said("step")] == ["groups", "groups", "end"]
     assert run.store.meta().ended == 3
     assert rollouts(run.store) == (10, 0, 0)
-    assert run.store.waiting()["batcher"] == waiting.at_end(3) == served.said("ended")[0]["sentence"]
+    assert waits.said(run.store) == Waiting(kind=Wait.ENDED, step=3)
     assert served.errors == []
     assert run.store.verify().ok
 
@@ -321,7 +322,7 @@ def test_no_run_ends_while_a_paused_env_holds_something(served: Served) -> None:
     run.push("b.0")
     for env in "ab":
         run.store.say_done(env, epoch=run.meta.epoch)
-    served.wait_for(lambda: run.store.waiting().get("batcher") == waiting.for_paused(["b"]), 20)
+    served.wait_for(lambda: waits.said(run.store) == Waiting(kind=Wait.PAUSED, env="b"), 20)
     run.store.resume("b")
     wait_until_ended(served)
     assert loop.end() == [1, 2]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -23,6 +24,7 @@ from rlbuffer.daemon.memory_rules import stored_bytes
 from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
@@ -70,7 +72,7 @@ class Trainer:
 
     def train(self, step: int, *, obeys: bool = False) -> None:
         header = self.store.wait_step(step, block_seconds=SECONDS)
-        assert header is not None, self.store.waiting()
+        assert header is not None, waits.said(self.store)
         if header.checkpoint_now:
             self.asked.append(step)
             self.checkpoints += [step] if obeys else []
@@ -222,7 +224,7 @@ def test_while_no_trainer_is_at_work_or_one_trains_again_nothing_that_it_needs_r
         trainer.train(step)
     run.client.hset(run.store.keys.trainer, "seen", 1)
     run.client.config_set("maxmemory", run.store.server()["used_memory"])
-    served.wait_for(lambda: run.store.waiting().get("batcher", "").startswith("The server's memory is full"), SECONDS)
+    served.wait_for(lambda: waits.problem(run.store, Trouble.MEMORY), SECONDS)
     assert run.store.meta().retired == 0
     again = Trainer(run)
     again.report(4)

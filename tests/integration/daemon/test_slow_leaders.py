@@ -17,6 +17,7 @@ from rlbuffer.daemon import lease_keeper
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.errors import LeaseLost
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 
 pytest_plugins = ("store_fixtures",)
 
@@ -62,17 +63,18 @@ def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_anot
 def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_keeper, "SLOW_RENEWAL_SECONDS", 0.0)
     lease = run.lead("leader", ttl_seconds=0.6)
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.6) as keeper:
+    said: list[Waiting] = []
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.6, say=said.append) as keeper:
         keeper.check(7)
-        said = until(lambda: run.store.waiting().get("batcher", ""))
-    assert str(said).startswith("Step 7 is being made, for 0 s so far")
+        until(lambda: said)
+    assert (said[0].kind, said[0].step) == (Wait.BUILDING, 7)
 
 
 def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_keeper, "LONGEST_TURN_SECONDS", 0.5)
     lease = run.lead("hangs", ttl_seconds=0.6)
     other = run.again()
-    with LeaseKeeper(run.store, "hangs", lease.token, lease_seconds=0.6) as keeper:
+    with LeaseKeeper(run.store, "hangs", lease.token, lease_seconds=0.6, say=print) as keeper:
         taken = until(lambda: (found := other.lease("standby", ttl_seconds=60)).held and found)
         assert taken.token > lease.token
         with pytest.raises(LeaseLost) as caught:
@@ -83,7 +85,7 @@ def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatc
 
 def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
     lease = run.lead("leader", ttl_seconds=60)
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3) as keeper:
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3, say=print) as keeper:
         keeper.check()
         run.client.hset(run.store.keys.lease, "until", 1)  # as after a halt of the whole process
 
@@ -100,6 +102,6 @@ def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run
 
 def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:
     lease = run.lead("leader", ttl_seconds=60)
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3):
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3, say=print):
         pass
     assert not [thread for thread in threading.enumerate() if thread.name == "lease-keeper"]

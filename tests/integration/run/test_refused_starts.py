@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -18,8 +19,8 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import ConfigError, RunGone
-from rlbuffer.narration import waiting
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 
 pytest_plugins = ("store_fixtures",)
 
@@ -84,11 +85,11 @@ def test_a_trainer_that_has_made_its_steps_is_not_called_silent_and_nobody_is_to
     reader.trained(reader.pull(1))
     reader.finished()
     reader.close()
-    sentence = waiting.ended(1)
-    served.wait_for(lambda: run.store.waiting().get("batcher") == sentence, 20)
+    ended = Waiting(kind=Wait.ENDED, step=1)
+    served.wait_for(lambda: waits.said(run.store) == ended, 20)
     run.push("a.1")  # a step ahead of the trainer, and then no more
     served.wait_for(lambda: run.store.meta().step == 2, 20)
-    served.wait_for(lambda: run.store.waiting().get("batcher") == sentence, 20)
+    served.wait_for(lambda: waits.said(run.store) == ended, 20)
 
 
 def test_a_group_shows_its_rewards_in_the_order_of_its_rollouts(run: Run) -> None:

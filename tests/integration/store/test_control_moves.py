@@ -125,8 +125,8 @@ def closed(run: Run) -> int:
 
 
 def said(run: Run) -> int:
-    run.store.set_waiting("batcher", "waits")
-    return int(run.client.hget(run.store.keys.waiting, "batcher").split(b" ")[0])
+    run.store.heartbeat("batcher", "leader", {})
+    return int(run.client.hget(run.store.keys.heartbeats("batcher"), "leader").split(b" ")[0])
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     store.renew_tickets("a", tickets, ttl_seconds=60)
     store.release_tickets("a", tickets)
     store.close_tickets("a", tickets)
-    store.set_waiting("batcher", "The server's memory is full.")
     store.heartbeat("batcher", "leader", {})
     store.count_damaged(1, ["a.0/0"])
     first, second = own.pool()

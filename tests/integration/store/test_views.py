@@ -137,14 +137,6 @@ def test_a_new_name_reads_a_few_of_the_others_however_many_there_are(redis_url, 
     assert {"HGETALL", "HVALS", "HKEYS", "HSCAN"} & set(seen) == set()
 
 
-def test_waiting_sentences_are_said_and_taken_back(run):
-    run.store.set_waiting("batcher", "Waiting for env b: 3 of 8 groups.")
-    run.store.set_waiting("rank 0", "Waiting for step 1.")
-    assert run.store.waiting() == {"batcher": "Waiting for env b: 3 of 8 groups.", "rank 0": "Waiting for step 1."}
-    run.store.set_waiting("rank 0", "")
-    assert list(run.store.waiting()) == ["batcher"]
-
-
 def test_damaged_and_lost_are_counted_beside_the_accounts(run):
     run.push()
     run.store.count_damaged(1, ["a.0/0", "a.0/1"])

@@ -153,11 +153,10 @@ def test_telemetry_that_a_user_may_not_write_is_a_warning_and_ends_nobody(
         with rlbuffer.connect(secured("viewer"), run="math") as buffer:
             for _ in range(3):
                 buffer.heartbeat("worker", "w", {})
-                buffer.store.set_waiting("rank 0", "a step")
                 buffer.store.count_damaged(1, ["a/0"])
                 buffer.store.count_lost(1)
         refused = [record.getMessage().split(",")[0] for record in caplog.records if record.levelname == "WARNING"]
-        assert refused == [f"not written to {{rlb:math}}:{key}" for key in ("workers", "waiting", "ledger")]
+        assert refused == [f"not written to {{rlb:math}}:{key}" for key in ("workers", "ledger")]
         assert operator.store.heartbeats("worker") == {}
 
 

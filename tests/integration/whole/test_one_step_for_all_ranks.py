@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import waits
 from rolled_back import Loop, Saved
 from store_runs import Run
 
@@ -14,9 +15,9 @@ import rlbuffer.client.rank_0
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import BatchTimeout
-from rlbuffer.narration import waiting
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -114,7 +115,7 @@ def test_a_rank_that_asks_after_rank_0_is_given_the_step_that_rank_0_has(job: Jo
     first = job.asks(0)
     until(lambda: first.done() and not job.readers[1]._fetches)  # rank 1 has pulled it ahead
     job.loses(saved)
-    until(lambda: job.batcher.store.waiting().get("batcher") == waiting.for_hand(3))
+    until(lambda: waits.said(job.batcher.store) == Waiting(kind=Wait.STEP_IN_HAND, step=3))
     given = job.train([first, job.asks(1)])
     assert given[0].digest == given[1].digest
     job.push()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waits
 from rolled_back import CONFIG, Loop, Saved
 from store_runs import Run
 
@@ -22,6 +23,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded as servers
@@ -157,10 +159,7 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     loop = Loop(run.again())
     loop.wait_for("ready")
     time.sleep(0.3)
-    assert run.store.waiting()["batcher"] == (
-        "The batcher has just taken over at step 0 and waits until the trainer has said what it has trained, as "
-        "it does every second: the server may have lost steps."
-    )
+    assert waits.kind(run.store) is Wait.TAKEOVER
     assert run.store.meta().step == 0
     assert loop.wait_for("step").header.step == 1  # it counts as gone
     loop.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import own_server
 import pytest
+import waits
 from daemon_runs import Served
 from own_server import OwnServer
 from store_runs import Run
@@ -241,7 +242,7 @@ def test_a_trainer_is_heard_though_the_clock_was_set_back_since_the_takeover(
     shift(HALF_AN_HOUR)
     served = Served(run, word_seconds=1e9)
     served.serve(CONFIG)
-    served.wait_for(lambda: run.store.waiting().get("batcher"))
+    served.wait_for(lambda: waits.said(run.store))
     assert run.store.meta().step == 0
     shift(0.0)
 

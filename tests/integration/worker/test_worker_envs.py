@@ -16,6 +16,7 @@ from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.waiting import Wait
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
 
 
@@ -147,8 +148,8 @@ def test_when_every_prompt_is_skipped_the_worker_says_so(stage: Stage) -> None:
     stage.allow(3)
     stage.announce(0)
     stage.start(skip_visits=2, skip_retry=0.0)
-    eventually(lambda: any("to sample: the last" in e.waiting for e in stage.told("waiting")))
-    assert stage.told("waiting")[-1].waiting.endswith("rollouts of its last 2 visits)")
+    eventually(lambda: any(e.waiting.kind is Wait.PROMPT for e in stage.told("waiting")))
+    assert stage.told("waiting")[-1].waiting.env == "counting"
     assert stage.groups() == []
 
 

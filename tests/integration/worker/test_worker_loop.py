@@ -15,14 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_place
+from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull
 from rlbuffer.events.worker import WorkerStopped
-from rlbuffer.narration.waiting import draining
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.state.heartbeats import waiting_of
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import faults, flights, loop
@@ -63,14 +64,14 @@ def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch:
     stage.allow(1)
     stage.announce(0)
     stage.start()
-    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
-    eventually(lambda: any("the server is at its memory limit" in e.waiting for e in stage.told("waiting")))
-    assert stage.heartbeat()["error"] == ""
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
+    eventually(lambda: any("the server is at its memory limit" in e.waiting.detail for e in stage.told("waiting")))
+    assert stage.heartbeat()["problems"] == []
     full.is_full = False
     eventually(lambda: stage.groups() == ["counting.0"])
     stage.finish()
     assert stage.raised is None
-    assert "memory limit" not in stage.heartbeat()["waiting"]
+    assert stage.heartbeat().get("waiting", {}).get("kind") != "server"
 
 
 def test_a_score_that_hangs_does_not_keep_a_worker_from_ending(stage: Stage) -> None:
@@ -97,7 +98,7 @@ def test_a_worker_that_waits_for_a_full_server_can_be_stopped(stage: Stage) -> N
     stage.allow(1)
     stage.announce(0)
     stage.start()
-    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
     stage.finish()
     assert stage.raised is None
     assert stage.told("stopped")[0].groups == 0
@@ -129,28 +130,25 @@ def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> Non
 def test_a_worker_whose_env_has_no_share_of_a_step_says_who_has_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def waits() -> str:
-        return str(stage.heartbeat()["waiting"]).partition(": ")[2]
+    def waits() -> Waiting | None:
+        return waiting_of(stage.heartbeat())
 
     monkeypatch.setattr("rlbuffer.worker.loop.DRAIN_LOOK_SECONDS", 0.1)
     stage.start()
     stage.announce(0)
-    eventually(lambda: waits() == "no ticket for counting: enough groups are being sampled or in the pool")
+    eventually(lambda: (its := waits()) is not None and its.kind is Wait.TICKET)
     stage.store.set_config(stage.token, {"budgets": {"math": 0.75, "code": [[1, 0.25], [9, 0.2]]}}, "digest")
-    none = "no ticket for counting: it has no share of a step, batcher.budgets gives all to math, code"
-    eventually(lambda: waits() == none)
+    eventually(lambda: (its := waits()) is not None and its.kind is Wait.NO_SHARE and its.detail == "math, code")
 
 
 def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage: Stage) -> None:
     stage.start()
     eventually(lambda: stage.told("waiting"))
-    assert stage.told("waiting")[0].waiting == (
-        "waiting for 0 s: the first policy version: no trainer has announced one"
-    )
+    assert stage.told("waiting")[0].waiting.kind is Wait.WEIGHTS
     assert stage.sampler.loads == []
     stage.announce(0)
-    eventually(lambda: stage.told("waiting")[-1].waiting.endswith("enough groups are being sampled or in the pool"))
-    eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
+    eventually(lambda: stage.told("waiting")[-1].waiting.kind is Wait.TICKET)
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "ticket")
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])
     assert stage.sampler.loads == [0]
@@ -177,7 +175,7 @@ def test_a_worker_without_tickets_asks_ever_less_often_and_still_ends_at_once(
     stage.announce(0)
     stage.start()
     eventually(lambda: store.calls["ask"] == 1)
-    eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
+    eventually(lambda: "no ticket for counting" in stage.heartbeat().get("waiting"))
     stage.finish()  # it does not sleep an hour
     assert stage.raised is None
     assert (store.calls["take_tickets"], store.calls["ask"]) == (2, 1)
@@ -208,7 +206,7 @@ def test_one_request_of_an_idle_worker_tells_of_it_and_sees_versions_and_a_drain
     before = idle.calls.copy()
     asks_on(idle)
     stage.store.ask_drain()
-    eventually(lambda: stage.heartbeat()["waiting"].endswith(f" s: {draining()}"))
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "draining")
     assert set(idle.calls - before) == {"ask", "together"}
     stage.announce(1)
     eventually(lambda: stage.heartbeat()["version"] == 1)
@@ -255,7 +253,7 @@ def test_an_idle_worker_that_is_refused_tickets_beats_and_looks_for_versions_by_
 
     monkeypatch.setattr(stage.store, "ask", full)
     stage.start()
-    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
     stage.announce(1)
     eventually(lambda: stage.heartbeat()["version"] == 1)
 
@@ -277,7 +275,7 @@ def test_a_worker_of_a_run_that_drains_says_so_while_it_waits(stage: Stage) -> N
     stage.store.ask_drain()
     stage.allow(2)  # whatever the leader says
     stage.start()
-    eventually(lambda: stage.heartbeat()["waiting"].endswith(f" s: {draining()}"))
+    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "draining")
     assert stage.groups() == []
     stage.store.ask_undrain()
     stage.allow(2)
@@ -371,7 +369,8 @@ def test_a_batch_that_lost_a_group_does_not_count_as_one_without_trouble(stage: 
     eventually(stage.stop.is_set)
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.2"]
-    assert without_place(stage.heartbeat()["error"]) == "group counting.1 given up: prompt 1: ValueError: no verdict"
+    (problem,) = stage.heartbeat()["problems"]
+    assert (problem["kind"], problem["count"]) == ("env_fails", 1)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
@@ -449,7 +448,7 @@ def test_heartbeats_say_what_the_worker_does(stage: Stage) -> None:
     eventually(lambda: stage.heartbeat()["groups"] == 2)
     beat = stage.heartbeat()
     assert beat["env"] == "counting"
-    assert (beat["version"], beat["rollouts"], beat["failed_groups"], beat["error"]) == (0, 4, 0, "")
+    assert (beat["version"], beat["rollouts"], beat["failed_groups"], beat["problems"]) == (0, 4, 0, [])
     assert beat["pid"] > 0
     assert beat["rollouts_per_second"] >= 0
 

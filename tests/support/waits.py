@@ -1,0 +1,28 @@
+"""What the batcher of a run says: why it waits, and what somebody must cure."""
+
+from __future__ import annotations
+
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.state.heartbeats import problems_of, waiting_of
+from rlbuffer.store.protocol import Store
+
+
+def says(store: Store, waiting: Waiting | None) -> None:
+    """The batcher says it."""
+    store.heartbeat("batcher", "leader", {} if waiting is None else {"waiting": waiting.record()})
+
+
+def said(store: Store) -> Waiting | None:
+    """Why the batcher waits, by its last heartbeat."""
+    return waiting_of(store.heartbeats("batcher").get("leader", {}))
+
+
+def kind(store: Store) -> Wait | None:
+    """The kind of it."""
+    waiting = said(store)
+    return None if waiting is None else waiting.kind
+
+
+def problem(store: Store, kind: Trouble) -> Problem | None:
+    """The problem of this kind in the batcher's last heartbeat."""
+    return next((p for p in problems_of(store.heartbeats("batcher").get("leader", {})) if p.kind is kind), None)

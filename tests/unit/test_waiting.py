@@ -1,0 +1,82 @@
+"""Waits and problems as records: what travels in a heartbeat, and what is made of heartbeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import pytest
+
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.state.heartbeats import problems_of, waiting_of, worker_problems
+
+STRANGE: list[Any] = [
+    *(None, "", b"\xff", 7, [], ["no_trainer"], {}, {"kind": "of another version"}, {"kind": ["no_trainer"]}),
+    *({"kind": 2**63}, {"kind": None}, {b"kind": b"no_trainer"}),
+]
+
+
+@pytest.mark.parametrize("kind", Wait)
+def test_a_wait_of_each_kind_travels_as_a_map_and_has_a_sentence(kind: Wait) -> None:
+    for waiting in (
+        Waiting(kind=kind, detail="why"),
+        Waiting(
+            kind=kind, step=7, env="a", groups=2, done=0.5, version=3, seconds=300.0, dropped="stale", detail="why"
+        ),
+    ):
+        assert Waiting.of(msgpack.unpackb(msgpack.packb(waiting.record()))) == waiting
+        assert str(waiting)
+
+
+@pytest.mark.parametrize("kind", Trouble)
+def test_a_problem_of_each_kind_travels_as_a_map_and_has_a_sentence(kind: Trouble) -> None:
+    for problem in (Problem(kind=kind), Problem(kind=kind, env="a", worker="w", step=7, count=2, detail="why")):
+        assert Problem.of(msgpack.unpackb(msgpack.packb(problem.record()))) == problem
+        assert str(problem)
+
+
+@pytest.mark.parametrize("value", STRANGE)
+def test_what_is_no_record_counts_as_none(value: Any) -> None:
+    assert waiting_of({"waiting": value}) is None
+    assert problems_of({"problems": value}) == ()
+    assert problems_of({"problems": [value, {"kind": "memory"}]}) == (Problem(kind=Trouble.MEMORY),)
+
+
+def test_fields_of_another_type_are_left_out() -> None:
+    strange = {"step": "7", "env": b"a", "groups": 1.5, "done": math.nan, "seconds": math.inf, "limit": True, "x": 1}
+    waiting = Waiting.of({"kind": "filling", "forming": 3, **strange})
+    assert waiting == Waiting(kind=Wait.FILLING, forming=3)
+    assert str(waiting)
+
+
+def beat(*problems: Problem, ago: float = 1.0, env: str = "a", **more: Any) -> Mapping[str, Any]:
+    return {"env": env, "seconds_ago": ago, "problems": [problem.record() for problem in problems], **more}
+
+
+FAILS = Problem(kind=Trouble.ENV_FAILS, count=3, detail="KeyError 3")
+
+
+def test_the_problems_of_an_envs_workers_are_one_of_each_kind() -> None:
+    workers = {f"w{n}": beat(FAILS) for n in range(5)} | {"x": beat(FAILS, env="b")}
+    first, second = worker_problems(workers)
+    assert (first.kind, first.env, first.count, first.worker) == (Trouble.ENV_FAILS, "a", 15, "w0, w1, w2 and 2 more")
+    assert (second.env, second.count) == ("b", 3)
+
+
+def test_the_last_words_of_a_worker_count_until_another_one_samples_its_env() -> None:
+    gone = beat(FAILS, ago=9.0, doing="score() (envs.py:3 in score)")
+    assert [p.kind for p in worker_problems({"w": gone})] == [Trouble.ENV_FAILS, Trouble.WORKER_GONE]
+    assert worker_problems({"w": gone, "heir": beat()}) == ()
+
+
+def test_an_env_whose_workers_are_silent_has_none() -> None:
+    assert [(p.kind, p.env) for p in worker_problems({"w": beat(ago=13.0)})] == [(Trouble.NO_WORKER, "a")]
+    assert worker_problems({"w": beat(ago=13.0), "other": beat(ago=9.0)}) == ()
+
+
+def test_a_run_without_a_worker_is_told_of_while_nothing_has_come() -> None:
+    assert worker_problems({}) == ()
+    assert worker_problems({}, Waiting(kind=Wait.FILLING, env="a")) == ()
+    assert worker_problems({}, Waiting(kind=Wait.FILLING)) == (Problem(kind=Trouble.NO_WORKER),)
