@@ -212,8 +212,9 @@ def _sound(cls: type[Any], kinds: type[StrEnum], value: Any) -> dict[str, Any] |
     sound: dict[str, Any] = {"kind": kinds(kind)}
     for field in fields(cls):
         given = value.get(field.name)
-        if isinstance(field.default, float) and isinstance(given, int | float) and math.isfinite(given):
-            sound[field.name] = float(given)
+        if isinstance(field.default, float):
+            if isinstance(given, int | float) and math.isfinite(given):
+                sound[field.name] = float(given)
         elif field.name != "kind" and type(given) is type(field.default):
             sound[field.name] = given
     return sound

@@ -91,7 +91,7 @@ def test_a_run_over_data_sets_that_end_trains_the_rest_and_ends_though_it_was_ki
     shown = home.call("inspect", "--run", "tiny")
     assert f"done: long, short; the run has ended after step {step}" in shown.stdout, shown.stdout
     lines = (home.path / "again.log").read_text().splitlines()
-    assert any(text.endswith(f"run            {at_end(step)}") for text in lines), lines[-20:]
+    assert any(text.endswith(f"run            {Waiting(kind=Wait.ENDED, step=step)}") for text in lines), lines[-20:]
     again = home.start("run", "tiny.toml", "--display", "plain", log="third")  # there is nothing more to do
     assert home.ended(again, 240) == 0, home.logs()
     with home.connect() as buffer:
@@ -127,4 +127,4 @@ def test_separate_processes_over_a_pushed_file_end_by_themselves(home: Home) -> 
         assert buffer.verify().ok
         assert fates(buffer.store) == {"trained": 14, "pending": 0, "packed": 0}
     for name in ("serve", "standby"):
-        assert at_end(3) in (home.path / f"{name}.log").read_text()
+        assert str(Waiting(kind=Wait.ENDED, step=3)) in (home.path / f"{name}.log").read_text()

@@ -196,19 +196,6 @@ def test_after_an_early_retirement_a_checkpoint_is_asked_for_whatever_the_memory
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
-def test_a_full_server_says_what_fills_it() -> None:
-    mib = 2**20
-    assert memory_rules.full(63 * mib, 64 * mib, steps=40 * mib) == (
-        "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Checkpoint more often "
-        "(trainer.checkpoint.every), or raise its maxmemory. "
-    )
-    assert memory_rules.full(63 * mib, 64 * mib, steps=15 * mib) == (
-        "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Little of it is in steps "
-        "(15.0 MiB): groups that wait hold it, or other runs (`rlbuffer inspect`, `rlbuffer runs list`). Raise its "
-        "maxmemory, or make room there. "
-    )
-
-
 @pytest.mark.parametrize(("first", "steps"), [(9, "step 9"), (3, "steps 3 to 9")])
 def test_an_early_retirement_says_what_a_trainer_needs_now(first: int, steps: str) -> None:
     begin = f"The server's memory was 86 % full (55.0 of 64.0 MiB): {steps} retired early"
