@@ -88,7 +88,7 @@ def test_a_silent_env_stops_no_run_that_drains(served: Served) -> None:
     served.serve(rlbuffer.BatcherConfig(64, step_groups=4, max_age=8, **halves))
     served.wait_for(lambda: served.said("ready"), 20)
     beat(run, number)
-    served.wait_for(lambda: waits.kind(run.store) is Wait.ENV_DEAD, 30)
+    served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 30)
     drain = Drain(run.store)
     served.wait_for(lambda: drain.look().is_drained, 30)
     assert not served.said("env", state="dead")
