@@ -163,8 +163,6 @@ class Trouble(StrEnum):
     """The server's memory is short."""
     ARCHIVE = "archive"
     """The archive cannot be written, and nothing retires without it."""
-    QUOTA = "quota"
-    """Pushes wait, because a quota is used up."""
     NO_LESSON = "no_lesson"
     """Nearly nothing in the last steps has a gradient."""
 
@@ -417,18 +415,12 @@ def _problem(p: Problem) -> str:
         case Trouble.MEMORY:
             return (
                 f"The server's memory is short ({p.detail}). Checkpoint more often (trainer.checkpoint.every), raise "
-                "its maxmemory, or make room (`rlbuffer inspect`, `rlbuffer runs`)."
+                "its maxmemory, or make room (`rlbuffer inspect`, `rlbuffer runs list`)."
             )
         case Trouble.ARCHIVE:
             return (
                 f'The archive cannot be written ({p.detail}), and archive.when_full = "wait" lets no step retire. Make '
                 "room there."
-            )
-        case Trouble.QUOTA:
-            who = f"the worker process {p.worker}" if p.worker else f"env {p.env}"
-            return (
-                f"Pushes of {who} wait: {p.count} bytes of theirs are pending, and {p.detail}. They go on when a step "
-                "takes some; if no step can fill under this quota, raise it."
             )
         case Trouble.NO_LESSON:
             return (
