@@ -1,6 +1,6 @@
 """The batch file of deploy/slurm with a whole tiny run: Slurm's own commands are stand-ins, everything else is real.
 
-Under Slurm itself, two nodes on one machine, it ran by hand: docs/log.md.
+Under Slurm 22.05 itself, two nodes on one machine, it ran by hand.
 """
 
 from __future__ import annotations
