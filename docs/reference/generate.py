@@ -1,4 +1,4 @@
-"""Writes the pages of this folder that come from the code: settings, errors, records, metrics.
+"""Writes the pages of this folder that come from the code: settings, errors, metrics.
 
     python docs/reference/generate.py
 
@@ -7,15 +7,12 @@ A test compares what stands here with what this makes, so a page cannot drift fr
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
 
-from rlbuffer import errors, records
-from rlbuffer.config.meanings import field_docs, prose, tables
+from rlbuffer import errors
+from rlbuffer.config.meanings import prose, tables
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS
 
@@ -60,12 +57,6 @@ in one line, the traceback with `--debug`, and has its exit code.
 
 | exception | means | is also | exit code |
 |---|---|---|---|"""
-RECORD_HEAD = f"""{NOTE}
-# Records
-
-What a worker makes, what the batcher decides about, and what a trainer gets: frozen dataclasses over numpy arrays,
-checked when they are made. `T` is a number of tokens, `N` of rollouts. All of them are in `rlbuffer.records`, most in
-`rlbuffer` itself."""
 METRICS_HEAD = f"""{NOTE}
 # Prometheus and JSON
 
@@ -107,11 +98,6 @@ FIRST = (
     ("trainer.checkpoint", "every"),
 )
 """Table and name of the settings to look at before the others."""
-RECORDS = (
-    *("Rollout", "VersionSpan", "Turn", "Group", "Ticket", "Pushed", "PolicyVersion"),
-    *("Step", "MicroBatch", "Sample", "Padded", "Normalizers", "AdapterProgress"),
-)
-"""Records that a worker or a trainer of the user's own has in its hands; the batcher's follow."""
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -148,62 +134,15 @@ def error_page() -> str:
     return "\n".join(page) + "\n"
 
 
-# -- records -------------------------------------------------------------------------------------------------------
-def record_page() -> str:
-    """The page of the records that a worker makes and a trainer gets."""
-    page = [RECORD_HEAD]
-    for name in dict.fromkeys((*RECORDS, *records.__all__)):
-        cls = getattr(records, name)
-        if isinstance(cls, type):
-            heads, rows = _words(cls) if issubclass(cls, StrEnum) else _record(cls)
-            if rows:
-                page += [f"\n## {name}\n", *_paragraphs(inspect.getdoc(cls) or ""), *_table(heads, rows)]
-    return "\n".join(page) + "\n"
-
-
-def _words(cls: type[StrEnum]) -> tuple[list[str], list[list[str]]]:
-    """(column heads, rows) of an enum's members."""
-    return ["word", "meaning"], [[f"`{cls[member]}`", text] for member, text in field_docs(cls).items()]
-
-
-def _record(cls: type) -> tuple[list[str], list[list[str]]]:
-    """(column heads, rows) of the fields of a dataclass or a named tuple; no rows for another class."""
-    is_record = dataclasses.is_dataclass(cls)
-    fields = [field.name for field in dataclasses.fields(cls)] if is_record else getattr(cls, "_fields", ())
-    meanings = field_docs(cls) if fields else {}
-    shown = [field for field in fields if not field.startswith("_")]
-    return ["field", "type", "meaning"], [[f"`{f}`", f"`{_annotation(cls, f)}`", meanings.get(f, "")] for f in shown]
+# -- text ----------------------------------------------------------------------------------------------------------
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     yield from (f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)
-
-
-def _annotation(cls: type, field: str) -> str:
-    """The type of a field, as the code has it."""
-    annotation = inspect.get_annotations(cls)[field]
-    text = annotation if isinstance(annotation, str) else str(annotation.__forward_arg__)
-    return re.sub(r"NDArray\[np\.(\w+?)_?\]", r"\1 array", text).replace("NDArray[Any]", "array")
-
-
-def _paragraphs(doc: str) -> Iterator[str]:
-    """The text of a docstring, and what it raises; its examples stay in the code."""
-    for part in re.split(r"\n\s*\n", doc):
-        first = part.strip().splitlines()[0] if part.strip() else ""
-        if first.startswith("Raises"):
-            yield "Raises " + prose(" ".join(line.strip() for line in part.strip().splitlines()[1:])) + "\n"
-        elif first.endswith(":") and len(first.split()) == 1:
-            continue
-        elif ">>>" not in part and first:
-            is_drawn = part.startswith("    ") or "->" in first
-            yield f"```text\n{part.rstrip()}\n```\n" if is_drawn else prose(part) + "\n"
-
-
-# -- text ----------------------------------------------------------------------------------------------------------
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------
@@ -226,7 +165,6 @@ def metrics_page() -> str:
 PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings,
     "errors.md": error_page,
-    "records.md": record_page,
     "prometheus.md": metrics_page,
 }
 """File -> what makes its text."""
