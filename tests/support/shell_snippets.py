@@ -23,7 +23,6 @@ SHIPPED_ENDS = {
     "rlbuffer inspect --steps": (0, "closed by"),
     "rlbuffer inspect --workers": (0, "worker vcopy"),
     "rlbuffer inspect --where 'state:dropped reason:stale' --plain": (0, ""),
-    "rlbuffer inspect --step 2": ((0, 1), "step 2"),  # it may not be made yet
     "rlbuffer inspect math.7": (1, "math.7"),
     "rlbuffer export --where 'reward>=1' -o good.parquet": (0, "good.parquet"),
     "rlbuffer verify": (0, "ok: everything adds up"),
@@ -99,7 +98,6 @@ NOT_HERE = {
     "rlbuffer inspect math.7/3 --html worst.html": PAIR,
     "rlbuffer inspect --web": "it serves until it is stopped: tests/integration/cli/test_web.py",
     "ssh -L 9000:127.0.0.1:9000 host rlbuffer inspect --web --port 9000": TWO_HOSTS,
-    "rlbuffer demo --steps 400": "minutes; looked at by these keys: tests/e2e/test_looking_tour.py",
     "make demo": f"{INSTALLS}; `rlbuffer demo` is run by tests/e2e/test_deterministic_demo.py",
     "make test": f"{INSTALLS}, and would run itself",
     "rlbuffer train --world-size 2 --config rlbuffer.toml": "`rlbuffer train` of the first run reads the same",

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import hostile_pages
 import pytest
 from browsing import Person, browse
 
 import rlbuffer
 from rlbuffer_cli.main import main
 
-SCRIPT = Path(__file__).parents[3] / "docs" / "tutorial" / "looking" / "web_pictures.py"
 RUN = "talks"
 PAGES = ("", "group?id=talk.7", "rollout?id=talk.7&rollout=talk.7/0", "rollout?id=talk.7&rollout=1")
-
-
-def load() -> ModuleType:
-    """The script that makes the pictures."""
-    spec = importlib.util.spec_from_file_location("web_pictures", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = load()
-needs_chromium = pytest.mark.skipif(pictures.chromium() is None, reason="Chromium is not installed")
+needs_chromium = pytest.mark.skipif(hostile_pages.chromium() is None, reason="Chromium is not installed")
 
 
 @pytest.fixture
@@ -46,7 +30,7 @@ def url() -> str:
 @pytest.fixture
 def buffer(url: str) -> Iterator[rlbuffer.Buffer]:
     with rlbuffer.connect(url, run=RUN) as opened:
-        opened.writer("w-0").push(pictures.hostile_group())
+        opened.writer("w-0").push(hostile_pages.hostile_group())
         yield opened
 
 
@@ -54,9 +38,9 @@ class Browser:
     """A Chromium that is told what to do, over its pipe for debuggers."""
 
     def __init__(self, folder: Path) -> None:
-        words = (*pictures.QUIET, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank")
+        words = (*hostile_pages.QUIET, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank")
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", pictures.chromium(), *words],
+            ["/bin/sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", hostile_pages.chromium(), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -90,7 +74,7 @@ class Browser:
 
     def sees(self, expression: str) -> None:
         """Waits until an expression is true in the page."""
-        until = time.monotonic() + pictures.PATIENCE_SECONDS / 4
+        until = time.monotonic() + hostile_pages.PATIENCE_SECONDS / 4
         while self.value(expression) is not True:
             assert time.monotonic() < until, self.value("document.body.innerText")
             time.sleep(0.05)
@@ -109,10 +93,10 @@ def leaves(requests: set[str], own: str) -> set[str]:
 @needs_chromium
 def test_a_page_that_obeys_is_seen_to(tmp_path: Path) -> None:
     page = tmp_path / "control.html"
-    page.write_text(f"<title>control</title>{pictures.HOSTILE}")
-    dom = pictures.visit(page.as_uri(), tmp_path / "a")
+    page.write_text(f"<title>control</title>{hostile_pages.HOSTILE}")
+    dom = hostile_pages.visit(page.as_uri(), tmp_path / "a")
     assert "<title>owned</title>" in dom
-    asked = leaves(pictures.requests_of(tmp_path / "a"), page.as_uri())
+    asked = leaves(hostile_pages.requests_of(tmp_path / "a"), page.as_uri())
     assert {f"http://evil.example/{name}" for name in "isflx"} <= asked
 
 
@@ -121,9 +105,9 @@ def test_a_page_that_obeys_is_seen_to(tmp_path: Path) -> None:
     "path", ["", "group?id=talk.7", "rollout?id=talk.7&rollout=talk.7/0", "rollout?id=talk.7&rollout=1"]
 )
 def test_no_request_leaves_a_page_of_the_web(buffer: rlbuffer.Buffer, tmp_path: Path, path: str) -> None:
-    with pictures.served(buffer) as pages:
-        dom = pictures.visit(pages.url + path, tmp_path / "a")
-        requests = pictures.requests_of(tmp_path / "a")
+    with hostile_pages.served(buffer) as pages:
+        dom = hostile_pages.visit(pages.url + path, tmp_path / "a")
+        requests = hostile_pages.requests_of(tmp_path / "a")
         assert leaves(requests, f"http://127.0.0.1:{pages.server_address[1]}/") == set()
     assert f"run {RUN}</title>" in dom
     assert "talk.7" in dom
@@ -134,7 +118,7 @@ def test_no_request_leaves_a_page_of_the_web(buffer: rlbuffer.Buffer, tmp_path: 
 def test_the_filter_of_the_web_shows_what_was_asked_for(buffer: rlbuffer.Buffer, tmp_path: Path) -> None:
     browser = Browser(tmp_path)
     try:
-        with pictures.served(buffer) as pages:
+        with hostile_pages.served(buffer) as pages:
             browser.ask("Page.navigate", url=pages.url)
             browser.sees("document.forms.length == 1 && document.body.innerText.includes('talk.7')")
             browser.value("document.forms[0].where.value = 'env:other'; document.forms[0].requestSubmit()")
@@ -149,10 +133,10 @@ def test_the_filter_of_the_web_shows_what_was_asked_for(buffer: rlbuffer.Buffer,
 def test_no_request_leaves_an_exported_page(url: str, buffer: rlbuffer.Buffer, tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
     assert main(["inspect", "talk.7", "--html", str(page), "--redis", url, "--run", RUN]) == 0
-    dom = pictures.visit(page.as_uri(), tmp_path / "a")
+    dom = hostile_pages.visit(page.as_uri(), tmp_path / "a")
     assert "<title>talk.7 of run talks</title>" in dom
-    assert leaves(pictures.requests_of(tmp_path / "a"), page.as_uri()) == set()
-    pictures.visit(page.as_uri(), tmp_path / "b", picture=picture)
+    assert leaves(hostile_pages.requests_of(tmp_path / "a"), page.as_uri()) == set()
+    hostile_pages.visit(page.as_uri(), tmp_path / "b", picture=picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

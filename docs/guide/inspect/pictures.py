@@ -1,8 +1,8 @@
-"""Makes the pictures of docs/tutorial/looking.md: `rlbuffer inspect` of a live demo, in a real terminal (tmux).
+"""Makes the pictures of docs/guide/inspect.md: `rlbuffer inspect` of a live demo, in a real terminal (tmux).
 
-    python docs/tutorial/looking/pictures.py [FOLDER]
+    python docs/guide/inspect/pictures.py
 
-Needs tmux, pillow (`rlbuffer[plot]`) and the font DejaVu Sans Mono. It takes about two minutes. What is on a picture is
+Needs tmux, pillow (`rlbuffer[plot]`) and the font DejaVu Sans Mono. It takes about a minute. What is on a picture is
 what `tmux capture-pane -e` gave, cell by cell.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,21 +26,17 @@ from rich.style import Style
 from rich.terminal_theme import DIMMED_MONOKAI
 
 HERE = Path(__file__).parent
-SIZES = ((140, 40), (80, 24))
+SIZE = (140, 40)
 CELL = (9, 18)
 FONT_SIZE = 15
 COLOURS_OF_A_FILE = 48
 PATIENCE_SECONDS = 120.0
 STEPS_BEFORE = 45
 """Steps that the demo trains before anybody looks."""
-KEPT = (
-    *("pool-140", "pool-80", "group-140", "compare-80", "rollout-logprob-140", "rollout-advantage-80"),
-    *("steps-140", "step-140", "workers-80", "short-80", "stale-140"),
-)
-"""Pictures of the page; the tour passes further ones."""
+KEPT = ("pool", "group", "rollout-logprob", "step")
+"""Pictures of the page; the tour passes further screens."""
 NICE = 10
 SOCKET = f"rlbuffer-pictures-{os.getpid()}"
-STALE = HERE / "stale_worker.py"
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,9 @@ def tmux(*words: str) -> str:
 
 
 @contextmanager
-def terminal(name: str, size: tuple[int, int], *command: str) -> Iterator[Terminal]:
-    """A command in a terminal of so many columns and lines, until it is left."""
-    columns, lines = (str(n) for n in size)
+def terminal(name: str, *command: str) -> Iterator[Terminal]:
+    """A command in a terminal of its own, until it is left."""
+    columns, lines = (str(n) for n in SIZE)
     variables = ("env", "-u", "NO_COLOR", "TERM=tmux-256color", "COLORTERM=truecolor")
     line = shlex.join([*variables, *command])
     tmux("new-session", "-d", "-s", name, "-x", columns, "-y", lines, f"{line}; sleep 3600")
@@ -150,24 +145,12 @@ def tour(window: Terminal, keep: Keep) -> None:
     window.press("Escape", "Escape", "Escape", "Escape")
 
 
-def planted(window: Terminal, keep: Keep) -> None:
-    """What the screens say of two planted failures: a halted worker, and one that samples with old weights."""
-    window.press("l")
-    window.until("repeat has no worker at work")
-    keep("short", window)
-    window.press("w")
-    window.until("worker vcopy-old", "stale")
-    window.press("G")
-    window.until("stale prompts: old prompt")
-    keep("stale", window)
-
-
 # -- the run -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def demo(home: str) -> Iterator[Terminal]:
     """A demo at work, its first steps trained."""
     rlbuffer = Path(sys.executable).with_name("rlbuffer")
-    with terminal("demo", SIZES[0], str(rlbuffer), "demo", "--home", home, "--steps", "5000") as window:
+    with terminal("demo", str(rlbuffer), "demo", "--home", home, "--steps", "5000") as window:
         try:
             window.until("policy v")
             while trained(home) < STEPS_BEFORE:
@@ -194,32 +177,16 @@ def trained(home: str) -> int:
     return files[0].read_bytes().count(b"\n") if files else 0
 
 
-@contextmanager
-def failures(home: str) -> Iterator[None]:
-    """Halts the worker of `repeat`, and has another one sample `vcopy` with old weights; undone at the end."""
-    (run,) = Path(home).glob("runs/*")
-    old = subprocess.Popen([sys.executable, str(STALE), home, run.name])
-    pid = json.loads((run / "pids.json").read_text())["worker repeat"]
-    try:
-        time.sleep(8)  # a few steps with both
-        os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        old.terminate()
-        old.wait()
-
-
 # -- pictures ----------------------------------------------------------------------------------------------------------
-def draw(screen: str, size: tuple[int, int], file: Path) -> None:
+def draw(screen: str, file: Path) -> None:
     """Draws a captured screen, a cell of the terminal at a time."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.truetype("DejaVuSansMono.ttf", FONT_SIZE)
     bold = ImageFont.truetype("DejaVuSansMono-Bold.ttf", FONT_SIZE)
-    image = Image.new("RGB", (size[0] * CELL[0], size[1] * CELL[1]), (18, 18, 18))
+    image = Image.new("RGB", (SIZE[0] * CELL[0], SIZE[1] * CELL[1]), (18, 18, 18))
     pen = ImageDraw.Draw(image)
-    console = Console(width=size[0], color_system="truecolor", force_terminal=True)
+    console = Console(width=SIZE[0], color_system="truecolor", force_terminal=True)
     for row, line in enumerate(AnsiDecoder().decode(screen)):
         column = 0
         for segment in line.render(console):
@@ -241,27 +208,21 @@ def colours(style: Style) -> tuple[tuple[int, int, int], tuple[int, int, int] | 
     return (back or (18, 18, 18), front) if style.reverse else (front, back)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """Makes all pictures."""
 
-    def keeper(size: tuple[int, int]) -> Keep:
-        def keep(name: str, window: Terminal) -> None:
-            if f"{name}-{size[0]}" in KEPT:
-                draw(window.shown(), size, folder / f"{name}-{size[0]}.png")
-
-        return keep
+    def keep(name: str, window: Terminal) -> None:
+        if name in KEPT:
+            draw(window.shown(), HERE / f"{name}.png")
 
     rlbuffer = str(Path(sys.executable).with_name("rlbuffer"))
-    with tempfile.TemporaryDirectory(prefix="rlb-") as home, demo(home):
-        for size in SIZES:
-            with terminal("looker", size, rlbuffer, "inspect", "--home", home) as window:
-                tour(window, keeper(size))
-        with failures(home):
-            for size in SIZES:
-                with terminal("looker", size, rlbuffer, "inspect", "--home", home) as window:
-                    window.until("newest first", "policy v")
-                    planted(window, keeper(size))
+    with (
+        tempfile.TemporaryDirectory(prefix="rlb-") as home,
+        demo(home),
+        terminal("looker", rlbuffer, "inspect", "--home", home) as window,
+    ):
+        tour(window, keep)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main()

@@ -1,6 +1,4 @@
-"""Makes the pictures of a hostile rollout in a web browser: `inspect --web` and an exported page, in headless Chromium.
-
-    python docs/tutorial/looking/web_pictures.py [FOLDER]
+"""A hostile rollout, and a headless Chromium that looks at its pages: `inspect --web`, and an exported page.
 
 The rollout says everything that a worker could say to run a script, to fetch something, or to turn text around.
 Chromium resolves no name but this machine's, and writes down every request: `requests_of` reads them.
@@ -12,23 +10,17 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
-import tempfile
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlencode
 
 import numpy as np
 
 import rlbuffer
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer_cli.main import main as command
 from rlbuffer_cli.web import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
-HERE = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE_SECONDS = 120
 SIZE = (1000, 620)
@@ -103,24 +95,3 @@ def requests_of(folder: Path) -> set[str]:
     number = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
     params = [event.get("params", {}) for event in log["events"] if event["type"] == number]
     return {str(each["url"]) for each in params if "url" in each and each.get("initiator") != "not an origin"}
-
-
-def main(folder: Path) -> None:
-    """Makes the pictures."""
-    from PIL import Image
-
-    url, run = f"memory://{uuid.uuid4().hex}", "talks"
-    with rlbuffer.connect(url, run=run) as buffer, tempfile.TemporaryDirectory() as place:
-        buffer.writer("w-0").push(hostile_group())
-        page = Path(place) / "page.html"
-        command(["inspect", "talk.7", "--html", str(page), "--redis", url, "--run", run])
-        with served(buffer) as pages:
-            rollout = f"{pages.url}rollout?{urlencode({'id': 'talk.7', 'rollout': 'talk.7/0'})}"
-            for name, address in (("web-rollout", rollout), ("web-export", page.as_uri())):
-                picture = folder / f"{name}.png"
-                visit(address, Path(place) / name, picture=picture)
-                Image.open(picture).convert("RGB").quantize(48).save(picture, optimize=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
