@@ -129,7 +129,7 @@ def test_the_example_of_a_whole_file_scores_one_answer(monkeypatch: pytest.Monke
     assert env.render(np.array([7, 11, 12])) == "7 odd ."
 
 
-@pytest.mark.parametrize("page", ["text.md", "gpu_box.md"])
+@pytest.mark.parametrize("page", ["environments.md", "gpu_box.md"])
 def test_the_configs_on_a_page_load(page: str) -> None:
     blocks = re.findall(r"```toml\n(.*?)```", (GUIDE / page).read_text(), re.DOTALL)
     assert blocks
