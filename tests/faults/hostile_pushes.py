@@ -19,21 +19,17 @@ import msgpack
 import numpy as np
 import redis
 from strange_groups import strange_group
+from wounds import false_payload, mutated, packed, tampered
 
-from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import MAX_LOGPROB, MIN_LOGPROB
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
-from rlbuffer.wire.bounded_msgpack import dumps, loads
-from rlbuffer.wire.metadata import GROUP_KEYS, METADATA_FORMAT, ROW
-from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES
 
 Command = tuple[Any, ...]
 NUMBERS: tuple[Any, ...] = (0, 1, -1, -5, 7, 999, 10**6, 10**14, 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 2**64, "9" * 30)
-FLOATS = (0.0, -0.0, 1.0, 1e12, 1.1e12, 1e39, 1.7e308, -1.7e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 LOGPROBS = (0.0, -1.0, MIN_LOGPROB, MAX_LOGPROB, -1e-45)
 REWARDS = (0.0, 1.0, -1.0, 1e12, -1e12, 1e-300)
 VOCABULARY = 13
@@ -44,43 +40,9 @@ STRANGE: tuple[Any, ...] = (
     *("a" * 100_000, "[worker.x]", "[worker.vcopy]", "a:b", "{rlb:other}:meta", "rlb:other:g:a.1:u.1", "*"),
     *NUMBERS,
 )
-WORDS = (0x7FC00000, 0xFF800000, 0x7F800000, 0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x00000001, 0x0200FF02, 0x7149F2CA)
-"""Four bytes of an array: as a logprob no number, endless, tiny or huge; as a token negative or in no vocabulary; as
-four marks of the mask neither true nor false."""
-PARTS = (
-    *(
-        None,
-        -1,
-        2**63 - 1,
-        2**64 - 1,
-        float("nan"),
-        float("inf"),
-        -1e300,
-        True,
-        "",
-        "x" * 70_000,
-        "\x00\x1b[2J",
-        b"\xff",
-    ),
-    *([], {}, [[]], [[["x"]]], [1] * 3000, {"a": {"a": {"a": {}}}}, {"\u202e": [None]}, [[0, 0, 0]], [[5, 9, 2]]),
-    *([["c", "f4", 2**40]], [["c", "f4", -1]], [["c", "O"]], [["tokens", "i4"]], [["c", "f8", 1, 1, 1, 1, 1, 1, 1, 1]]),
-    *([["c", "u1", 0], ["c", "u1", 0]], [["user", 0, 2**40, None, {}]], [0, 1, 2, 3], [2**63, 0, 1], [0, 5, 3]),
-)
-"""Values in place of one of a payload's details: ids, rewards, spans, turns, tables of arrays, metadata."""
-PACKED = (
-    b"\xdd\xff\xff\xff\xff",
-    b"\xdf\xff\xff\xff\xff",
-    b"\xc1",
-    b"\xc9\xff\xff\xff\xff\x00",
-    b"\x91" * 3000 + b"\xc0",
-    b"",
-)
-"""Details that are no list of this format: sizes that no memory holds, an extension, three thousand levels."""
 NEEDS: tuple[tuple[str, ...], ...] = ((), (), (), ("ref_logprobs",), ("nobody",))
 GROUPS = 40
 """Groups that pushes are made of under names of their own: to make one takes long."""
-HEADER = struct.Struct("<4sHHIIII")
-"""Of a payload: magic, format, arrays, bytes of details, tokens, bytes in all, checksum."""
 LENGTH_WORDS = ("", "x", "5 1 99999999999999999999", "5 -1 8", "99 1 1", "5 1", "5 1 8 " * 30_000, "\x00", "nan 1 1", 7)
 
 
@@ -154,7 +116,7 @@ class Pushes:
             group = self._extreme(group)
         push = payload.encode_push(group)
         suffix = self._suffix(seen)
-        payloads = [self._damaged(p, cuts=False) if dice.random() < 0.3 else p for p in push.payloads]
+        payloads = [mutated(dice, p, push.metadata) if dice.random() < 0.3 else p for p in push.payloads]
         sound = dice.random() < 0.4  # goes into a step, where its payload is found out
         args = self._args(seen, push, suffix, push.metadata if sound else self._metadata(push))
         args[1] = dice.choice((1, 1, 1, 1, 2, 2**53))
@@ -176,7 +138,10 @@ class Pushes:
         if dice.random() < 0.1:
             group = replace(strange_group(group.group_id, version=seen.step), env=group.env)
         push = payload.encode_push(group)
-        payloads = [self._sealed(data) if dice.random() < 0.5 else data for data in push.payloads]
+        payloads = [
+            false_payload(dice, data, data[::-1], dice.randrange(4)) if dice.random() < 0.5 else data
+            for data in push.payloads
+        ]
         for info, data in zip(push.info.rollouts, payloads, strict=True):  # frozen for others
             object.__setattr__(info, "size", len(data))
             object.__setattr__(info, "checksum", payload.payload_checksum(data))
@@ -245,31 +210,6 @@ class Pushes:
             return [script]
         return [("HSET", waiting, *fields), ("PEXPIRE", waiting, dice.choice((1, 10**4, 10**9))), script]
 
-    def _sealed(self, data: bytes) -> bytes:
-        """A payload of which the arrays, the details or the header are others, with the checksum of that."""
-        dice, changed = self.dice, bytearray(data)
-        arrays, tokens, at, _ = payload.unframed(data)
-        kind = dice.choice(("arrays", "arrays", "details", "details", "packed", "header"))
-        if kind == "arrays":
-            for _ in range(dice.choice((1, 1, 4, 40))):
-                place = dice.randrange((at + 7) // 8 * 2, len(data) // 4) * 4
-                changed[place : place + 4] = struct.pack("<I", dice.choice(WORDS))
-        elif kind == "header":
-            arrays, tokens = dice.choice(((65535, tokens), (0, tokens), (arrays, 0), (arrays, 2**32 - 1), (arrays, 1)))
-        else:
-            details = loads(data[HEADER.size : at], limit=MAX_DETAILS_BYTES)
-            details[dice.randrange(len(details))] = dice.choice(PARTS)
-            packed = dice.choice(PACKED) if kind == "packed" else _packed(details)
-            changed = (
-                bytearray(HEADER.size) + packed + bytes(-(HEADER.size + len(packed)) % 8) + data[(at + 7) // 8 * 8 :]
-            )
-            at = HEADER.size + len(packed)
-        header = HEADER.pack(b"RLBR", payload.PAYLOAD_FORMAT, arrays, at - HEADER.size, tokens, len(changed), 0)
-        changed[: HEADER.size] = header
-        sum_ = zlib.crc32(memoryview(changed)[HEADER.size :], zlib.crc32(header[:-4]))
-        changed[HEADER.size - 4 : HEADER.size] = struct.pack("<I", sum_)
-        return bytes(changed)
-
     def _extreme(self, group: Group) -> Group:
         """Tokens that the model has, with numbers as large as a rollout may hold: these are trained."""
         rollouts = [
@@ -306,46 +246,18 @@ class Pushes:
         return [part for pair in fields.items() for part in pair] or ["x", "y"]
 
     def _metadata(self, push: payload.EncodedPush) -> bytes:
-        """Metadata as it should be, with some bytes changed, or well formed with numbers that no rollout has."""
+        """Metadata as it should be, with some bytes changed, or well formed with values that no push has."""
         dice = self.dice
         drawn = dice.random()
         if drawn < 0.35:
             return push.metadata
         if drawn < 0.5:
-            return self._damaged(push.metadata)
-        info = push.info
-        values: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
-        values |= {"ids": None, "rewards": None, "columns": [], "checksum": 0xFFFFFFFF}
-        rows = [self._row(r) for r in info.rollouts]
-        order = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
-        values["rows"] = b"".join(rows)
-        if dice.random() < 0.3:
-            values["ids"] = dice.choice((["same"] * len(rows), ["x" * 5000], [], "ids", [1, 2]))
-        if dice.random() < 0.3:
-            values[dice.choice(order[1:-1])] = dice.choice((None, 0, -1, 2**63 - 1, "", "\x1b[2J", [], {}, [[["x"]]]))
-        data = dumps({key: values[key] for key in order})[:-4]
+            return mutated(dice, push.metadata, push.payloads[0])
+        values = tampered(dice, msgpack.unpackb(push.metadata))
+        if isinstance(values, dict) and "checksum" in values:
+            values["checksum"] = 0xFFFFFFFF
+        data = packed(values)[:-4]
         return data + struct.pack(">I", zlib.crc32(data))
-
-    def _row(self, r: Any) -> bytes:
-        dice = self.dice
-        numbers = [r.length, r.prompt_tokens, r.loss_tokens, r.turns]
-        flags = 1 | dice.choice((0, 2, 254))
-        versions = [r.min_version, r.max_version]
-        size = r.size
-        for _ in range(dice.choice((0, 1, 1, 2))):
-            numbers[dice.randrange(4)] = dice.choice((0, 1, 2**31, 2**32 - 1))
-        if dice.random() < 0.3:
-            versions[dice.randrange(2)] = dice.choice((1, 10**6, 2**53, 2**63, 2**64 - 1))
-        if dice.random() < 0.1:
-            size = dice.choice((0, 1, 2**32 - 1))
-        reward = dice.choice(FLOATS) if dice.random() < 0.7 else r.reward
-        return ROW.pack(*numbers, reward, *versions, flags, size, r.checksum)
-
-    def _damaged(self, data: bytes, *, cuts: bool = True) -> bytes:
-        changed = bytearray(data)
-        for _ in range(self.dice.choice((1, 1, 3, 20))):
-            changed[self.dice.randrange(len(changed))] = self.dice.randrange(256)
-        return bytes(changed[: len(changed) // 2] if cuts and self.dice.random() < 0.3 else changed)
 
     def _suffix(self, seen: Seen) -> str:
         dice = self.dice
@@ -361,13 +273,6 @@ class Pushes:
 
     def _env(self) -> str:
         return self.dice.choice(self.envs)
-
-
-def _packed(details: Any) -> bytes:
-    try:
-        return bytes(dumps(details))
-    except RlbufferError:  # rlbuffer would not write it, and msgpack does
-        return bytes(msgpack.packb(details))
 
 
 def _is_taken(reply: Any) -> bool:
