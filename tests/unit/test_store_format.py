@@ -32,7 +32,7 @@ from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
-PAYLOAD_KEYS = {"push": {"stored", "payload"}, "commit": {"payloads[i]"}, "pin": {"key"}}
+PAYLOAD_KEYS = {"push": {"stored", "payload"}, "pin": {"key"}}
 """Script -> what it calls the payload keys that it touches."""
 SCRIPTS = sorted(f.name.removesuffix(".lua") for f in (resources.files("rlbuffer.store") / "scripts").iterdir())
 

@@ -139,15 +139,6 @@ def test_changed_group_of_fewer_rollouts_may_be_pushed_under_the_sequence_that_w
     assert set(run.client.hkeys(run.pool()[0].payload_key)) == {b"0", b"1"}
 
 
-def test_commit_keeps_for_good_what_somebody_gave_a_time_to_live(run):
-    run.lead()
-    run.push("a.0")
-    (entry,) = run.pool()
-    run.client.pexpire(entry.payload_key, 60_000)
-    run.commit()
-    assert run.client.pttl(entry.payload_key) == -1
-
-
 def test_payload_in_use_gets_no_time_to_live_when_older_pushes_are_sent_again(run):
     for sequence in (1, 2, 3):
         send(run, sequence, group_id=f"a.{sequence}")
