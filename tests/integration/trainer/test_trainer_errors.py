@@ -1,4 +1,4 @@
-"""Exact texts: what a trainer refuses of models, micro-batches, checkpoints, weights and of the other ranks."""
+"""Refusals: what a trainer refuses of models, micro-batches, checkpoints, weights and of the other ranks."""
 
 from __future__ import annotations
 
@@ -46,74 +46,30 @@ def attend(tokens: int = 4, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "error", "text"),
+    ("do", "error"),
     [
-        (
-            lambda: PackedPolicy(Headless(), attention="sdpa"),  # type: ignore[arg-type]
-            PackedForwardError,
-            "Headless has no output embeddings: it is not a causal LM",
-        ),
-        (lambda: SegmentPlan([1, 4]), ValueError, "cu_seqlens must ascend from 0, got [1, 4]"),
-        (lambda: SegmentPlan([0]), ValueError, "cu_seqlens must ascend from 0, got [0]"),
-        (
-            lambda: attend(segments=SegmentPlan([0, 4]), s_aux=torch.zeros(2)),
-            PackedForwardError,
-            "Identity wants attention sinks, which the segment attention does not do",
-        ),
-        (
-            lambda: attend(segments=SegmentPlan([0, 4]), position_bias=torch.zeros(2)),
-            PackedForwardError,
-            "Identity wants a position bias, which the segment attention does not do",
-        ),
-        (attend, PackedForwardError, "the model does not pass its keyword arguments on to Identity"),
-        (
-            lambda: attend(3, segments=SegmentPlan([0, 4])),
-            PackedForwardError,
-            "segment attention over 4 tokens was given queries [1, 2, 3, 8] and keys [1, 2, 3, 8]",
-        ),
-        (
-            lambda: register_loss("mine", lambda *_: torch.zeros(1), divisor="rows"),  # type: ignore[arg-type]
-            ConfigError,
-            "loss 'mine': divisor 'rows' must be rollouts, tokens or longest",
-        ),
-        (
-            lambda: trained_tokens(nn.Identity(), SimpleNamespace(loss_mask=torch.tensor([True]))),  # type: ignore[arg-type]
-            RlbufferError,
-            "micro-batch: token 0 is trained, but nothing predicts it",
-        ),
-        (
-            lambda: build_model(ModelSettings(), seed=0),
-            ConfigError,
-            (
-                "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face "
-                "model's directory, or [model.config] for a fresh model (the file that `rlbuffer config "
-                "example` prints has one)"
-            ),
-        ),
-        (
-            lambda: build_model(ModelSettings(path="x", config={"model_type": "qwen3"}), seed=0),
-            ConfigError,
-            (
-                "model: exactly one of path and config is needed; both are set. Give [model] path = a Hugging Face "
-                "model's directory, or [model.config] for a fresh model (the file that `rlbuffer config "
-                "example` prints has one)"
-            ),
-        ),
+        (lambda: PackedPolicy(Headless(), attention="sdpa"), PackedForwardError),
+        (lambda: SegmentPlan([1, 4]), ValueError),
+        (lambda: SegmentPlan([0]), ValueError),
+        (lambda: attend(segments=SegmentPlan([0, 4]), s_aux=torch.zeros(2)), PackedForwardError),
+        (lambda: attend(segments=SegmentPlan([0, 4]), position_bias=torch.zeros(2)), PackedForwardError),
+        (attend, PackedForwardError),
+        (lambda: attend(3, segments=SegmentPlan([0, 4])), PackedForwardError),
+        (lambda: register_loss("mine", lambda *_: torch.zeros(1), divisor="rows"), ConfigError),
+        (lambda: trained_tokens(nn.Identity(), SimpleNamespace(loss_mask=torch.tensor([True]))), RlbufferError),
+        (lambda: build_model(ModelSettings(), seed=0), ConfigError),
+        (lambda: build_model(ModelSettings(path="x", config={"model_type": "qwen3"}), seed=0), ConfigError),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_these_words(
-    do: Callable[[], Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as caught:
+def test_what_cannot_be_trained_is_refused_in_these_words(do: Callable[[], Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
         do()
-    assert str(caught.value) == text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants to miss")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         device_of(RunSettings(trainer=TrainerSettings(device="cuda")))
-    assert str(caught.value) == "trainer.device = cuda, but torch sees no CUDA device"
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -138,13 +94,15 @@ def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
 
 
 @pytest.mark.parametrize(
-    ("steps", "text"),
-    [([], "the reader ended without a step"), ([step(9)], "the reader gave step 9, expected was 4")],
+    "steps",
+    [
+        [],
+        [step(9)],
+    ],
 )
-def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[Any], text: str) -> None:
-    with pytest.raises(RlbufferError) as caught:
+def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[Any]) -> None:
+    with pytest.raises(RlbufferError):
         pulls(steps).next(4)
-    assert str(caught.value) == text
 
 
 def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
@@ -153,13 +111,8 @@ def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
         other[4:8] = 0  # the words of its digest
         return torch.stack([mine, other])
 
-    with pytest.raises(RlbufferError) as caught:
+    with pytest.raises(RlbufferError):
         pulls([step(4)], SimpleNamespace(gather=gather)).next(4)
-    assert str(caught.value) == (
-        f"the ranks pulled different steps 3 times: rank 0: step 4 of epoch 1, digest {step(4).digest[:12]}; rank 1: "
-        "step 4 of epoch 1, digest 000000000000. `rlbuffer verify` checks the steps; are all ranks on the same run and "
-        "server?"
-    )
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -172,11 +125,8 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
     assert str(caught.value).startswith(head)
 
     missing = checkpoint.path_of(tmp_path, 4)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError):
         checkpoint.load(tmp_path, 4, run="r")
-    assert str(caught.value) == (
-        f"{missing} cannot be read: [Errno 2] No such file or directory: '{missing / 'meta.json'}'"
-    )
 
     missing.mkdir()
     (missing / "meta.json").write_text(json.dumps({"format": checkpoint.CHECKPOINT_FORMAT, "files": {}, "step": 4}))
@@ -193,17 +143,13 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) ->
         first=lambda value: 7,
         gather=lambda mine: torch.stack([torch.ones_like(mine), mine]),
     )
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError):
         checkpoint.save(tmp_path, made(1), *trained(), keep=1, ranks=ranks)
-    assert str(caught.value) == (
-        f"the checkpoint of step 1 cannot be written to {tmp_path / 'step-00000001'}: rank 0 could not write its part"
-    )
 
 
 def test_weights_that_cannot_be_used_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError):
         publish(tmp_path, -1, state={}, config={}, keep=0)
-    assert str(refused.value) == "version = -1 must not be negative and keep = 0 must be at least 1"
 
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError) as caught:
@@ -215,11 +161,8 @@ def test_weights_that_cannot_be_used_name_the_file(tmp_path: Path) -> None:
     policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
     directory = Path(policy.location)
     other = PolicyVersion(version=0, location=policy.location, size=policy.size, checksum="ab")
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsError):
         open_weights(other)
-    assert str(caught.value) == (
-        f"version 0: {directory / WEIGHTS_FILE} has sha256 {policy.checksum}, announced was ab"
-    )
 
     (directory / WEIGHTS_FILE).write_bytes(b"short")
     with pytest.raises(WeightsError) as caught:

@@ -1,4 +1,4 @@
-"""Exact texts: what a worker refuses of samplers, and of servers that answer what they should not."""
+"""Refusals: what a worker refuses of samplers, and of servers that answer what they should not."""
 
 from __future__ import annotations
 
@@ -51,68 +51,21 @@ def away(request: httpx.Request) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "text"),
+    ("answer", "error"),
     [
-        (
-            timeout,
-            SamplerUnavailable,
-            f"{URL}/inference/v1/generate did not answer within 3 s",
-        ),
-        (
-            away,
-            SamplerUnavailable,
-            f"{URL}/inference/v1/generate cannot be reached: connection refused",
-        ),
-        (
-            lambda request: httpx.Response(500, text="engine\ndead"),
-            SamplerUnavailable,
-            f"{URL}/inference/v1/generate answers 500: engine dead",
-        ),
-        (
-            lambda request: httpx.Response(400, text="no such model"),
-            RequestFailed,
-            f"{URL}/inference/v1/generate answers 400: no such model",
-        ),
-        (
-            lambda request: httpx.Response(404),
-            ConfigError,
-            (
-                f"{URL} has no /inference/v1/generate: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
-                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
-            ),
-        ),
-        (
-            lambda request: httpx.Response(200, text="hello"),
-            SamplerUnavailable,
-            f"{URL}/inference/v1/generate answered with something that is not JSON",
-        ),
-        (choices(), RequestFailed, f"{URL}: 0 completions came instead of 1"),
-        (
-            choices({"text": "a"}),
-            RequestFailed,
-            (
-                f"{URL} returns no token ids: its text would have to be tokenised again, and a logprob would then "
-                "belong to a token that was never sampled"
-            ),
-        ),
-        (
-            choices({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}),
-            RequestFailed,
-            f"{URL}: 1 logprobs came for 2 tokens",
-        ),
-        (
-            choices({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}),
-            RequestFailed,
-            (
-                f"{URL}/inference/v1/generate does not say which version sampled which token (weight_versions): take "
-                "vLLM 0.32 or newer, or start the server without --enable-scale-out"
-            ),
-        ),
+        (timeout, SamplerUnavailable),
+        (away, SamplerUnavailable),
+        (lambda request: httpx.Response(500, text="engine\ndead"), SamplerUnavailable),
+        (lambda request: httpx.Response(400, text="no such model"), RequestFailed),
+        (lambda request: httpx.Response(404), ConfigError),
+        (lambda request: httpx.Response(200, text="hello"), SamplerUnavailable),
+        (choices(), RequestFailed),
+        (choices({"text": "a"}), RequestFailed),
+        (choices({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}), RequestFailed),
+        (choices({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}), RequestFailed),
     ],
 )
-def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
-    answer: Answer, error: type[RlbufferError], text: str
-) -> None:
+def test_a_server_that_answers_wrongly_is_named_with_what_it_said(answer: Answer, error: type[RlbufferError]) -> None:
     async def ask() -> None:
         client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
         endpoint = Endpoint(URL, timeout_seconds=3.0, client=client)
@@ -121,26 +74,21 @@ def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
         finally:
             await endpoint.close()
 
-    with pytest.raises(error) as caught:
+    with pytest.raises(error):
         asyncio.run(ask())
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options",
     [
-        (
-            {"servers": URL, "port": 1},
-            "sampler_options.port is not an option of the openai sampler: servers, timeout_seconds, updates_weights",
-        ),
-        ({}, 'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]'),
-        ({"servers": ["vllm"]}, 'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]'),
+        {"servers": URL, "port": 1},
+        {},
+        {"servers": ["vllm"]},
     ],
 )
-def test_options_that_name_no_server_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_options_that_name_no_server_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
         OpenAISampler(options)
-    assert str(caught.value) == text
 
 
 class Server:
@@ -294,12 +242,8 @@ def test_weights_that_are_no_weights_are_named(tmp_path: Path) -> None:
 # -- our own -----------------------------------------------------------------------------------------------------------
 def test_a_sampler_without_its_libraries_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rlbuffer.worker.samplers.transformers", None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         make_sampler(WorkerSettings(env="vcopy"))
-    assert str(caught.value) == (
-        "sampler transformers cannot be imported (import of rlbuffer.worker.samplers.transformers halted; None in "
-        "sys.modules): pip install 'rlbuffer[train]'"
-    )
 
 
 def test_a_sampler_says_what_it_cannot_sample(tmp_path: Path) -> None:
@@ -322,9 +266,8 @@ def test_a_sampler_says_what_it_cannot_sample(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants to miss")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         TransformersSampler(seed=0, device="cuda")
-    assert str(caught.value) == "device = cuda, but torch sees no CUDA device here"
 
 
 def test_logprobs_that_are_not_the_weights_are_told_with_both_numbers(tmp_path: Path) -> None:
