@@ -187,7 +187,7 @@ class Batcher:
     @property
     def needs(self) -> dict[tuple[str, str], int]:
         """(env, what is missing) -> forming groups that wait for a scorer to add it."""
-        return {key: count for key, count in self._pool.needs.items() if count}
+        return self._pool.needs
 
     @property
     def forming(self) -> int:

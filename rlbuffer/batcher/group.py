@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ from rlbuffer.state.text import plural
 
 REWARD = "reward"
 """Need of a group whose rollouts are not scored yet."""
+_ABOUT = ("env", "prompt_id", "adapter", "planned_size")
+"""What all parts of a group have in common."""
+_about = attrgetter(*_ABOUT)
 _REASONS = tuple(Reason)
 """In the order of tables."""
 
@@ -159,10 +163,10 @@ class Group:
     # -- what it takes ------------------------------------------------------------------------------------------------
     def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
         """Merges one push. -> why all of it is rejected, or None when a rollout of it joined."""
-        for name in ("env", "prompt_id", "adapter", "planned_size"):
-            mine, theirs = getattr(self, name), getattr(info, name)
-            if mine != theirs:
-                return Rejected(Reason.INVALID, f"{name} {theirs!r} differs from the group's {mine!r}")
+        if _about(info) != _about(self):
+            name = next(name for name in _ABOUT if getattr(info, name) != getattr(self, name))
+            theirs, mine = getattr(info, name), getattr(self, name)
+            return Rejected(Reason.INVALID, f"{name} {theirs!r} differs from the group's {mine!r}")
         totals = info.totals
         if not totals.rollouts:
             return Rejected(Reason.INVALID, "a part without rollouts")
@@ -218,7 +222,9 @@ class Group:
         """True of a part of which nothing can be rejected, the first one of its group: nearly every push is one."""
         totals = info.totals
         return (
-            not (self.arrived or self.is_ready)
+            not self.parts
+            and not self.arrived
+            and not self.is_ready
             and totals.rollouts <= self.planned_size
             and totals.longest <= row_tokens
             and totals.is_distinct

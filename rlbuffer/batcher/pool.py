@@ -7,8 +7,8 @@
        +----------------------------> dropped(reason) <-----------------------+-----------------+
 
 Only :class:`Pool` moves groups, and nothing walks all of them: a step touches those that it selects or drops, and what
-it needs to know of the others is kept as running sums. A group changes between `_lift`, which takes it out of every
-index and sum, and `_place`, which puts it where it belongs by then.
+it needs to know of the others is kept as running sums. A group changes between `lift`, which takes it out of every
+index and sum, and `place`, which puts it where it belongs by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
 from rlbuffer.batcher.group import Group, Rejected, drop_part
 from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.batcher.teaching import Teaching
-from rlbuffer.config.batcher import BatcherConfig, remembered_steps
+from rlbuffer.config.batcher import BatcherConfig, EnvSettings, remembered_steps
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
@@ -61,14 +61,19 @@ class EnvGroups:
         "forming_tokens",
         "lanes",
         "lost",
+        "needs",
         "ready_groups",
         "ready_rollouts",
         "ready_tokens",
+        "settings",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, settings: EnvSettings) -> None:
+        self.settings = settings
         self.lanes: dict[str, Lane] = {}
         """Adapter -> its groups."""
+        self.needs: Counter[str] = Counter()
+        """What is missing -> forming groups that need it."""
         self.forming: OrderedDict[str, Group] = OrderedDict()
         """By their first part, the oldest first: whose timeout comes next."""
         self.expiring: deque[Group] = deque()
@@ -88,8 +93,38 @@ class EnvGroups:
             lane = self.lanes[adapter] = Lane()
         return lane
 
+    def lift(self, group: Group) -> None:
+        """Takes a group out of every index and sum, so that it may change. Its place in time it keeps until it ends or
+        is ready."""
+        self._count(group, -1)
+        lane = self.lane(group.adapter)
+        if group.is_ready:
+            lane.ready.discard(group)
+            lane.used.discard(group)
+            lane.ranked.discard(group)
+        else:
+            lane.forming.discard(group)
 
-_NOTHING = EnvGroups()
+    def place(self, group: Group) -> None:
+        """Puts a group where it belongs."""
+        self._count(group, 1)
+        lane = self.lane(group.adapter)
+        if group.is_ready:
+            (lane.used if group.used else lane.ready).add(group)
+            return
+        self.forming[group.group_id] = group
+        if group.rollouts:
+            lane.forming.add(group)
+
+    def _count(self, group: Group, sign: int) -> None:
+        if group.is_ready:
+            self.ready_groups += sign
+            self.ready_rollouts += sign * group.rollouts
+            self.ready_tokens += sign * group.tokens
+            return
+        self.forming_tokens += sign * group.tokens
+        for need in group.needs:
+            self.needs[need] += sign
 
 
 class Pool:
@@ -102,8 +137,6 @@ class Pool:
         """To look at."""
         self.drops: dict[tuple[str, ...], Drop] = {}
         """entry ids -> drop; repeated until confirmed."""
-        self.needs: Counter[tuple[str, str]] = Counter()
-        """(env, what is missing) -> forming groups that need it."""
         self.now = float("-inf")
         self._ranks = config.order == "priority" or ":" in config.order
         """Priorities decide the order, not versions."""
@@ -137,7 +170,7 @@ class Pool:
         if group is None:
             group = self._begin(info, pushed)
         elif not group.is_ready:
-            self._lift(group)
+            self._its(group.env).lift(group)
         why = group.take(entry_id, info, self.config.row_tokens)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
@@ -161,16 +194,17 @@ class Pool:
                 group.hold(entry_id, info, why.reason)
         group.is_ready = True
         self._unjudged.append(group)  # steps that trained it may be void
-        self._place(group)
+        self._its(group.env).place(group)
         if not group.rollouts:
             self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
 
     def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> Group:
         """A new group, not placed yet."""
         group = self._groups[info.group_id] = Group(info, self.now, pushed, uses)
-        self._its(group.env).lane(group.adapter)  # it is sampled there, whatever becomes of the group
-        if self.config.for_env(group.env).max_age_seconds is not None:
-            self._its(group.env).expiring.append(group)
+        env = self._its(group.env)
+        env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
+        if env.settings.max_age_seconds is not None:
+            env.expiring.append(group)
         return group
 
     def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
@@ -182,7 +216,7 @@ class Pool:
             return False
         del self._entries[old]
         self._entries[entry_id] = info.group_id
-        self._lift(group)
+        self._its(group.env).lift(group)
         for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
             self._queue(drop_part(key, part, why), {key: part})
         self._settle(group)
@@ -191,7 +225,7 @@ class Pool:
     # -- leaving ------------------------------------------------------------------------------------------------------
     def drop(self, group: Group, reason: Reason, detail: str) -> None:
         """Takes a group out and queues its drop."""
-        self._lift(group)
+        self._its(group.env).lift(group)
         self._end(group, reason, detail)
 
     def let_go(self, *, paused: Collection[str]) -> None:
@@ -212,10 +246,10 @@ class Pool:
             group = self._groups.get(group_id)
             if group is None:
                 continue
-            self._lift(group)
+            self._its(group.env).lift(group)
             if group.used + 1 < self.config.max_uses:
                 group.used += 1
-                self._place(group)
+                self._its(group.env).place(group)
                 continue
             self._forget(group)
             for entry_id in group.parts:
@@ -226,7 +260,7 @@ class Pool:
         group = self._groups.get(self._entries.pop(entry_id, ""))
         self._withdraw(entry_id)
         if group is not None and entry_id in group.parts:
-            self._lift(group)
+            self._its(group.env).lift(group)
             del group.parts[entry_id]
             self._end(group, Reason.INVALID, f"its part {entry_id} is gone from the pool")
 
@@ -256,9 +290,10 @@ class Pool:
         self.now = max(self.now, now)
         self._step = step
         for name in sorted(done):
-            for group in [*self.env(name).forming.values()]:
+            env = self.env(name)
+            for group in [*env.forming.values()]:
                 if not group.needs:
-                    self._lift(group)
+                    env.lift(group)
                     self._settle(group, ", and its env is done")
         timeout = self.config.group_timeout_seconds
         for env in self.envs.values():
@@ -266,10 +301,10 @@ class Pool:
                 group = next(iter(env.forming.values()))
                 if group.since + timeout > self.now:
                     break
-                self._lift(group)
+                env.lift(group)
                 self._settle(group, f" after {timeout:g} s")
-        for name, env in self.envs.items():
-            limit = self.config.for_env(name).max_age_seconds
+        for env in self.envs.values():
+            limit = env.settings.max_age_seconds
             while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
                 group = env.expiring.popleft()
                 if self._is_here(group):
@@ -293,8 +328,8 @@ class Pool:
     def sweep_stale(self, step_of: StepOf, published: Mapping[str, int]) -> None:
         """Drops groups that are too old for their step, and so for every later one. But not where the newest version,
         `published` by adapter, is that old itself: it is waited for."""
-        for name, env in self.envs.items():
-            max_age = self.config.for_env(name).max_age
+        for env in self.envs.values():
+            max_age = env.settings.max_age
             for adapter, lane in env.lanes.items():
                 step = step_of(adapter)
                 oldest = oldest_version(step, max_age)
@@ -323,13 +358,18 @@ class Pool:
 
     # -- looking ------------------------------------------------------------------------------------------------------
     @property
+    def needs(self) -> dict[tuple[str, str], int]:
+        """(env, what is missing) -> forming groups that need it."""
+        return {(name, need): n for name, env in self.envs.items() for need, n in env.needs.items() if n}
+
+    @property
     def is_empty(self) -> bool:
         """No group is here, and every drop is confirmed."""
         return not self._groups and not self.drops
 
     def env(self, name: str) -> EnvGroups:
         """An env's groups, with running sums."""
-        return self.envs.get(name, _NOTHING)
+        return self.envs.get(name) or EnvGroups(self.config.for_env(name))
 
     def has_fresh(self, name: str) -> bool:
         """True when the env has a group that was not trained yet."""
@@ -338,17 +378,17 @@ class Pool:
 
     def trainable(self, name: str, step_of: StepOf) -> int:
         """The env's groups, forming or ready, that can still train; others may wait to be swept."""
-        env, max_age = self.env(name), self.config.for_env(name).max_age
-        lanes = env.lanes.items()
+        env = self.env(name)
+        lanes, max_age = env.lanes.items(), env.settings.max_age
         return len(env.forming) + sum(lane.ready.count(oldest_version(step_of(a), max_age)) for a, lane in lanes)
 
     def queues(self, name: str, step_of: StepOf) -> dict[str, Iterator[Group]]:
         """adapter -> the env's ready groups that can train, in the order in which they should. The pool must not change
         meanwhile."""
-        max_age, newest_first = self.config.for_env(name).max_age, self.config.order != "oldest_first"
+        env, newest_first = self.env(name), self.config.order != "oldest_first"
         out: dict[str, Iterator[Group]] = {}
-        for adapter, lane in self.env(name).lanes.items():
-            oldest = oldest_version(step_of(adapter), max_age)
+        for adapter, lane in env.lanes.items():
+            oldest = oldest_version(step_of(adapter), env.settings.max_age)
             ready = lane.ready.walk(newest_first=newest_first, oldest=oldest)
             fresh = lane.ranked.walk(oldest=oldest) if self._ranks else ready
             out[adapter] = chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
@@ -358,63 +398,29 @@ class Pool:
     def _its(self, name: str) -> EnvGroups:
         env = self.envs.get(name)
         if env is None:
-            env = self.envs[name] = EnvGroups()
+            env = self.envs[name] = EnvGroups(self.config.for_env(name))
         return env
 
     def _is_here(self, group: Group) -> bool:
         return self._groups.get(group.group_id) is group
 
-    def _lift(self, group: Group) -> None:
-        """Takes a group out of every index and sum, so that it may change. Its place in time it keeps until it ends or
-        is ready."""
-        self._count(group, -1)
-        lane = self._its(group.env).lane(group.adapter)
-        lane.forming.discard(group)
-        lane.ready.discard(group)
-        lane.used.discard(group)
-        lane.ranked.discard(group)
-
-    def _place(self, group: Group) -> None:
-        """Puts a group where it belongs."""
-        self._count(group, 1)
-        env = self._its(group.env)
-        lane = env.lane(group.adapter)
-        if group.is_ready:
-            (lane.used if group.used else lane.ready).add(group)
-            return
-        env.forming[group.group_id] = group
-        if group.rollouts:
-            lane.forming.add(group)
-
-    def _count(self, group: Group, sign: int) -> None:
-        env = self._its(group.env)
-        if group.is_ready:
-            env.ready_groups += sign
-            env.ready_rollouts += sign * group.rollouts
-            env.ready_tokens += sign * group.tokens
-            return
-        env.forming_tokens += sign * group.tokens
-        for need in group.needs:
-            self.needs[group.env, need] += sign
-
     def _settle(self, group: Group, over: str = "") -> None:
         """Places a forming group that was lifted, unless it is too small for ever, or nobody wants it. It is ready when
         nothing more is to come, or its time is `over`: that says how."""
+        env = self._its(group.env)
         if over or not group.is_waiting:
-            least = self.config.for_env(group.env).min_group_size
-            why = group.too_small(least, over)
+            why = group.too_small(env.settings.min_group_size, over)
             if why is None and self.config.flat == "drop" and not self.teaching.of(group):
                 why = Rejected(Reason.FLAT, self.teaching.flatness(group))
             if why is not None:
                 self._end(group, *why)
                 return
             group.is_ready = True
-            env = self._its(group.env)
             env.forming.pop(group.group_id, None)
             env.lost = ""
             if self._ranks:
                 self._unranked.append(group)
-        self._place(group)
+        env.place(group)
 
     def _end(self, group: Group, reason: Reason, detail: str) -> None:
         """Drops a group that was lifted."""
