@@ -19,8 +19,6 @@ from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
 """Seconds between heartbeats while the reason why there is no step is the same."""
-SOON_SECONDS = 0.1
-"""The same when it is another one."""
 
 READ_RECORDS = 1000
 """Records of the history in which a new leader looks for the last steps."""
@@ -96,7 +94,7 @@ class Teller:
         self._waiting = waiting
         self._state = {**beat, "problems": [problem.record() for problem in own]}
         key = None if waiting is None else waiting.key
-        if now - self._beat_at > (TELEMETRY_SECONDS if key == self._key else SOON_SECONDS):
+        if key != self._key or now - self._beat_at > TELEMETRY_SECONDS:
             self._beat_at, self._key = now, key
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
