@@ -74,7 +74,7 @@ def _own_python(report: Report) -> None:
     """Trains steps of the demo's size with the trainer's clocks set to the CPU time of its thread."""
     import torch
 
-    from rlbuffer.trainer.reports import metrics
+    from rlbuffer.trainer.reports import tally
     from rlbuffer.trainer.update import pass_times
     from rlbuffer.weights.model import TINY_QWEN3
 
@@ -85,12 +85,12 @@ def _own_python(report: Report) -> None:
     clock = SimpleNamespace(perf_counter=time.thread_time, time=time.time)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what the model computes is of the trainer's thread, too
-    vars(metrics)["time"] = vars(pass_times)["time"] = clock
+    vars(tally)["time"] = vars(pass_times)["time"] = clock
     try:
         rules = {"row_tokens": 2560, "step_groups": DEMO_GROUPS, "max_age": STEPS}
         records = _records(groups, dict(TINY_QWEN3), rules)[1:]
     finally:
-        vars(metrics)["time"] = vars(pass_times)["time"] = time
+        vars(tally)["time"] = vars(pass_times)["time"] = time
         torch.set_num_threads(threads)
     parts = {
         "forward": [record["ranks"][0]["forward"] for record in records],

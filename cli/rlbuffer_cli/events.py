@@ -10,24 +10,6 @@ from rlbuffer.events.event import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoStep(Event):
-    """A trained step, from its line of ``metrics.jsonl``."""
-
-    event = "step"
-    step: int
-    reward: float | None
-    reward_env: Mapping[str, float | None]
-    tokens: int | None
-    tokens_env: Mapping[str, int]
-    ages: Mapping[str, Any]
-    """``mean``, ``max``, and ``env``: env -> mean."""
-    loss: float | None
-    entropy: float | None
-    time: float | None
-    """Since 1970, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary(Event):
     """A whole run: where reward began and ended, what was trained, whether it adds up."""
 

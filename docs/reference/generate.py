@@ -78,12 +78,13 @@ comes after them is `_other`. Counters and histograms start with the process, th
 without a value yet is left out.
 
 [Operate](../guide/operate.md#prometheus-and-grafana) has a configuration of Prometheus with alert rules and a
-dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get."""
+dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get. Rank 0 of `rlbuffer
+train` answers those fields of [the record of a step](../../rlbuffer/state/step_record.py) that have a `metric(...)`,
+which gives name, kind, meaning and labels; its counters are sums over the steps of this process."""
 TITLES = {
     "serve": "`rlbuffer serve`",
     "worker": "`rlbuffer worker`",
     "score": "`rlbuffer score`",
-    "train": "`rlbuffer train`",
 }
 FIRST = (
     ("batcher", "row_tokens"),
@@ -150,6 +151,8 @@ def metrics_page() -> str:
     """The page of all that the metrics endpoints answer."""
     page = [METRICS_HEAD]
     for process, metrics in METRICS.items():
+        if process == "train":  # one list, not two
+            continue
         page.append(f"\n## {TITLES[process]}\n")
         rows = [
             [f"`{METRIC_PREFIX}{m.name}`", m.kind, m.unit, ", ".join(f"`{n}`" for n in m.labels), m.meaning, m.record]

@@ -147,13 +147,11 @@ class ReportSettings(Table):
     )
     tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
     wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
-    peak_flops: float = Field(
-        0.0, ge=0, description="FLOP/s of one rank's device, for `mfu`; 0: known for common GPUs, else left out."
+    proofs: bool = Field(
+        False,
+        description="Compare a hash of the parameters over all ranks after each step; write it, and that of the step's "
+        "micro-batches, to the metrics.",
     )
-    check_parameters: bool = Field(
-        False, description="Compare a hash of the parameters over all ranks after each step."
-    )
-    record_batches: bool = Field(False, description="Write the sha256 of every step's micro-batches to the metrics.")
 
 
 class TrainerSettings(Table):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlbuffer.events.history import Committed
 from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 
 LAST_STEPS, LEAST_STEPS = 20, 10
@@ -41,7 +42,8 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     steps = [r for r in steps if isinstance(r.get("flat"), int)]
     flat, groups = sum(r["flat"] for r in steps), sum(r["groups"] for r in steps)
     is_flat = len(steps) >= LEAST_STEPS and flat >= MOST_FLAT * groups
-    gradients, entropies = _numbers(trained, "grad_norm"), _numbers(trained, "entropy")
+    records = [StepRecord.read(record) for record in islice(trained, LAST_STEPS)]
+    gradients, entropies = _finite(r.grad_norm for r in records), _finite(r.entropy for r in records)
     gradient = max(gradients) if len(gradients) >= LEAST_STEPS else None
     entropy = sum(entropies) / len(entropies) if len(entropies) >= LEAST_STEPS else None
     stands = (gradient is not None and gradient <= STILL_GRADIENT) or (entropy is not None and entropy <= STILL_ENTROPY)
@@ -60,7 +62,6 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     return Problem(kind=Trouble.NO_LESSON, detail=f"{', '.join(facts)}{mean}")
 
 
-def _numbers(trained: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Finite ones alone: a norm of an update that was left out is none."""
-    values = [record.get(name) for record in islice(trained, LAST_STEPS)]
-    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+def _finite(values: Iterable[float | None]) -> list[float]:
+    """Those that were measured: a norm of an update that was left out is none."""
+    return [value for value in values if value is not None and math.isfinite(value)]

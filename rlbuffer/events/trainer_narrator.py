@@ -7,13 +7,13 @@ from typing import assert_never
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.events.trainer import (
     CheckpointWritten,
-    StepTrained,
     TrainerEvent,
     TrainerWarning,
     TrainingEnded,
     TrainingStarted,
     WaitingNoticed,
 )
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 from rlbuffer.state.trained import example_lines
 
@@ -21,7 +21,7 @@ from rlbuffer.state.trained import example_lines
 def line_of(event: TrainerEvent) -> str:
     """An event as plain text: one line, and one for each example of a step."""
     match event:
-        case StepTrained():
+        case StepRecord():
             return _step(event)
         case TrainingStarted():
             origin = f"from the checkpoint of step {event.step}" if event.step else "from step 0"
@@ -45,7 +45,7 @@ def line_of(event: TrainerEvent) -> str:
             assert_never(event)
 
 
-def _step(event: StepTrained) -> str:
+def _step(event: StepRecord) -> str:
     reward = "-" if event.reward is None else f"{event.reward:.3f}"
     rewards = " ".join(f"{env} {r:.3f}" for env, r in event.rewards.items() if r is not None)
     return (
@@ -53,5 +53,5 @@ def _step(event: StepTrained) -> str:
         f"entropy {event.entropy:.3f}  kl {event.kl:.4f}  clipped {event.clip_fraction:.1%}  "
         f"grad {event.grad_norm:.2f}  age {event.age:.2f}  tokens {event.tokens}  "
         f"{event.seconds['total']:.2f} s  wait {event.wait:.0%}"
-        + "".join(f"\n  {line}" for line in example_lines(event.examples or ()))
+        + "".join(f"\n  {line}" for line in example_lines(event.examples))
     )

@@ -26,7 +26,7 @@ class _Families(Collector):
         for metric in self._metrics:
             family = _FAMILIES[metric.kind](
                 METRIC_PREFIX + metric.name,
-                f"{metric.meaning} Unit: {metric.unit}.",
+                f"{metric.meaning} Unit: {metric.unit}." if metric.unit else metric.meaning,
                 labels=[*self._common, *metric.labels],
             )
             for labels, value in samples(self._values.get(metric.name), len(metric.labels)):

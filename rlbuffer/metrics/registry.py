@@ -1,8 +1,8 @@
 """Every metric that a process answers: the one list that the endpoints, their page and the dashboard go by.
 
 A value is a number, or, for a metric with labels, a mapping: label -> value, nested in the order of the labels. A
-histogram's value is a :class:`rlbuffer.metrics.histogram.Histogram`. A metric of the trainer that `metrics.jsonl` has,
-too, is read from its record, so both say the same; the leader's go there with its heartbeat, under ``buffer/``.
+histogram's value is a :class:`rlbuffer.metrics.histogram.Histogram`. The trainer's are the fields of its record of a
+step; the leader's go there with its heartbeat, under ``buffer/``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
+
+from rlbuffer.state.metric import metrics_of
+from rlbuffer.state.step_record import StepRecord
 
 Values = Mapping[str, Any]
 """Name of a metric -> its value. One that is not there yet is left out."""
@@ -28,7 +31,7 @@ class Metric:
     """Name without `rlbuffer_`; a counter's ends in `_total`."""
     kind: Kind
     unit: str
-    """Unit of the value: ``groups``, ``seconds``, ``ratio`` (0-1)."""
+    """Unit of the value: ``groups``, ``seconds``, ``ratio`` (0-1); "": as the name says."""
     labels: tuple[str, ...] = ()
     meaning: str
     record: str = ""
@@ -250,44 +253,9 @@ SCORE = (
     *SERVER,
 )
 """Metrics of a scorer."""
-TRAIN = (
-    *_recorded(
-        "gauge",
-        ("train_step", "step", "", "step", "Last trained step."),
-        ("train_reward_mean", "reward", "env", "rewards", "Mean of the step's rollouts."),
-        ("train_reward_part_mean", "reward", "env name", "reward_parts", "Mean of each named reward."),
-        ("train_reward_std", "reward", "env", "reward_std", "Standard deviation of the step's rewards, with n - 1."),
-        ("train_loss", "loss", "", "loss", "Mean over the step's updates."),
-        ("train_entropy", "nats", "", "entropy", "Mean over the trained tokens."),
-        ("train_kl", "nats", "", "kl", "Estimate (k3) of the distance to the inference policy."),
-        ("train_clip_ratio", "ratio", "", "clip_fraction", "Trained tokens that the loss clips or masks."),
-        ("train_gradient_norm", "norm", "", "grad_norm", "Of the last update, before clipping."),
-        ("train_learning_rate", "rate", "", "learning_rate", "Of the last update."),
-        ("train_age_mean", "versions", "env", "ages", "Mean age of the step's rollouts."),
-        ("train_on_policy_ratio", "ratio", "env", "on_policy_by_env", "Rollouts of age 0."),
-        ("train_truncated_ratio", "ratio", "env", "truncated_by_env", "Rollouts that ended at a length limit."),
-        ("train_response_tokens_mean", "tokens", "env", "response_tokens", "Mean tokens behind the prompt."),
-        ("train_batch_fill_ratio", "ratio", "", "fill", "Share of the step's capacity that holds tokens."),
-        ("train_padding_ratio", "ratio", "", "padding", "Share of the tokens that went through the model."),
-        ("train_tokens_per_second", "tokens per second", "", "tokens_per_second", "Without padding, all ranks."),
-        ("train_mfu_ratio", "ratio", "", "mfu", "Share of the GPUs' arithmetic, where that is known."),
-        ("train_memory_bytes", "bytes", "", "memory_bytes", "Most that any rank has used."),
-        ("train_wait_ratio", "ratio", "", "wait", "Share of the step's time that was waited for data."),
-        ("train_step_seconds", "seconds", "part", "seconds", "Where rank 0's time went; total: all of it."),
-    ),
-    *_metrics(
-        "gauge",
-        ("train_rank_tokens", "tokens", "rank", "Of the last step."),
-        ("train_checkpoint_step", "step", "", "Step of the newest checkpoint that this process wrote."),
-    ),
-    *_metrics(
-        "counter",
-        ("train_wait_seconds_total", "seconds", "rank", "Waited for data, and for other ranks to have it."),
-        ("train_steps_total", "steps", "", "Trained by this process."),
-        ("train_tokens_total", "tokens", "env", "Trained by this process, without padding."),
-        ("train_damaged_tokens_total", "tokens", "", "Missing or damaged, and trained as masked padding."),
-        ("train_warnings_total", "warnings", "", "Said by rank 0."),
-    ),
+TRAIN = tuple(
+    Metric(name=each.name, kind=each.kind, unit="", labels=each.labels, meaning=each.meaning, record=field)
+    for field, each in metrics_of(StepRecord)
 )
 """Metrics of the trainer's rank 0."""
 METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType(

@@ -19,8 +19,8 @@ from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.ranks.stalls import OnStall
 from rlbuffer.trainer.reports.debug_samples import show_samples
-from rlbuffer.trainer.reports.metrics import Stopwatch, Tally
 from rlbuffer.trainer.reports.reports import OnEvent, Reports
+from rlbuffer.trainer.reports.tally import Stopwatch, Tally
 from rlbuffer.trainer.session import open_session
 from rlbuffer.trainer.update.update import Updates, take_step
 
@@ -90,7 +90,7 @@ def train(
                     ratios=tally.ratios,
                     pass_times=tally.pass_times,
                 )
-            tally.updates = len(updates.parts)
+            tally.updates, tally.damaged_tokens = len(updates.parts), pulled.damaged_tokens
             for number, part in enumerate(updates.parts, start=1):
                 with watch.measure("train"):
                     tally.sums += updates.accumulate(part)
@@ -109,7 +109,7 @@ def train(
             with watch.measure("publish"):
                 announcer.publish_if_due(step)
                 session.reader.trained(step)
-            reports.step(step, tally, watch, place, damaged_tokens=pulled.damaged_tokens)
+            reports.step(step, tally, watch, place)
 
             watch = Stopwatch()  # what follows belongs to the next step's time
             if step.number % trainer.checkpoint.every == 0 or step.header.checkpoint_now:

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 from homes import Home
 
-FIELDS = {
-    "reward",
-    "rewards",
-    "reward_parts",
-    "loss",
-    "ratio",
-    "clip_fraction",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "ages",
-    "truncated",
-    "tokens_per_second",
-    "memory_bytes",
-    "mfu",
-    "wait",
-    "slow_side",
-    "seconds",
-    "ranks",
-    "examples",
-}
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
-
-
-def fields_of_the_page() -> set[str]:
-    """Every field that the page about metrics has a row for."""
-    rows = re.findall(r"^\| (`.*?`) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-
 
 def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     config = home.config(run="fake")
-    home.environment["RLBUFFER_TRAINER__REPORTS__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
     home.environment["RLBUFFER_TRAINER__REPORTS__EXAMPLE_EVERY"] = "1"
     ended = home.call(
         "train", "--config", config, "--fake-data", "--steps", "2", "--debug-samples", "1", "--display", "plain"
@@ -61,11 +29,8 @@ def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     records = [json.loads(line) for line in (home.path / "runs" / "fake" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
-        assert record.keys() >= FIELDS
-        assert sorted(record.keys() - fields_of_the_page()) == []
         assert record["ratio"]["min"] <= record["ratio"]["mean"] <= record["ratio"]["max"]
         assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"]["total"], rel=1e-3)
-        assert 0 < record["mfu"] < 1
         assert [sorted(rank) for rank in record["ranks"]] == [["backward", "exchange", "forward", "tokens", "wait"]] * 2
         assert sum(rank["tokens"] for rank in record["ranks"]) == record["tokens"]
         assert all(0 < rank["forward"] < record["seconds"]["total"] for rank in record["ranks"])

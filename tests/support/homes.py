@@ -59,8 +59,7 @@ every = {checkpoint_every}
 keep = {keep_checkpoints}
 
 [trainer.reports]
-check_parameters = true
-record_batches = true
+proofs = true
 
 [worker.vcopy]
 env = "vcopy"

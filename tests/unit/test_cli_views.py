@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli.render import text
 from rlbuffer_cli.render.pool import age_histogram
 from rlbuffer_cli.render.ranks import rank_line
@@ -17,20 +18,20 @@ from rlbuffer_cli.render.text import flow
 from rlbuffer_cli.render.train_view import slow_side, train_lines
 
 
-def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> dict[str, Any]:
-    return {
-        "step": step,
-        "reward": 0.5,
-        "loss": 0.013,
-        "kl": 0.004,
-        "entropy": 0.71,
-        "grad_norm": 0.88,
-        "age": 1.0,
-        "max_age": 2,
-        "tokens": 1000,
-        "world_size": 2,
-        "seconds": {"wait": wait, "train": 0.8, "optimizer": 0.001, "total": total},
-    }
+def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        reward=0.5,
+        loss=0.013,
+        kl=0.004,
+        entropy=0.71,
+        grad_norm=0.88,
+        age=1.0,
+        max_age=2,
+        tokens=1000,
+        world_size=2,
+        seconds={"wait": wait, "train": 0.8, "optimizer": 0.001, "total": total},
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -47,8 +48,8 @@ def test_the_trainers_view_shows_ranks_and_the_newest_examples() -> None:
     ranks = [{"tokens": 500, "wait": 0.1, "forward": 0.2, "backward": 0.1, "exchange": 0.3}] * 2
     example = {"rollout_id": "a.3/0", "env": "a", "reward": 1.0, "advantage": 0.5, "token_ids": [7], "text": "4\x1b[2J"}
     shown = [
-        {**record(9), "ranks": ranks, "examples": [{**example, "name": "best"}, {**example, "name": "worst"}]},
-        {**record(10), "ranks": ranks},
+        replace(record(9), ranks=ranks, examples=[{**example, "name": "best"}, {**example, "name": "worst"}]),
+        replace(record(10), ranks=ranks),
     ]
     lines = train_lines(shown, planned=20, elapsed=10.0, width=120)
     assert "forward 0.20 s  backward 0.10 s  exchange 0.30 s" in lines[0]

@@ -73,7 +73,7 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
         "RLBUFFER_BATCHER__BUDGETS__CODE": "[[1, 0.25], [9, 0.5]]",
         "RLBUFFER_WORKER__GSM8K__REPLICAS": "2",
         "RLBUFFER_TRAINER__OPTIMIZER__BETAS": "[0.8, 0.9]",
-        "RLBUFFER_TRAINER__REPORTS__CHECK_PARAMETERS": "true",
+        "RLBUFFER_TRAINER__REPORTS__PROOFS": "true",
         "RLBUFFER_MODEL__CONFIG__HIDDEN_SIZE": "64",
         "RLBUFFER_MODEL__PATH": "123",
         "RLBUFFER_SERVER_BIN": "/usr/bin/redis-server",
@@ -87,7 +87,7 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     assert settings.batcher.budgets == {"gsm8k": 0.25, "code": ((1, 0.25), (9, 0.5))}
     assert settings.worker["gsm8k"].replicas == 2
     assert settings.trainer.optimizer.betas == (0.8, 0.9)
-    assert settings.trainer.reports.check_parameters is True
+    assert settings.trainer.reports.proofs is True
     assert settings.model.config == {"hidden_size": 64}
     assert settings.model.path == "123"
     assert loaded.source("worker.gsm8k.replicas") == "RLBUFFER_WORKER__GSM8K__REPLICAS"

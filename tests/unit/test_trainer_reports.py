@@ -23,11 +23,11 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.state.trained import waited
 from rlbuffer.trainer.reports.debug_samples import tables
-from rlbuffer.trainer.reports.metrics import finite
-from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
-from rlbuffer.trainer.reports.sinks import histograms, scalars, sinks_of
+from rlbuffer.trainer.reports.mfu import Utilization
+from rlbuffer.trainer.reports.sinks import MetricsFile, finite, sinks_of
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 
 
@@ -73,10 +73,10 @@ def test_flops_are_six_per_parameter_and_token_and_attention_by_the_square() -> 
         get_input_embeddings=lambda: embedding,
         get_output_embeddings=lambda: SimpleNamespace(weight=torch.zeros(10, 64)),
     )
-    assert PolicyWork(tied, 5000).flops(100, 2000) == 6 * 5000 * 100 + 6 * 2 * 128 * 2000
-    assert PolicyWork(untied, 5000).flops(100, 0) == 6 * (5000 - 640) * 100
-    assert peak_of(torch.device("cpu"), 0.0) == 0.0
-    assert peak_of(torch.device("cpu"), 1e12) == 1e12
+    cpu = torch.device("cpu")
+    assert Utilization(tied, 5000, cpu, passes=1).flops(100, 2000) == 6 * 5000 * 100 + 6 * 2 * 128 * 2000
+    assert Utilization(untied, 5000, cpu, passes=1).flops(100, 0) == 6 * (5000 - 640) * 100
+    assert Utilization(tied, 5000, cpu, passes=1).share(100, 2000, 1.0) is None
 
 
 WAITS = {"buckets": {"1.0": 2, "5.0": 2, "+Inf": 3}, "sum": 9.0, "count": 3}
@@ -85,9 +85,8 @@ WAITS = {"buckets": {"1.0": 2, "5.0": 2, "+Inf": 3}, "sum": 9.0, "count": 3}
 
 def test_other_tools_get_the_numbers_by_their_path() -> None:
     record = {"step": 3, "rewards": {"math": 0.5, "code": None}, "ratio": {"p99": 1.2}, "digest": "ab", "list": [1]}
-    record |= {"buffer": {"wait": {"math": WAITS, "code": {"buckets": {"1.0": 0, "+Inf": 0}, "sum": 0, "count": 0}}}}
-    assert histograms(record) == {"buffer/wait/math": ([0.0, 1.0, 5.0, 10.0], [2, 0, 1], 9.0)}
-    assert scalars(record) == {"step": 3.0, "rewards/math": 0.5, "ratio/p99": 1.2}
+    record |= {"buffer": {"step": 2, "wait": {"math": WAITS}}}
+    assert scalars(record) == {"step": 3.0, "rewards/math": 0.5, "ratio/p99": 1.2, "buffer/step": 2.0}
 
 
 def test_what_is_not_finite_is_null_at_any_depth() -> None:
@@ -126,17 +125,19 @@ def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True})))
+    file, sink = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True})))
     for step in (1, 2):
-        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "buffer": {"wait": WAITS}})
+        sink.write(record(step))
     sink.close()
+    file.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
-    drawn = [
-        (e.step, e.histogram_value.bucket_limit, e.histogram_value.bucket) for e in events.Histograms("buffer/wait")
-    ]
-    assert drawn == [(2, [1.0, 5.0, 10.0], [2.0, 0.0, 1.0])]  # it keeps the last one
+    assert events.Tags()["histograms"] == []
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step=step, time=1e9 + step, rewards={"math": 0.25 * step}, buffer={"wait": WAITS}, examples=[{}])
 
 
 def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
@@ -151,25 +152,24 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
         trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}),
     )
-    (sink,) = sinks_of(told)
+    file, sink = sinks_of(told)
     for step in (1, 2):
-        record = {"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "buffer": {"wait": WAITS}}
-        sink.write(record | {"examples": [{"text": "no"}]})
+        sink.write(record(step))
     run: Any = wandb.run
     assert run.name == "learns"
     config = run.config.as_dict()
     assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
     assert "secret" not in str(config)
     sink.close()
+    file.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
     deadline = time.monotonic() + 60
-    wait = {"_type": "histogram", "values": [2, 0, 1], "bins": [0.0, 1.0, 5.0, 10.0]}
-    drawn = {f"buffer/wait/{name}": value for name, value in wait.items()}
-    last = {"rewards/math": 0.5, "step": 2.0, "time": 1e9 + 2, **drawn}
+    last = scalars(record(2).as_object())
+    assert last["rewards/math"] == 0.5
     while (rows := history_of(path))[-1:] != [last]:  # written beside us
         assert time.monotonic() < deadline, rows
         time.sleep(0.1)
-    assert rows[:-1] == [{"rewards/math": 0.25, "step": 1.0, "time": 1e9 + 1, **drawn}]
+    assert rows[:-1] == [scalars(record(1).as_object())]
     wandb.teardown()  # its service is a process of its own
 
 
@@ -180,11 +180,12 @@ def test_wandb_draws_every_step_of_each_life_of_a_run(monkeypatch: pytest.Monkey
     told = RunSettings(run="again", trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}))
     ids = []
     for created, steps in ((1, (1, 2, 3, 2, 3)), (1, ()), (2, (1,))):
-        (sink,) = sinks_of(told, created=created)
+        file, sink = sinks_of(told, created=created)
         ids.append(str(wandb.run.id))  # type: ignore[union-attr]
         for step in steps:
-            sink.write({"step": step, "time": 1e9, "loss": 0.5})
+            sink.write(record(step))
         sink.close()
+        file.close()
     assert ids[0] == ids[1] != ids[2]
     path = next(p for p in tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb") if history_of(p))
     assert [row["step"] for row in history_of(path)] == [1, 2, 3, 2, 3]
@@ -226,7 +227,9 @@ def records_of(path: Path) -> Iterator[Any]:
 
 
 def test_nothing_more_is_imported_where_nothing_more_is_asked_for(tmp_path: Path) -> None:
-    assert sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path))) == []
+    (file,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path)))
+    assert isinstance(file, MetricsFile)
+    file.close()
 
 
 def test_texts_of_one_rank_are_gathered_as_they_are() -> None:

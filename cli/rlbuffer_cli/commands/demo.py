@@ -18,8 +18,9 @@ from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
+    from rlbuffer.state.step_record import StepRecord
     from rlbuffer.store.records import Ledger
-    from rlbuffer_cli.events import DemoStep, RunSummary
+    from rlbuffer_cli.events import RunSummary
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10
@@ -143,15 +144,13 @@ class _Demo:
 
         return relay
 
-    def _on_step(self, record: Mapping[str, Any]) -> None:
+    def _on_step(self, record: StepRecord) -> None:
         if self._shown == "json":
-            from rlbuffer.events.event import as_object
-
-            echo(json.dumps(as_object(step_event(record))))
+            echo(json.dumps(record.as_object()))
         elif self._shown == "plain":
             from rlbuffer_cli.render.train_view import train_line
 
-            envs = "  ".join(f"{env} {r:.2f}" for env, r in record.get("rewards", {}).items() if r is not None)
+            envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
             echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
@@ -175,23 +174,6 @@ class _Demo:
                 echo(line)
 
 
-def step_event(record: Mapping[str, Any]) -> DemoStep:
-    """A trained step for ``--display json``."""
-    from rlbuffer_cli.events import DemoStep
-
-    return DemoStep(
-        step=record["step"],
-        reward=record.get("reward"),
-        reward_env=record.get("rewards", {}),
-        tokens=record.get("tokens"),
-        tokens_env=record.get("tokens_by_env", {}),
-        ages={"mean": record.get("age"), "max": record.get("max_age"), "env": record.get("ages", {})},
-        loss=record.get("loss"),
-        entropy=record.get("entropy"),
-        time=record.get("time"),
-    )
-
-
 def summary_event(
     watch: Watch, ledger: Ledger, run: str, folder: str, *, code: int, restarts: int, seed: int
 ) -> RunSummary:
@@ -205,7 +187,7 @@ def summary_event(
     accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
     return RunSummary(
         run=run,
-        steps=records[-1]["step"] if records else 0,
+        steps=records[-1].step if records else 0,
         seconds=round(watch.seconds, 2),
         first_step_seconds=None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
         reward_from=watch.mean_reward(records[:edge]),
@@ -222,7 +204,7 @@ def summary_event(
             "balances": accounted == total.pushed[0],
         },
         stored=folder,
-        parameters_sha256=next(iter(records[-1].get("parameters_sha256", ())), None) if records else None,
+        parameters_sha256=next(iter(records[-1].parameters_sha256), None) if records else None,
         exit_code=code,
         restarts=restarts,
         seed=seed,

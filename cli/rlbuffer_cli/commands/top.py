@@ -17,6 +17,7 @@ from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.state.step_record import StepRecord
     from rlbuffer_cli.render.metrics_tail import MetricsTail
     from rlbuffer_cli.render.top import Sight
 
@@ -97,7 +98,7 @@ class _View:
         from rlbuffer.client.pool_look import PoolLook
 
         self._buffer, self._tail, self._pool = buffer, tail, PoolLook(buffer.store)
-        self._trained: list[dict[str, object]] = []
+        self._trained: list[StepRecord] = []
         self._sight: Sight | None = None
         self.trouble = ""
         """The reason why the last look failed; "" when it did not."""

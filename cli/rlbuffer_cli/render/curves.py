@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from rlbuffer.errors import NotFound
 from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.step_record import scalars
 from rlbuffer.state.text import did_you_mean
-from rlbuffer_cli.render.metrics_tail import step_record
+from rlbuffer_cli.render.metrics_tail import step_of
 from rlbuffer_cli.render.text import sparkline, thinned
 
 FROM_HISTORY = ("fill", "drops")
@@ -25,6 +26,7 @@ RECENT_BYTES = 4 * 2**20
 """The newest part of the metrics that is read for a screen."""
 TRENDS = ("reward", "entropy")
 TREND_COLUMNS = 40
+NO_CURVES = ("step", "time", "at", "epoch")
 LEAST_FALL = 0.2
 """A fall by a smaller share of a curve's whole range is none."""
 
@@ -48,7 +50,7 @@ def metrics_of(file: Path) -> list[dict[str, Any]]:
     try:
         with file.open("rb") as stream:
             for line in stream:
-                record = step_record(line)
+                record = step_of(line)
                 if record is not None:
                     records[record["step"]] = record
     except OSError as error:
@@ -65,7 +67,7 @@ def recent_metrics(folder: Path) -> list[dict[str, Any]]:
             lines = stream.read().split(b"\n")[bool(start) :]
     except OSError:
         return []
-    records = {record["step"]: record for record in map(step_record, lines) if record is not None}
+    records = {record["step"]: record for record in map(step_of, lines) if record is not None}
     return [records[step] for step in sorted(records)]
 
 
@@ -78,7 +80,7 @@ def trend_lines(folder: Path, headers: Sequence[StepHeader]) -> list[str]:
     records = known or [{"step": header.step, "reward": header.reward} for header in headers]
     lines = []
     for field in TRENDS:
-        points = [(record["step"], value) for record in records for _, value in _numbers(record.get(field), field)]
+        points = [(r["step"], float(v)) for r in records if isinstance(v := r.get(field), int | float)]
         if len(points) < 2:
             continue
         values = [value for _, value in points]
@@ -173,36 +175,20 @@ def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -
         NotFound: no step has a number of that name.
     """
     points: dict[str, list[tuple[int, float]]] = {}
+    path = field.replace(".", "/")
     for record in records:
-        for name, value in _numbers(_inside(record, field.split(".")), field):
-            points.setdefault(name, []).append((record["step"], value))
+        for name, value in scalars(record).items():
+            table, _, entry = name.rpartition("/")
+            if path in (name, table) and math.isfinite(value):
+                points.setdefault(field if name == path else entry, []).append((record["step"], value))
     if not points:
-        known = sorted({name for record in records[-2:] for name in _names(record)})
+        paths = {each for r in records[-2:] for name in scalars(r) for each in (name, name.rpartition("/")[0])}
+        known = sorted(path.replace("/", ".") for path in paths - {"", *NO_CURVES})
         hint = did_you_mean(field, known)
         fields = ", ".join(name for name in known if "." not in name)
         where = f" of run {run}" if run else ""
         raise NotFound(f"no step{where} has a number called {field!r}.{hint} There are: {fields or 'no steps yet'}.")
     return [Curve(f"{run} {name}".strip(), tuple(line)) for name, line in points.items()]
-
-
-def _inside(value: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    for inner, number in value.items() if isinstance(value, Mapping) else ((name, value),):
-        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
-            yield str(inner), float(number)
-
-
-def _names(record: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that can be drawn."""
-    for name, value in record.items():
-        if any(True for _ in _numbers(value, name)) and name not in ("step", "time", "at", "epoch"):
-            yield name
-            yield from (f"{name}.{inner}" for inner in (value if isinstance(value, Mapping) else ()))
 
 
 def bounds(curves: Iterable[Curve]) -> tuple[int, int, float, float]:

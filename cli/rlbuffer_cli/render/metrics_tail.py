@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlbuffer.state.step_record import StepRecord
+
 TAIL_POLL_SECONDS = 0.2
 ASK_SECONDS = 1.0
 
 
 class MetricsTail:
-    """New step records since the last look; a step that was trained again after a restart is given once."""
+    """New steps since the last look; a step that was trained again after a restart is given once."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -19,7 +21,7 @@ class MetricsTail:
         self._rest = b""
         self._at = path.stat().st_size if from_end and path.exists() else 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[StepRecord]:
         """Records of whole lines that appeared since the last call."""
         if not self.path.exists():
             return []
@@ -30,17 +32,17 @@ class MetricsTail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         records = []
         for line in lines:
-            record = step_record(line)
-            if record is not None and record["step"] > self.last_step:
-                self.last_step = record["step"]
-                records.append(record)
+            values = step_of(line)
+            if values is not None and values["step"] > self.last_step:
+                self.last_step = values["step"]
+                records.append(StepRecord.read(values))
         return records
 
 
-def step_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a trained step in a line; None where it is none."""
+def step_of(line: bytes) -> dict[str, Any] | None:
+    """What a line says of a trained step; None where it is none."""
     try:
-        record = json.loads(line)
+        values = json.loads(line)
     except ValueError:
         return None  # a line that a killed trainer left half-written
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None

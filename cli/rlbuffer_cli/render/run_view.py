@@ -97,7 +97,7 @@ class RunView:
         gaps = min(3, max(0, room - height))
         logged = list(watch.lines)[max(0, len(watch.lines) - max(0, room - height - gaps)) :]
 
-        done = watch.records[-1]["step"] if watch.records else 0
+        done = watch.records[-1].step if watch.records else 0
         latest = watch.mean_reward(watch.records[-10:])
         caption = "waiting for the first step" if latest is None else f"reward {latest:.3f} (mean of the last 10 steps)"
         version = max(watch.glance.policy_version, 0)
@@ -119,7 +119,7 @@ class RunView:
         return Group(*lines)
 
     def _envs(self, width: int) -> list[str]:
-        step = self._watch.records[-1]["step"] if self._watch.records else 1
+        step = self._watch.records[-1].step if self._watch.records else 1
         budgets = budgets_at(self._settings.batcher.budgets, step)
         shares = self._watch.shares()
         names = sorted({*budgets, *shares, *self._watch.glance.pool})
@@ -127,7 +127,7 @@ class RunView:
         strip, stretch = (16, 16) if spare >= 32 else (12, 8) if spare >= 20 else (8, 6)
         rows = []
         for env in names:
-            curve = [v for r in self._watch.records if (v := r.get("rewards", {}).get(env)) is not None]
+            curve = [v for r in self._watch.records if (v := r.rewards.get(env)) is not None]
             share, budget = shares.get(env, 0.0), budgets.get(env)
             target = f"{percent(share)}" + (f" of {percent(budget)}" if budget is not None else "")
             pending, trained, dropped = self._watch.glance.pool.get(env, (0, 0, 0))

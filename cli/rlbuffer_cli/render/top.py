@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlbuffer.records.waiting import Wait
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, Waited, waited
+from rlbuffer.state.trained import RECENT_STEPS, Waited
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     ENV_NUMBERS,
@@ -31,11 +31,13 @@ from rlbuffer_cli.render.pool import (
 )
 from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import aligned, broken, cut, utc
+from rlbuffer_cli.render.train_view import waited_of
 from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, beat_row
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.pool_look import PoolLook
+    from rlbuffer.state.step_record import StepRecord
 
 LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
@@ -66,7 +68,7 @@ class Sight:
     """Mean and largest age in policy versions in the newest step; None before the first."""
     reward: float | None
     """Mean of the last steps; None where nothing is scored."""
-    trained: Sequence[Mapping[str, Any]]
+    trained: Sequence[StepRecord]
     """The trainer's records of the last steps, where its metrics can be read here."""
 
     @property
@@ -89,13 +91,10 @@ class Sight:
     @property
     def wait(self) -> Waited | None:
         """The share of its time that the trainer waited for data; None where that is not known here."""
-        seconds = [record.get("seconds", {}) for record in self.trained]
-        if not seconds:
-            return None
-        return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds])
+        return waited_of(self.trained) if self.trained else None
 
 
-def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -> Sight:
+def look(buffer: Buffer, trained: Sequence[StepRecord], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
     from rlbuffer.events.history import Committed, Dropped
     from rlbuffer.events.lessons import last_steps, mean_reward
@@ -188,7 +187,7 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
     beats = [*_beats("worker", summary.workers), *_beats("scorer", summary.scorers), *_beats("rank", sight.ranks)]
     if beats:
         lines += _table(BEAT_HEADER, beats, right=BEAT_NUMBERS, optional=("env", "last failure"), width=width)
-    ranks = sight.trained[-1].get("ranks", ()) if sight.trained else ()
+    ranks = sight.trained[-1].ranks if sight.trained else ()
     return lines + ([rank_line(ranks)] if len(ranks) > 1 else [])
 
 

@@ -6,13 +6,13 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
+from rlbuffer.state.trained import RECENT_STEPS, Waited, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail
@@ -20,23 +20,28 @@ from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import bar, flow, sparkline
 
 
-def train_line(record: Mapping[str, Any], planned: int) -> str:
+def train_line(record: StepRecord, planned: int) -> str:
     """A trained step as one line."""
-    seconds = record.get("seconds", {})
-    total = seconds.get("total") or 1e-9
-    reward = record.get("reward")
     parts = [
-        f"step {record['step']}/{planned}",
-        f"reward {reward:.3f}" if reward is not None else "",
-        f"loss {record['loss']:+.4f}" if record.get("loss") is not None else "",
-        f"entropy {record['entropy']:.3f}" if record.get("entropy") is not None else "",
-        f"grad {record['grad_norm']:.2f}" if record.get("grad_norm") is not None else "",
-        f"age {record['age']:.1f} max {record['max_age']}" if record.get("age") is not None else "",
-        f"{amount(record['tokens'])} tok",
-        f"{amount(record['tokens'] / total)} tok/s",
-        f"wait {percent(seconds.get('wait', 0.0) / total)}",
+        f"step {record.step}/{planned}",
+        _number("reward", record.reward, ".3f"),
+        _number("loss", record.loss, "+.4f"),
+        _number("entropy", record.entropy, ".3f"),
+        _number("grad", record.grad_norm, ".2f"),
+        _age(record),
+        f"{amount(record.tokens)} tok",
+        f"{amount(record.tokens_per_second or 0.0)} tok/s",
+        f"wait {percent(record.wait or 0.0)}",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def _number(name: str, value: float | None, form: str) -> str:
+    return "" if value is None else f"{name} {value:{form}}"
+
+
+def _age(record: StepRecord) -> str:
+    return "" if record.age is None else f"age {record.age:.1f} max {record.max_age}"
 
 
 class Follower:
@@ -99,7 +104,7 @@ class Follower:
                 self._view.add(records)
             else:
                 for record in records:
-                    echo(json.dumps(record))
+                    echo(json.dumps(record.as_object()))
             if is_last:
                 return
 
@@ -134,7 +139,7 @@ class TrainView:
     def __init__(self, planned: int, opening: str) -> None:
         self._planned, self._opening = planned, opening
         self._started = time.monotonic()
-        self._records: list[dict[str, Any]] = []
+        self._records: list[StepRecord] = []
         self._changed = self._started
         self._waiting = ""
         self._foot = Foot(self._body)
@@ -156,7 +161,7 @@ class TrainView:
         """Prints a message above the view."""
         self._foot.say(text)
 
-    def add(self, records: Sequence[dict[str, Any]]) -> None:
+    def add(self, records: Sequence[StepRecord]) -> None:
         """Takes in new steps."""
         if records:
             self._records += records
@@ -177,55 +182,54 @@ class TrainView:
         return lines
 
 
-def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:
+def train_lines(records: Sequence[StepRecord], planned: int, elapsed: float, width: int) -> list[str]:
     """The trainer's view: progress and where time goes, what it learns, its ranks, which side is slow, examples."""
     last, recent = records[-1], records[-RECENT_STEPS:]
-    ranks = last.get("ranks", ())
-    seconds = last.get("seconds", {})
-    if ranks and "forward" in ranks[0]:  # instead of the training's time in all
-        passes = {part: sum(r.get(part, 0.0) for r in ranks) / len(ranks) for part in PASSES}
+    seconds = last.seconds
+    if last.ranks and "forward" in last.ranks[0]:  # instead of the training's time in all
+        passes = {part: sum(r.get(part, 0.0) for r in last.ranks) / len(last.ranks) for part in PASSES}
         seconds = {"wait": seconds.get("wait", 0.0), **passes, **{k: v for k, v in seconds.items() if k != "train"}}
-    step, pace = last["step"], elapsed / len(records)
-    left = duration(pace * (planned - step))
-    rewards = [r["reward"] for r in records if r.get("reward") is not None]
-
-    def number(name: str, form: str) -> str:
-        return f"{name.partition('_')[0]} {last[name]:{form}}" if last.get(name) is not None else ""
-
-    tokens = sum(r["tokens"] for r in recent) / max(sum(r.get("seconds", {}).get("total", 0.0) for r in recent), 1e-9)
+    pace = elapsed / len(records)
+    left = duration(pace * (planned - last.step))
+    rewards = [r.reward for r in records if r.reward is not None]
+    tokens = sum(r.tokens for r in recent) / max(sum(r.seconds.get("total", 0.0) for r in recent), 1e-9)
     progress = [
-        f"step {step}/{planned}",
-        f"{bar(step / planned, width=24)} {percent(step / planned)}",
+        f"step {last.step}/{planned}",
+        f"{bar(last.step / planned, width=24)} {percent(last.step / planned)}",
         duration(elapsed),
-        f"{left} left" if left and step < planned else "",
+        f"{left} left" if left and last.step < planned else "",
         *[f"{part} {value:.2f} s" for part, value in seconds.items() if part != "total" and value >= 0.005],
     ]
     learned = [
-        f"reward {last['reward']:.3f} {sparkline(rewards, width=24)}" if last.get("reward") is not None else "",
-        number("loss", "+.4f"),
-        number("kl", ".4f"),
-        number("entropy", ".3f"),
-        number("grad_norm", ".2f"),
-        f"ratio p99 {last['ratio']['p99']:.2f}" if last.get("ratio") else "",
-        f"clipped {percent(last['clip_fraction'])}" if last.get("clip_fraction") else "",
-        f"truncated {percent(last['truncated'])}" if last.get("truncated") else "",
-        f"age {last['age']:.1f} max {last['max_age']}" if last.get("age") is not None else "",
+        f"reward {last.reward:.3f} {sparkline(rewards, width=24)}" if last.reward is not None else "",
+        _number("loss", last.loss, "+.4f"),
+        _number("kl", last.kl, ".4f"),
+        _number("entropy", last.entropy, ".3f"),
+        _number("grad", last.grad_norm, ".2f"),
+        _number("ratio p99", last.ratio.get("p99"), ".2f"),
+        f"clipped {percent(last.clip_fraction)}" if last.clip_fraction else "",
+        f"truncated {percent(last.truncated)}" if last.truncated else "",
+        _age(last),
         f"{amount(tokens)} tok/s",
-        f"mfu {percent(last['mfu'])}" if last.get("mfu") else "",
-        f"{last['memory_bytes'] / 2**30:.1f} GiB" if last.get("memory_bytes") else "",
-        plural(last["world_size"], "rank") if last.get("world_size") else "",
+        f"mfu {percent(last.mfu)}" if last.mfu else "",
+        f"{last.memory_bytes / 2**30:.1f} GiB" if last.memory_bytes else "",
+        plural(last.world_size, "rank") if last.world_size else "",
     ]
-    examples = next((r["examples"] for r in reversed(records) if r.get("examples")), ())
+    examples = next((r.examples for r in reversed(records) if r.examples), ())
     return [
         *flow(progress, width),
         *flow(learned, width),
-        *([rank_line(ranks)] if len(ranks) > 1 else []),
+        *([rank_line(last.ranks)] if len(last.ranks) > 1 else []),
         slow_side(recent),
         *example_lines(examples),
     ]
 
 
-def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
+def slow_side(records: Sequence[StepRecord]) -> str:
     """The side that holds up the other, from the time that the trainer waited."""
-    seconds = [r.get("seconds", {}) for r in records]
-    return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds]).text
+    return waited_of(records).text
+
+
+def waited_of(records: Sequence[StepRecord]) -> Waited:
+    """The time that the trainer waited in these steps."""
+    return waited([r.seconds.get("wait", 0.0) for r in records], [r.seconds.get("total", 0.0) for r in records])

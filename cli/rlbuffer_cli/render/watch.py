@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.refusals import batcher_waits
 from rlbuffer.errors import RlbufferError
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli.render.metrics_tail import MetricsTail
 
 WATCH_LOOK_SECONDS = 1.0
@@ -36,9 +36,9 @@ class Glance:
 class Watch:
     """Collects step records as they appear and looks at the server once a second."""
 
-    def __init__(self, buffer: Buffer, metrics: Path, *, on_step: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, buffer: Buffer, metrics: Path, *, on_step: Callable[[StepRecord], None]) -> None:
         self.started = time.monotonic()
-        self.records: list[dict[str, Any]] = []
+        self.records: list[StepRecord] = []
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.glance = Glance()
         self.first_step_seconds: float | None = None
@@ -65,7 +65,7 @@ class Watch:
             if self.first_step_seconds is None:
                 self.first_step_seconds = self.seconds
             self.records.append(record)
-            self.tokens.update({env: n for env, n in record.get("tokens_by_env", {}).items() if n})
+            self.tokens.update({env: n for env, n in record.tokens_by_env.items() if n})
             self._on_step(record)
         if look and (now or time.monotonic() >= self._next_look):
             self._next_look = time.monotonic() + WATCH_LOOK_SECONDS
@@ -81,7 +81,7 @@ class Watch:
             dropped = sum(d[0] for d in account.dropped.values())
             glance.pool[env] = (account.pending[0], account.trained[0], dropped)
         if self.records:
-            view = self._buffer.step(self.records[-1]["step"])
+            view = self._buffer.step(self.records[-1].step)
             for rank, rollout in view.rollouts:
                 glance.ages[view.header.step - 1 - rollout.info.min_version] += 1
                 glance.rank_tokens[rank] = glance.rank_tokens.get(rank, 0) + rollout.info.length
@@ -90,11 +90,11 @@ class Watch:
     # -- numbers -------------------------------------------------------------------------------------------------------
     def rewards(self) -> list[float]:
         """Mean reward of each step."""
-        return [r["reward"] for r in self.records if r.get("reward") is not None]
+        return [r.reward for r in self.records if r.reward is not None]
 
-    def mean_reward(self, records: list[dict[str, Any]]) -> float | None:
+    def mean_reward(self, records: list[StepRecord]) -> float | None:
         """Mean over the steps given; None without any."""
-        rewards = [r["reward"] for r in records if r.get("reward") is not None]
+        rewards = [r.reward for r in records if r.reward is not None]
         return sum(rewards) / len(rewards) if rewards else None
 
     def shares(self) -> dict[str, float]:

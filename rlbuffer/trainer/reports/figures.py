@@ -1,18 +1,18 @@
-"""The trainer's figures for whoever asks: the record of the last step, and sums over all that it trained."""
+"""The trainer's figures for whoever asks: what the record of the last step has, and sums of what each added."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.event import as_object
-from rlbuffer.events.trainer import CheckpointWritten, StepTrained, TrainerEvent, TrainerWarning
+from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.metrics.endpoint import serving
-from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, Labels
-from rlbuffer.metrics.registry import TRAIN, Values
+from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, OTHER_NAMES, Labels
+from rlbuffer.metrics.registry import Values
+from rlbuffer.state.metric import Metric, metrics_of
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.reports.reports import OnEvent
 
 LABELS_OF: Mapping[str, int] = {"env": MOST_ENVS, "name": MOST_REWARDS}
@@ -20,60 +20,47 @@ LABELS_OF: Mapping[str, int] = {"env": MOST_ENVS, "name": MOST_REWARDS}
 
 
 class TrainerFigures:
-    """Takes the events of rank 0, keeps what they say, and hands them on."""
+    """Takes the events of rank 0, keeps the numbers of its steps, and hands them on."""
 
     def __init__(self, tell: OnEvent) -> None:
         self._tell = tell
         self._labels = {label: Labels(most) for label, most in LABELS_OF.items()}
-        self._record: Mapping[str, Any] = {}
-        """Last step, as `metrics.jsonl` has it."""
-        self._sums: Counter[str] = Counter(steps=0, damaged_tokens=0, warnings=0)
-        self._tokens: Counter[str] = Counter()
-        self._waits: dict[str, float] = {}
-        self._checkpoint: int | None = None
+        self._values: dict[str, Any] = {}
 
     def __call__(self, event: TrainerEvent) -> None:
-        self._heard(event)
+        if isinstance(event, StepRecord):
+            before, self._values = self._values, {}
+            for field, metric in metrics_of(event):
+                value = self._value(metric, getattr(event, field))
+                is_sum = metric.kind == "counter"
+                self._values[metric.name] = _sum(before.get(metric.name, 0), value) if is_sum else value
         self._tell(event)
 
     def values(self) -> Values:
         """The values of :data:`rlbuffer.metrics.registry.TRAIN`."""
-        record = self._record
-        ranks = record.get("ranks") or ()
-        recorded = {
-            metric.name: self._labelled(metric.labels, record.get(metric.record)) for metric in TRAIN if metric.record
-        }
-        return recorded | {
-            **{f"train_{name}_total": n for name, n in self._sums.items()},
-            "train_tokens_total": dict(self._tokens),
-            "train_wait_seconds_total": dict(self._waits),
-            "train_rank_tokens": {str(rank): its["tokens"] for rank, its in enumerate(ranks)},
-            "train_checkpoint_step": self._checkpoint,
-        }
+        return self._values
 
-    def _heard(self, event: TrainerEvent) -> None:
-        match event:
-            case StepTrained():
-                self._sums.update(steps=1, damaged_tokens=event.damaged_tokens)
-                for env, tokens in event.tokens_by_env.items():
-                    self._tokens[self._labels["env"].of(env)] += tokens
-                for rank, its in enumerate(event.ranks):
-                    self._waits[str(rank)] = self._waits.get(str(rank), 0.0) + its["wait"]
-                self._record = as_object(event)
-            case CheckpointWritten(step=step):
-                self._checkpoint = step
-            case TrainerWarning():
-                self._sums["warnings"] += 1
+    def _value(self, metric: Metric, value: Any) -> Any:
+        """A field's value as the metric has it."""
+        if metric.item:
+            return {str(number): its[metric.item] for number, its in enumerate(value)}
+        return self._labelled(metric.labels, value)
 
     def _labelled(self, labels: tuple[str, ...], value: Any) -> Any:
-        """The record's value with bounded labels."""
-        if not labels or not isinstance(value, Mapping):
+        """The value with bounded labels; what comes beyond the first names is left out."""
+        if not labels:
             return value
         bounded = self._labels.get(labels[0])
-        return {
-            name if bounded is None else bounded.of(name): self._labelled(labels[1:], inner)
-            for name, inner in value.items()
-        }
+        inner = {name if bounded is None else bounded.of(name): each for name, each in value.items()}
+        return {name: self._labelled(labels[1:], each) for name, each in inner.items() if name != OTHER_NAMES}
+
+
+def _sum(before: Any, more: Any) -> Any:
+    """Both together, label by label."""
+    if not isinstance(more, Mapping):
+        return before + more
+    old = before or {}
+    return {name: _sum(old.get(name, 0), more.get(name, 0)) for name in {**old, **more}}
 
 
 @contextmanager

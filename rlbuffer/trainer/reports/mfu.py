@@ -26,29 +26,31 @@ PEAK_FLOPS = {
 """Part of a GPU's name -> dense bfloat16 FLOP/s, as its maker's data sheet says; the first that fits counts."""
 
 
-def peak_of(device: torch.device, setting: float) -> float:
-    """FLOP/s of one rank's device: the setting, or that of a known GPU; 0 where neither is known, as on a CPU."""
-    if setting or device.type != "cuda":
-        return setting
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), 0.0)
+class Utilization:
+    """What a policy's tokens cost, against what one rank's device could do.
 
+    Args:
+        parameters: of the whole model, also where this rank holds a part of it.
+        passes: times that a step is trained.
+    """
 
-class PolicyWork:
-    """FLOPs that a policy needs for its tokens."""
-
-    def __init__(self, model: Any, parameters: int) -> None:
-        """`parameters`: of the whole model, also where this rank holds a part of it."""
-        config = getattr(model, "config", None)
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        tied = embedding is not None and head is not None and embedding.weight is head.weight
-        idle = 0 if embedding is None or tied else embedding.weight.numel()
-        self._parameters = parameters - idle
-        heads, size = getattr(config, "num_attention_heads", 0) or 0, getattr(config, "hidden_size", 0) or 0
-        width = heads * (getattr(config, "head_dim", None) or (size // heads if heads else 0))
-        self._per_square = 6 * (getattr(config, "num_hidden_layers", 0) or 0) * width
+    def __init__(self, model: Any, parameters: int, device: torch.device, *, passes: int) -> None:
+        config = model.config
+        layers, heads, size = (
+            getattr(config, name, 0) or 0 for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = head is not None and embedding.weight is head.weight
+        self._parameters = parameters - (0 if is_tied else embedding.weight.numel())
+        width = heads * (getattr(config, "head_dim", None) or size // max(1, heads))
+        self._per_square = 6 * layers * width * passes
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), 0.0)
 
     def flops(self, tokens: float, squares: float) -> float:
-        """The model FLOPs of one forward and backward pass. `squares`: sum of the rollouts' squared lengths."""
+        """Of `tokens`, those of all passes; `squares`: sum of the rollouts' squared lengths."""
         return 6.0 * self._parameters * tokens + self._per_square * squares
+
+    def share(self, tokens: float, squares: float, seconds: float) -> float | None:
+        """Their share of so many seconds of one device; None where its peak is not known, as a CPU's."""
+        return self.flops(tokens, squares) / (seconds * self._peak) if self._peak else None

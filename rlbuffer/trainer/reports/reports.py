@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
-from rlbuffer.events.event import as_object
 from rlbuffer.events.trainer import (
     CheckpointWritten,
     TrainerEvent,
@@ -28,9 +27,9 @@ from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
-from rlbuffer.trainer.reports.metrics import MetricsFile, Stopwatch, Tally, finite, step_record
-from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
-from rlbuffer.trainer.reports.sinks import Sink, sinks_of
+from rlbuffer.trainer.reports.mfu import Utilization
+from rlbuffer.trainer.reports.sinks import Sink, finite, sinks_of
+from rlbuffer.trainer.reports.tally import Stopwatch, Tally
 from rlbuffer.trainer.session import TrainerSession
 
 UNSENT_RECORDS = 1000
@@ -44,7 +43,6 @@ class Reports:
     def __init__(self, session: TrainerSession, on_event: OnEvent | None) -> None:
         self._session = session
         self._on_event = on_event if session.is_first else None
-        self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
         self._sinks: list[Sink] = []
         if session.is_first:
             created = 0 if isinstance(session.buffer, FakeBuffer) else session.buffer.store.meta().created
@@ -53,8 +51,12 @@ class Reports:
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
-        self._work = PolicyWork(session.policy.model, self._parameters)
-        self._peak = peak_of(session.ranks.device, session.settings.trainer.reports.peak_flops)
+        self._utilization = Utilization(
+            session.policy.model,
+            self._parameters,
+            session.ranks.device,
+            passes=session.settings.trainer.optimizer.passes,
+        )
 
     def __enter__(self) -> Reports:
         return self
@@ -66,8 +68,6 @@ class Reports:
             self._send()
         for sink in self._sinks:
             sink.close()
-        if self._metrics is not None:
-            self._metrics.close()
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
@@ -88,51 +88,33 @@ class Reports:
             )
         )
 
-    def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place, *, damaged_tokens: int) -> None:
+    def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place) -> None:
         """A step was trained, published and acknowledged. All ranks call it.
 
         Raises:
-            RlbufferError: the ranks' parameters differ (only where ``check_parameters`` is set).
+            RlbufferError: the ranks' parameters differ (only where ``proofs`` is set).
         """
-        session = self._session
-        counted = tally.over_ranks(watch)
-        record = step_record(
-            step,
-            counted,
-            gradient_norm=tally.gradient_norm,
-            learning_rate=tally.learning_rate,
-            damaged_tokens=damaged_tokens,
-            watch=watch,
-            world_size=session.ranks.world_size,
-        )
-        seconds = record.seconds["total"]
-        self._recent.append((watch.seconds.get("wait", 0.0), seconds))
+        record = tally.record(watch, self._utilization)
+        self._recent.append((watch.seconds.get("wait", 0.0), record.seconds["total"]))
         slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
-        mfu = None
-        if self._peak:
-            squares = counted["length_squares"] * session.settings.trainer.optimizer.passes
-            flops = self._work.flops(counted["trained_tokens"], squares)
-            mfu = flops / (seconds * session.ranks.world_size * self._peak)
         record = replace(
             record,
-            mfu=mfu,
             slow_side=slow.text if slow.is_long else "",
             resumed_from=place.resumed_from,
-            **self._proofs(step),
+            checkpointed=place.checkpointed,
             buffer=self._buffer_figures(),
             examples=self._examples(step),
+            **self._proofs(step),
         )
-        if self._metrics is not None:
-            line = as_object(record)
-            self._metrics.write(line)
-            for sink in self._sinks:
-                sink.write(line)
-            self._unsent.append({name: value for name, value in finite(line).items() if name != "examples"})
+        for sink in self._sinks:
+            sink.write(record)
+        if self._session.is_first:
+            self._unsent.append(finite(replace(record, examples=()).as_object()))
             self._send()
         self._tell(record)
         if slow.is_long and step.number % RECENT_STEPS == 0:
             self._tell(WaitingNoticed(message=slow.text))
-        if len(set(record.parameters_sha256 or ())) > 1:
+        if len(set(record.parameters_sha256)) > 1:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record.parameters_sha256}")
 
     def _send(self) -> None:
@@ -160,31 +142,31 @@ class Reports:
         if self._on_event is not None:
             self._on_event(event)
 
-    def _examples(self, step: Step) -> list[dict[str, Any]] | None:
+    def _examples(self, step: Step) -> Sequence[Mapping[str, Any]]:
         """A few rollouts, on rank 0 of every step that shall show some."""
         every = self._session.settings.trainer.reports.example_every
         if not self._session.is_first or not every or step.number % every:
-            return None
+            return ()
         self._decode = self._decode or text_decoder(self._session.settings)
         return examples_of(step, self._decode)
 
-    def _buffer_figures(self) -> Mapping[str, Any] | None:
-        """The leader's figures as it last said them, on rank 0; None where it has said none, or the server is away."""
+    def _buffer_figures(self) -> Mapping[str, Any]:
+        """The leader's figures as it last said them, on rank 0; {} where it has said none, or the server is away."""
         buffer = self._session.buffer
         if not self._session.is_first or isinstance(buffer, FakeBuffer):
-            return None
+            return {}
         try:
             figures = buffer.store.heartbeats("batcher").get("leader", {}).get("figures")
         except RlbufferError:  # the next step is waited for with a message
-            return None
-        return figures if figures and isinstance(figures, Mapping) else None
+            return {}
+        return figures if isinstance(figures, Mapping) else {}
 
     def _proofs(self, step: Step) -> dict[str, Any]:
-        """Hashes that were asked for, of all ranks."""
-        settings, ranks = self._session.settings.trainer, self._session.ranks
-        proofs: dict[str, Any] = {}
-        if settings.reports.check_parameters:
-            proofs["parameters_sha256"] = ranks.gather_digests(digest_parameters(self._session.policy))
-        if settings.reports.record_batches:
-            proofs["batch_sha256"] = ranks.gather_digests(digest_step(step))
-        return proofs
+        """Hashes of all ranks, where they are asked for."""
+        ranks = self._session.ranks
+        if not self._session.settings.trainer.reports.proofs:
+            return {}
+        return {
+            "parameters_sha256": ranks.gather_digests(digest_parameters(self._session.policy)),
+            "batch_sha256": ranks.gather_digests(digest_step(step)),
+        }

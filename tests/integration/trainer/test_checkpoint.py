@@ -17,9 +17,10 @@ import torch
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
-from rlbuffer.events.trainer import StepTrained, TrainerEvent, TrainerWarning
+from rlbuffer.events.trainer import TrainerEvent, TrainerWarning
 from rlbuffer.process.files import sha256_of
 from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
@@ -260,7 +261,7 @@ def settings(output: Path, **trainer: Any) -> RunSettings:
         "checkpoint": {"every": 3},
         "output": output,
         "device": "cpu",
-        "reports": {"record_batches": True},
+        "reports": {"proofs": True},
     }
     return RunSettings(
         home=output,
@@ -281,7 +282,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
     stop = StopRequest()
 
     def after_the_fourth(event: TrainerEvent) -> None:
-        if isinstance(event, StepTrained) and event.step == 4:
+        if isinstance(event, StepRecord) and event.step == 4:
             stop.set()
 
     first = settings(halves)

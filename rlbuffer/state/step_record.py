@@ -1,0 +1,145 @@
+"""A trained step: a line of ``metrics.jsonl``, of which TensorBoard, W&B, Prometheus and every view are made.
+
+A new number is a field here, and the line of `rlbuffer/trainer/reports/tally.py` that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any
+
+from rlbuffer.state.metric import Metric, metric, metrics
+
+ByEnv = Mapping[str, float | None]
+_KINDS: Mapping[type, Any] = {
+    int: int,
+    float: int | float,
+    NoneType: int | float,
+    str: str,
+    dict: Mapping,
+    tuple: list | tuple,
+}
+"""Type of a field's default -> what a line may hold for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step that was trained, published and acknowledged. A field at its default was not measured.
+
+    Units: nats, seconds, bytes, policy versions (ages), fractions from 0 to 1.
+    """
+
+    event: str = "step"
+    step: int = metric("train_step", "gauge", "Last trained step.")
+    epoch: int = 0
+    """The run's, when the step was committed."""
+    digest: str = ""
+    """SHA-256 of the step, chained on the one before."""
+    time: float = 0.0
+    """Since 1970."""
+    # -- what was learned
+    reward: float | None = None
+    """Mean over the rollouts that have one."""
+    rewards: ByEnv = metric("train_reward_mean", "gauge", "Mean over the step's rollouts.", dict, labels="env")
+    reward_parts: Mapping[str, ByEnv] = metric(
+        "train_reward_part_mean", "gauge", "Mean of each named reward.", dict, labels="env name"
+    )
+    reward_std: ByEnv = metric("train_reward_std", "gauge", "Of the same, with n - 1.", dict, labels="env")
+    loss: float | None = metric("train_loss", "gauge", "Mean over the step's updates.", None)
+    entropy: float | None = metric("train_entropy", "gauge", "Mean over the trained tokens, in nats.", None)
+    kl: float | None = metric("train_kl", "gauge", "Estimate (k3) of the distance to the inference policy.", None)
+    ratio: Mapping[str, float] = field(default_factory=dict)
+    """Policy over inference policy, per trained token: mean, min, max; 99 % are within a factor of p99."""
+    clip_fraction: float | None = metric(
+        "train_clip_ratio", "gauge", "Trained tokens from which the loss takes the gradient: clip, cap, mask.", None
+    )
+    grad_norm: float | None = metric("train_gradient_norm", "gauge", "Of the last update, before clipping.", None)
+    learning_rate: float | None = metric("train_learning_rate", "gauge", "Of the last update.", None)
+    # -- what was trained on
+    tokens: int = 0
+    """Without padding, all ranks; so are the next two."""
+    tokens_by_env: Mapping[str, int] = metric("train_tokens_total", "counter", "Without padding.", dict, labels="env")
+    loss_tokens: int = 0
+    """Those that were trained."""
+    damaged_tokens: int = metric(
+        "train_damaged_tokens_total", "counter", "Missing or damaged, and trained as masked padding."
+    )
+    rollouts: int = 0
+    groups: int = 0
+    age: float | None = None
+    """Mean over the rollouts."""
+    max_age: int = 0
+    ages: ByEnv = metric("train_age_mean", "gauge", "Mean age of the step's rollouts, in versions.", dict, labels="env")
+    on_policy: float | None = None
+    """Rollouts of age 0."""
+    on_policy_by_env: ByEnv = metric("train_on_policy_ratio", "gauge", "Rollouts of age 0.", dict, labels="env")
+    truncated: float | None = None
+    """Rollouts that ended at a length limit."""
+    truncated_by_env: ByEnv = metric(
+        "train_truncated_ratio", "gauge", "Rollouts that ended at a length limit.", dict, labels="env"
+    )
+    response_tokens: ByEnv = metric(
+        "train_response_tokens_mean", "gauge", "Mean tokens behind the prompt.", dict, labels="env"
+    )
+    fill: float | None = metric("train_batch_fill_ratio", "gauge", "Tokens over the step's capacity.", None)
+    padding: float | None = metric("train_padding_ratio", "gauge", "Share of what went through the model.", None)
+    closed_by: str = ""
+    """Rule that ended the step's selection."""
+    buffer: Mapping[str, Any] = field(default_factory=dict)
+    """The leader's figures of the pool, after the step that it calls `step`."""
+    examples: Sequence[Mapping[str, Any]] = ()
+    """Every few steps: the best and the worst rollout of one group."""
+    # -- how fast
+    tokens_per_second: float | None = metric("train_tokens_per_second", "gauge", "Without padding, all ranks.", None)
+    mfu: float | None = metric("train_mfu_ratio", "gauge", "Share of the GPUs' arithmetic, of GPUs known.", None)
+    memory_bytes: int = metric("train_memory_bytes", "gauge", "Most that any rank has used: of a GPU, or resident.")
+    wait: float | None = metric("train_wait_ratio", "gauge", "Share of rank 0's time that it waited for data.", None)
+    slow_side: str = ""
+    """A sentence when the trainer waits too long for data."""
+    seconds: Mapping[str, float] = metric(
+        "train_step_seconds", "gauge", "Where rank 0's time went; total: all of it.", dict, labels="part"
+    )
+    ranks: Sequence[Mapping[str, float]] = metrics(
+        (),
+        Metric("train_rank_tokens", "gauge", "Of the last step.", ("rank",), item="tokens"),
+        Metric("train_wait_seconds_total", "counter", "Waited for data and other ranks.", ("rank",), item="wait"),
+    )
+    """Of each rank: tokens; seconds of wait, forward, backward, and exchange: the last backward pass, with waiting."""
+    # -- which step it was
+    world_size: int = 0
+    resumed_from: int = 0
+    """Step of the checkpoint that this process began with."""
+    checkpointed: int = metric("train_checkpoint_step", "gauge", "Newest checkpoint when the step was trained.")
+    parameters_sha256: Sequence[str] = ()
+    """Of every rank, with `trainer.reports.proofs`; so is the next one, of the step's micro-batches."""
+    batch_sha256: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> StepRecord:
+        """The record that somebody wrote: what is missing, or of another kind than it should be, was not measured."""
+        empty = cls()
+        return cls(
+            **{
+                part.name: line[part.name]
+                for part in fields(cls)
+                if isinstance(line.get(part.name), _KINDS[type(getattr(empty, part.name))])
+            }
+        )
+
+    def as_object(self) -> dict[str, Any]:
+        """What was measured, by field, in their order: the line of ``metrics.jsonl``."""
+        values = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return {name: value for name, value in values if value or value == 0}
+
+
+def scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record by path: ``rewards/math``, ``ratio/p99``. Lists, texts and histograms are left out."""
+    out: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and "buckets" not in value:
+            out |= scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            out[f"{prefix}{name}"] = float(value)
+    return out

@@ -1,0 +1,184 @@
+"""What one rank counts while it trains a step, and the step's record, made of what all ranks counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rlbuffer.process.ranks import Ranks
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.step_plan import version_trained
+from rlbuffer.state.step_record import StepRecord
+from rlbuffer.trainer.reports.mfu import Utilization
+from rlbuffer.trainer.update.pass_times import PassTimes
+from rlbuffer.trainer.update.ratios import Ratios, ratios_of
+from rlbuffer.trainer.update.update import SUMS
+
+
+class Stopwatch:
+    """Seconds per part of a step, and in all since it was made."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """Seconds since it was made, measured parts or not."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Adds the block's time to `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+class Tally:
+    """The counts that one rank makes while it trains a step."""
+
+    def __init__(self, ranks: Ranks, step: Step) -> None:
+        self._ranks = ranks
+        self._step = step
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        """[len(SUMS)] over this rank's micro-batches and all updates."""
+        self.ratios = Ratios()
+        self.pass_times = PassTimes(ranks.device)
+        self.updates = 1
+        """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
+        self.gradient_norm = 0.0
+        """Of the last update, before clipping; equal on all ranks."""
+        self.learning_rate = 0.0
+        """Of the last update."""
+        self.damaged_tokens = 0
+
+    def record(self, watch: Stopwatch, utilization: Utilization) -> StepRecord:
+        """The step's record, but for what the run adds. All ranks call it, each with its own watch."""
+        step, header = self._step, self._step.header
+        sums = dict(zip(SUMS, self._ranks.sum(self.sums).tolist(), strict=True))
+        parts = [json.loads(text) for text in self._ranks.gather_text(json.dumps(self._part(watch)))]
+        envs, named, counts = (_added(part[table] for part in parts) for table in ("envs", "named", "counts"))
+        trained, rollouts = max(1.0, sums["loss_tokens"]), max(1.0, sum(its["rollouts"] for its in envs.values()))
+        squares = sum(its["length_squares"] for its in envs.values())
+        total = max(watch.total, 1e-9)
+
+        def share(name: str) -> float:
+            return sum(its[name] for its in envs.values()) / rollouts
+
+        def by_env(name: str) -> dict[str, float]:
+            return {env: its[name] / its["rollouts"] for env, its in envs.items()}
+
+        return StepRecord(
+            step=step.number,
+            epoch=step.epoch,
+            digest=step.digest,
+            time=time.time(),
+            reward=header.reward,
+            rewards={env: its["reward"] for env, its in header.envs.items()},
+            reward_parts={
+                env: {name: value / counts[env][name] for name, value in sorted(values.items())}
+                for env, values in named.items()
+            },
+            reward_std={env: _spread(its) for env, its in envs.items() if its["scored"] > 1},
+            loss=sums["loss"] / max(1, self.updates),
+            entropy=sums["entropy"] / trained,
+            kl=sums["kl"] / trained,
+            ratio=ratios_of([part["ratios"] for part in parts]),
+            clip_fraction=sums["clipped"] / trained,
+            grad_norm=self.gradient_norm,
+            learning_rate=self.learning_rate,
+            tokens=header.tokens,
+            tokens_by_env={env: its["tokens"] for env, its in header.envs.items()},
+            loss_tokens=step.normalizers.loss_tokens,
+            damaged_tokens=self.damaged_tokens,
+            rollouts=step.rollouts,
+            groups=step.groups,
+            age=header.age,
+            max_age=header.max_age,
+            ages={env: its["age"] for env, its in header.envs.items()},
+            on_policy=share("on_policy"),
+            on_policy_by_env=by_env("on_policy"),
+            truncated=share("truncated"),
+            truncated_by_env=by_env("truncated"),
+            response_tokens=by_env("response_tokens"),
+            fill=header.fill,
+            padding=1.0 - sum(part["rank"]["tokens"] for part in parts) / max(1, sum(part["slots"] for part in parts)),
+            closed_by=header.closed_by,
+            tokens_per_second=round(header.tokens / total, 3),
+            mfu=utilization.share(sums["tokens"], squares, total * self._ranks.world_size),
+            memory_bytes=max(part["memory_bytes"] for part in parts),
+            wait=round(watch.seconds.get("wait", 0.0) / total, 6),
+            seconds={part: round(value, 6) for part, value in {**watch.seconds, "total": total}.items()},
+            ranks=[part["rank"] for part in parts],
+            world_size=self._ranks.world_size,
+        )
+
+    def _part(self, watch: Stopwatch) -> dict[str, Any]:
+        """This rank's own, JSON types; tables are sums by env. No rollout is on two ranks."""
+        envs, named, counts = (defaultdict[str, Any](lambda: defaultdict(float)) for _ in range(3))
+        step, header = self._step.number, self._step.header
+        means = {env: its["reward"] for env, its in header.envs.items()}
+        tokens = 0
+        for sample in (s for micro_batch in self._step for s in micro_batch.samples):
+            tokens += sample.length
+            env = envs[sample.env]
+            env["rollouts"] += 1
+            env["truncated"] += sample.is_truncated
+            env["on_policy"] += sample.policy_versions[0] >= version_trained(header.adapters, sample.adapter, step)
+            env["response_tokens"] += sample.length - sample.prompt_tokens
+            env["length_squares"] += sample.length**2
+            # Of distances from the step's mean: those of the rewards themselves would lose the digits that matter.
+            off = 0.0 if sample.reward is None else sample.reward - (means.get(sample.env) or 0.0)
+            env["scored"] += sample.reward is not None
+            env["off"] += off
+            env["off_squares"] += off**2
+            for name, value in sample.rewards.items():
+                named[sample.env][name] += value
+                counts[sample.env][name] += 1
+        seconds = {"wait": watch.seconds.get("wait", 0.0), **self.pass_times.seconds()}
+        return {
+            "envs": envs,
+            "named": named,
+            "counts": counts,
+            "slots": sum(micro_batch.length for micro_batch in self._step),
+            "ratios": self.ratios.counts(),
+            "memory_bytes": memory_bytes(self._ranks.device),
+            "rank": {"tokens": tokens, **{part: round(value, 6) for part, value in seconds.items()}},
+        }
+
+
+def _added(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """env -> name -> sum over the ranks' tables."""
+    out: dict[str, dict[str, float]] = {}
+    for table in tables:
+        for env, values in table.items():
+            into = out.setdefault(env, {})
+            for name, value in values.items():
+                into[name] = into.get(name, 0.0) + value
+    return dict(sorted(out.items()))
+
+
+def _spread(its: Mapping[str, float]) -> float:
+    """Standard deviation with n - 1 of an env's rewards."""
+    squares = its["off_squares"] - its["off"] ** 2 / its["scored"]
+    return math.sqrt(max(0.0, squares) / (its["scored"] - 1))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has used so far: on the GPU where it trains on one, else resident."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
