@@ -178,12 +178,12 @@ def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -
     path = field.replace(".", "/")
     for record in records:
         for name, value in scalars(record).items():
-            table, _, entry = name.rpartition("/")
-            if path in (name, table) and math.isfinite(value):
-                points.setdefault(field if name == path else entry, []).append((record["step"], value))
+            if f"{name}/".startswith(f"{path}/") and math.isfinite(value):
+                entry = name[len(path) + 1 :] or field
+                points.setdefault(entry, []).append((record["step"], value))
     if not points:
-        paths = {each for r in records[-2:] for name in scalars(r) for each in (name, name.rpartition("/")[0])}
-        known = sorted(path.replace("/", ".") for path in paths - {"", *NO_CURVES})
+        paths = {each for r in records[-2:] for name in scalars(r) for each in (name, name.partition("/")[0])}
+        known = sorted(path.replace("/", ".") for path in paths.difference(NO_CURVES))
         hint = did_you_mean(field, known)
         fields = ", ".join(name for name in known if "." not in name)
         where = f" of run {run}" if run else ""

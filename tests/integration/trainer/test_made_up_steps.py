@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+UNKNOWN = {"mfu", "buffer", "reward_parts"}
+"""A CPU's peak, a pool where there is no server, parts of a reward that is made up."""
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 
@@ -39,6 +43,8 @@ def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
     assert train(wanted, rank=0, world_size=1, fake_data=True)
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(record["loss"])
+    measured = {f.name for f in fields(StepRecord) if not isinstance(getattr(StepRecord(), f.name), str | tuple)}
+    assert measured - record.keys() == UNKNOWN
 
 
 def test_further_columns_change_no_token_of_a_made_up_step() -> None:
