@@ -182,7 +182,7 @@ def completed(words: str, current: str) -> set[str]:
 
 
 def test_a_shell_completes_commands_options_and_settings() -> None:
-    assert completed("rlbuffer", "re") == {name for name in COMMANDS if name.startswith("re")}
+    assert completed("rlbuffer", "ru") == {name for name in COMMANDS if name.startswith("ru")}
     assert "--once" in completed("rlbuffer top", "--o")
     assert completed("rlbuffer config explain", "batcher.max_a") == {"batcher.max_age", "batcher.max_age_seconds"}
 
