@@ -98,7 +98,7 @@ def test_seeds_that_run_a_line_of_lua_are_those_that_enter_its_branch() -> None:
     line = next(
         number for number, text in enumerate(sources()["push"].splitlines(), 1) if "'LATE'" in text and "return" in text
     )
-    late = next(i for i, b in enumerate(branches()) if b.script == "push" and b.line == line - 2 and b.what == "then")
+    late = next(i for i, b in enumerate(branches()) if b.script == "push" and b.line == line - 4 and b.what == "then")
     elsewhere = next(i for i, b in enumerate(branches()) if b.script == "void")
     seen = Entered({5: [elsewhere], 7: [late], 9: [late + 1]}, {})
     assert seen.seeds("rlbuffer/store/scripts/push.lua", line) == [7]
