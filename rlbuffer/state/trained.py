@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import percent
 
 RECENT_STEPS = 20
@@ -37,6 +38,11 @@ def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
     if share < 0.05:
         side = ": the trainer is the slow side"
     return Waited(share=share, text=f"the trainer waited {percent(share)} of {of} for data{side}", is_long=is_long)
+
+
+def waited_of(records: Sequence[StepRecord]) -> Waited:
+    """The time that the trainer waited in these steps."""
+    return waited([r.seconds.get("wait", 0.0) for r in records], [r.seconds.get("total", 0.0) for r in records])
 
 
 def example_lines(examples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlbuffer.records.waiting import Wait
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, Waited
+from rlbuffer.state.trained import RECENT_STEPS, Waited, waited_of
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     ENV_NUMBERS,
@@ -31,7 +31,6 @@ from rlbuffer_cli.render.pool import (
 )
 from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import aligned, broken, cut, utc
-from rlbuffer_cli.render.train_view import waited_of
 from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, beat_row
 
 if TYPE_CHECKING:

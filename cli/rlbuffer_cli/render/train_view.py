@@ -12,7 +12,7 @@ from types import TracebackType
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, Waited, example_lines, waited
+from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited_of
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail
@@ -228,8 +228,3 @@ def train_lines(records: Sequence[StepRecord], planned: int, elapsed: float, wid
 def slow_side(records: Sequence[StepRecord]) -> str:
     """The side that holds up the other, from the time that the trainer waited."""
     return waited_of(records).text
-
-
-def waited_of(records: Sequence[StepRecord]) -> Waited:
-    """The time that the trainer waited in these steps."""
-    return waited([r.seconds.get("wait", 0.0) for r in records], [r.seconds.get("total", 0.0) for r in records])
