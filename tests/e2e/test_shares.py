@@ -117,7 +117,7 @@ def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(hom
     home.wait_until(lambda: names_env(totals(home), "slow"), seconds=60, why="inspect's sentence")
     say(f"inspect --json names it after {time.monotonic() - killed:.1f} s")
     plain = home.call("inspect", "--run", "shares", "--limit", "1").stdout
-    assert "batcher: slow is " in " ".join(plain.split()), plain
+    assert names_env(" ".join(plain.split()), "slow"), plain
 
     assert home.ended(train, 240) == 5, home.logs()
     said = (home.path / "train.log").read_text().splitlines()[-1]
@@ -174,8 +174,8 @@ def test_what_a_step_does_without_an_env_is_what_the_settings_say(
         assert home.ended(trainer, 120) == 5, home.logs()
         error = events(home, "trainer", "error")[-1]
         dead = next(e for e in events(home, "serve", "env") if e["state"] == "dead")
-        assert dead["sentence"].startswith("slow has sent nothing for 2 s: start a worker for it, or go on without it")
-        assert "slow has sent nothing for " in error["text"]
+        assert names_env(dead["sentence"], "slow")
+        assert names_env(error["text"], "slow")
         assert len(events(home, "serve", "step")) <= before + 1
         return
     home.wait_until(lambda: len(events(home, "serve", "step")) >= before + 4, seconds=120, why="four steps without it")
@@ -206,7 +206,5 @@ def test_on_dead_env_stop_ends_the_batcher_and_tells_the_trainer_why(home: Home)
     reason = (home.path / "serve.log").read_text().splitlines()[-1].removeprefix("Error: ")
     assert error["kind"] == "BatcherFailed"
     assert error["text"] == f"the batcher of run 'shares' failed: RlbufferError: {reason}"
-    assert reason.endswith(
-        "cannot be made: slow has sent nothing for 2 s: start a worker for it, or go on without it "
-        "(`rlbuffer env pause slow`). (batcher.on_dead_env = stop)"
-    )
+    assert names_env(reason, "slow")
+    assert "batcher.on_dead_env" in reason

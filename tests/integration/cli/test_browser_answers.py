@@ -101,8 +101,8 @@ def test_why_an_env_is_short_when_its_only_worker_is_silent(run: Run, buffer: rl
     buffer.store.heartbeats = heartbeats  # type: ignore[method-assign,assignment]
 
     async def tour(person: Person) -> None:
-        shown = await person.sees("! env math has no worker at work: inf-1 was heard 44 s ago")
-        assert "env code has no worker" not in shown
+        shown = await person.sees("! No worker of math is at work", "inf-1 was heard 44 s ago")
+        assert "No worker of code" not in shown
 
     browse(buffer, tour)
 
