@@ -75,8 +75,11 @@ def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes
             why="the places of those that were ended",
         )
         for name in ("holds", "blocks"):
-            line = next(line for line in said().splitlines() if " run " in line and place(name) in line)
-            assert f"worker {name} " in line
+            line = next(
+                line
+                for line in said().splitlines()
+                if f" run            worker {name} " in line and place(name) in line
+            )
             assert f"stuck_envs:{STUCK[name].__name__}" in line
         home.wait_until(
             lambda: place("never") in str(buffer.store.heartbeats("worker")["never"].get("problems")),

@@ -13,6 +13,8 @@ import pytest
 from homes import Home
 from paced import events, start_trainer, start_worker
 
+from rlbuffer.records.waiting import Wait, Waiting
+
 AWAY_SECONDS = float(os.environ.get("RLBUFFER_AWAY_SECONDS", "5"))
 STEP_GROUPS = 6
 STEPS = 24
@@ -52,8 +54,8 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
             def paused() -> bool:
                 looked = store.ledger().total()
                 time.sleep(1.0)
-                waiting = str(store.heartbeats("worker")["math"].get("waiting"))
-                return "no ticket for math" in waiting and store.ledger().total() == looked
+                waiting = Waiting.of(store.heartbeats("worker")["math"].get("waiting"))
+                return waiting is not None and waiting.kind is Wait.TICKET and store.ledger().total() == looked
 
             home.wait_until(paused, seconds=60, why="a worker that gets no ticket")
             half = store.ledger().total()

@@ -56,7 +56,7 @@ SHIPPED_LASTS = {
 """Those that go on until they are stopped -> what they print when they are at work."""
 DOCS_LASTS = {
     "rlbuffer serve --run RUN": 'serving run "math" from step 0',
-    "rlbuffer worker --env parity:Parity --run RUN": "waiting for 5 s: the first policy version",
+    "rlbuffer worker --env parity:Parity --run RUN": "waiting for 5 s: ",
     "rlbuffer score --model ~/models/qwen3-0.6b --run math": "gives ref_logprobs",
     "rlbuffer score --reward my_judge.api:reward --env essays": "gives reward",
     "rlbuffer weights serve --listen 0.0.0.0:9466 --upstream http://trainer-0:9465": ", from http://trainer-0:9465",

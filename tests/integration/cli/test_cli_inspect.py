@@ -13,6 +13,7 @@ import pytest
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.waiting import Problem, Trouble, Wait
 from rlbuffer.testing import make_group
 from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
@@ -68,9 +69,11 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
 
 def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
-    buffer.heartbeat("worker", "odd", {"version": "x", "error": "no\x1bne"})
+    stuck = Problem(kind=Trouble.WORKER_STUCK, worker="odd", env="a", detail="no\x1bne")
+    buffer.heartbeat("worker", "odd", {"version": "x", "problems": [stuck.record()]})
     _, out, _ = call("inspect")
-    assert "  workers: odd ! no\\x1bne · vcopy v3 12 rollouts/s\n" in out
+    assert "vcopy v3 12 rollouts/s" in out
+    assert "no\\x1bne" in out
     _, out, _ = call("inspect", "--json", "--totals")
     records = [json.loads(line) for line in out.splitlines()]
     assert [(r["schema"], r.get("worker")) for r in records] == [
@@ -83,18 +86,13 @@ def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monke
     assert "vcopy last seen 0." in out
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        (0, "The run has ended: the trainer has made its 7 steps."),
-        (130, "The run was stopped after step 0; started again, it goes on."),
-        (1, "The run ended after step 0 with exit code 1: see h/runs/math/run.log."),
-    ],
-)
-def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, sentence: str) -> None:
+@pytest.mark.parametrize(("code", "kind"), [(0, Wait.ENDED), (130, Wait.FAILED), (1, Wait.FAILED)])
+def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, kind: Wait) -> None:
     settings = RunSettings.model_validate({"run": "math", "home": "h", "trainer": {"steps": 7}})
     say_ended(buffer, settings, code)
-    assert f"  batcher: {sentence}\n" in call("inspect")[1]
+    said = json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])["waiting"]["batcher"]
+    assert said["kind"] == kind
+    assert said["sentence"] in call("inspect")[1]
 
 
 def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, call: Call) -> None:

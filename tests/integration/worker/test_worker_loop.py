@@ -175,7 +175,7 @@ def test_a_worker_without_tickets_asks_ever_less_often_and_still_ends_at_once(
     stage.announce(0)
     stage.start()
     eventually(lambda: store.calls["ask"] == 1)
-    eventually(lambda: "no ticket for counting" in stage.heartbeat().get("waiting"))
+    eventually(lambda: (stage.heartbeat().get("waiting") or {}).get("kind") == Wait.TICKET)
     stage.finish()  # it does not sleep an hour
     assert stage.raised is None
     assert (store.calls["take_tickets"], store.calls["ask"]) == (2, 1)
