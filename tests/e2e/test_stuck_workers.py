@@ -69,18 +69,14 @@ def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes
 
         for name in ("blocks", "never"):
             os.kill(begun[name], signal.SIGTERM)
+
+        def ended(name: str) -> list[str]:
+            lines = (line for line in said().splitlines() if f" run            worker {name} " in line)
+            return [line for line in lines if place(name) in line and f"stuck_envs:{STUCK[name].__name__}" in line]
+
         home.wait_until(
-            lambda: all(f"worker {name} " in said() and place(name) in said() for name in ("holds", "blocks")),
-            seconds=30,
-            why="the places of those that were ended",
+            lambda: ended("holds") and ended("blocks"), seconds=30, why="the places of those that were ended"
         )
-        for name in ("holds", "blocks"):
-            line = next(
-                line
-                for line in said().splitlines()
-                if f" run            worker {name} " in line and place(name) in line
-            )
-            assert f"stuck_envs:{STUCK[name].__name__}" in line
         home.wait_until(
             lambda: place("never") in str(buffer.store.heartbeats("worker")["never"].get("problems")),
             seconds=30,

@@ -14,6 +14,7 @@ import pytest
 from weights_places import Place, make_version, place
 
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker import versions
 from rlbuffer.worker.versions import Versions
@@ -176,4 +177,4 @@ def test_nothing_serves_yet_so_the_sentence_says_what_is_downloaded(tmp_path: Pa
         assert await scene.versions.refresh()
 
     asyncio.run(run())
-    assert scene.waits == [f"the weights of policy version 4, downloaded from {scene.current.location}"]
+    assert scene.waits == [Waiting(kind=Wait.WEIGHTS, version=4, detail=scene.current.location)]
