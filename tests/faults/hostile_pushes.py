@@ -43,7 +43,6 @@ STRANGE: tuple[Any, ...] = (
 NEEDS: tuple[tuple[str, ...], ...] = ((), (), (), ("ref_logprobs",), ("nobody",))
 GROUPS = 40
 """Groups that pushes are made of under names of their own: to make one takes long."""
-LENGTH_WORDS = ("", "x", "5 1 99999999999999999999", "5 -1 8", "99 1 1", "5 1", "5 1 8 " * 30_000, "\x00", "nan 1 1", 7)
 
 
 @dataclass(slots=True)
@@ -121,14 +120,12 @@ class Pushes:
         args = self._args(seen, push, suffix, push.metadata if sound else self._metadata(push))
         args[1] = dice.choice((1, 1, 1, 1, 2, 2**53))
         for _ in range(0 if sound else dice.choice((0, 0, 1, 1, 2))):
-            at = dice.choice((0, 1, 2, 3, 4, 5, 6, 7, 9, 9, 10, 11))
+            at = dice.choice((0, 1, 2, 3, 4, 5, 6, 7, 9, 9, 10))
             args[at] = self._value()
             if at == 9 and seen.entries:
                 args[at] = dice.choice(seen.entries)[0]
             if at == 10:
                 args[at] = dice.choice((self.other.payload_prefix, "", self.keys.tag))
-            if at == 11:
-                args[at] = dice.choice(LENGTH_WORDS)
         return self._sent(suffix, args, payloads, stores=sound or dice.random() < 0.9)
 
     def _sealed_push(self, seen: Seen) -> list[Command]:
