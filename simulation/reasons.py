@@ -152,6 +152,8 @@ class Reasons:
             kinds += [Wait.FILLING, Wait.NOTHING_TO_LEARN]
             if self._hash("ends"):
                 kinds.append(Wait.LAST_STEP)
+            if number(meta, b"draining"):
+                kinds.append(Wait.DRAINING)
         return kinds
 
     def _has_plenty(self, oldest: int, world_size: int) -> bool:
