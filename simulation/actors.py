@@ -161,7 +161,7 @@ class Worker:
         """The pushes that a group is made of; one of them may come later, by itself."""
         plan, dice = self.world.plan, self.world.dice
         parts = [group]
-        if dice.random() < plan.too_large:
+        if not self.world.network.is_healed and dice.random() < plan.too_large:
             keys = self.world.invariants.keys
             self.world.network.too_large.add(f"{keys.payload_prefix}{{{keys.payload_prefix}{group.group_id}".encode())
         if dice.random() < plan.parts:
