@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
@@ -28,7 +29,7 @@ from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.session import open_store
 
 STEPS = 32
 STEP_GROUPS, GROUP_SIZE = 16, 8
@@ -62,7 +63,7 @@ def run(report: Report) -> None:
 def measure(low: int, high: int) -> tuple[float, float, int, int]:
     """Returns the CPU and wall seconds of all steps, their tokens, and the bytes of the files."""
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="no", maxmemory="0"))
+    store = open_store(EveryRole, None, run="bench", home=home, server=ServerSettings(appendfsync="no", maxmemory="0"))
     try:
         tokens = committed(store, low, high)
         best = (float("inf"), float("inf"))
@@ -84,7 +85,7 @@ def measure(low: int, high: int) -> tuple[float, float, int, int]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def committed(store: RedisStore, low: int, high: int) -> int:
+def committed(store: EveryRole, low: int, high: int) -> int:
     """Makes the steps. -> their tokens."""
     store.open_run()
     number = store.attempt(uuid="bench", world_size=8, resume_step=0).number

@@ -31,6 +31,7 @@ import numpy as np
 import redis
 
 from benchmarks.apart import Apart
+from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     GROUP_SIZE,
     Arrays,
@@ -49,8 +50,8 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import open_store
 from rlbuffer.store.server.connection import SOCKET_READ_BYTES
+from rlbuffer.store.session import open_store
 
 ROUNDS = 5
 """Timed rounds, after one that grows heaps and connections."""
@@ -133,7 +134,7 @@ def _open(
     """Adds everybody that can run here, and how to end them. -> their names."""
     names = {name: name for name in (OURS, UNLOGGED, STREAM, HTTP)}
     server = ServerSettings(appendfsync="everysec")
-    keeper = open_store(None, run="keeper", home=home, server=server)
+    keeper = open_store(EveryRole, None, run="keeper", home=home, server=server)
     closing.append(keeper.close)
     ours = contenders[OURS] = Ours(home, server, sampled)
     closing.append(ours.close)
@@ -171,7 +172,7 @@ class Ours:
     def __init__(
         self, home: Path, server: ServerSettings, sampled: Sequence[Arrays], *, is_logged: bool = True
     ) -> None:
-        self._store = store = open_store(None, run=RUN, home=home, server=server)
+        self._store = store = open_store(EveryRole, None, run=RUN, home=home, server=server)
         if not is_logged:
             store.connection.client.config_set("appendonly", "no")
         self._clock, epoch = Clock(store), store.open_run().epoch
@@ -206,7 +207,7 @@ class Producing:
 
     def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays], epoch: int) -> None:
         self._sampled = sampled
-        self._writer = Writer(open_store(None, run=RUN, home=home, server=server), "bench", epoch=epoch)
+        self._writer = Writer(open_store(EveryRole, None, run=RUN, home=home, server=server), "bench", epoch=epoch)
 
     def push(self, step: int) -> None:
         """The groups of a step, from arrays."""
@@ -217,7 +218,7 @@ class Leading:
     """The real daemon, in a thread."""
 
     def __init__(self, home: Path, server: ServerSettings, groups: int, longest: int) -> None:
-        self._store = open_store(None, run=RUN, home=home, server=server)
+        self._store = open_store(EveryRole, None, run=RUN, home=home, server=server)
         config = BatcherConfig(
             row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={"arrays": 1.0}
         )
@@ -234,7 +235,7 @@ class Pulling:
     """Pulls for all ranks, one after the other."""
 
     def __init__(self, home: Path, server: ServerSettings) -> None:
-        self._store = open_store(None, run=RUN, home=home, server=server)
+        self._store = open_store(EveryRole, None, run=RUN, home=home, server=server)
         self._pulls = pulls_of(self._store, RANKS)
 
     def pull(self, step: int) -> list[object]:

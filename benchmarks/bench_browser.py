@@ -123,7 +123,7 @@ def _one_shot(home: Path) -> tuple[float, float]:
 
 def _watch(buffer: rlbuffer.Buffer) -> dict[str, int]:
     """Has the server note slow commands from now on. -> command that writes -> its calls so far."""
-    client: Any = buffer.store.client  # type: ignore[attr-defined]
+    client: Any = buffer.store.client
     client.config_set("slowlog-log-slower-than", SLOW_MICROSECONDS)
     client.config_set("slowlog-max-len", 10_000)
     client.slowlog_reset()
@@ -138,7 +138,7 @@ def _writes(client: Any) -> dict[str, int]:
 
 def _asked(buffer: rlbuffer.Buffer, before: dict[str, int]) -> tuple[float, str, list[str]]:
     """Milliseconds and name of the slowest command since :func:`_watch`, and the commands that wrote."""
-    client: Any = buffer.store.client  # type: ignore[attr-defined]
+    client: Any = buffer.store.client
     log = client.slowlog_get(10_000)
     slowest: Any = max(log, key=lambda entry: entry["duration"], default={"duration": 0, "command": b""})
     writes = [name for name, calls in _writes(client).items() if calls != before.get(name, 0)]

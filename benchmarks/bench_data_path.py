@@ -24,6 +24,7 @@ import redis
 from numpy.typing import NDArray
 
 from benchmarks.apart import Apart
+from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     CALL_GROUPS,
     GROUP_SIZE,
@@ -48,8 +49,8 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.server.connection import SOCKET_READ_BYTES
+from rlbuffer.store.session import open_store
 from rlbuffer.wire import payload
 
 ROUNDS = 5
@@ -104,7 +105,7 @@ def measure(lengths: NDArray[np.int64]) -> list[Round]:
     """Every timed round."""
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     server = ServerSettings(appendfsync="everysec")
-    keeper = open_store(None, run="keeper", home=home, server=server)
+    keeper = open_store(EveryRole, None, run="keeper", home=home, server=server)
     rng = np.random.default_rng(0)
     sampled = [arrays(rng, int(n)) for n in lengths]
     payload_sizes = [[len(raw) for raw in payload.encode_push(group).payloads] for group in make_groups("any", sampled)]
@@ -114,7 +115,7 @@ def measure(lengths: NDArray[np.int64]) -> list[Round]:
     rounds = []
     try:
         for number in range(1 + ROUNDS):
-            store = open_store(None, run=f"round{number}", home=home, server=server)
+            store = open_store(EveryRole, None, run=f"round{number}", home=home, server=server)
             try:
                 rounds.append(one_round(store, lengths, payload_sizes, *others))
             finally:
@@ -129,7 +130,7 @@ def measure(lengths: NDArray[np.int64]) -> list[Round]:
 
 
 def one_round(
-    store: RedisStore,
+    store: EveryRole,
     lengths: NDArray[np.int64],
     sizes: Sequence[Sequence[int]],
     bare: Apart,
@@ -203,7 +204,7 @@ class Pushes:
 
     def open(self, run: str) -> None:
         """Goes to another run."""
-        self._store = open_store(None, run=run, home=self._home, server=self._server)
+        self._store = open_store(EveryRole, None, run=run, home=self._home, server=self._server)
         self._writer = Writer(self._store, "bench", epoch=self._store.meta().epoch)
 
     def hset(self) -> None:
@@ -242,7 +243,7 @@ class Ranks:
 
     def open(self, run: str) -> None:
         """Goes to another run: its ranks begin there."""
-        self._store = open_store(None, run=run, home=self._home, server=self._server)
+        self._store = open_store(EveryRole, None, run=run, home=self._home, server=self._server)
         self._pulls = {world_size: pulls_of(self._store, world_size) for world_size in WORLD_SIZES}
 
     def pull(self, world_size: int) -> list[object]:
@@ -292,7 +293,7 @@ def used_memory(client: redis.Redis) -> int:
     return int(facts["used_memory"])
 
 
-def fields_of(pull: StepPull, store: RedisStore) -> dict[str, list[str]]:
+def fields_of(pull: StepPull, store: EveryRole) -> dict[str, list[str]]:
     """Payload key -> fields, of one rank's part."""
     fields: dict[str, list[str]] = {}
     header = store.wait_step(1, block_seconds=0.0)

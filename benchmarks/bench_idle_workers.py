@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.every_role import EveryRole
 from benchmarks.moves import Clock
 from benchmarks.report import Report
 from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks
@@ -29,7 +30,7 @@ from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
 from rlbuffer.events.worker import VersionLoaded, WorkerEvent
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.session import open_store
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.heartbeat import Pulse
@@ -104,8 +105,8 @@ def run(report: Report) -> None:
     report.line(f"{name}, met: {report.target(name, share < MOST_OF_A_CORE)}")
 
 
-def open_(home: Path, url: str | None = None) -> RedisStore:
-    return open_store(url, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+def open_(home: Path, url: str | None = None) -> EveryRole:
+    return open_store(EveryRole, url, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
 
 
 def end(processes: Sequence[BaseProcess]) -> None:
@@ -116,7 +117,7 @@ def end(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def round_trips(store: RedisStore) -> int:
+def round_trips(store: EveryRole) -> int:
     """The times that the server has read from a client since it began."""
     facts: Any = store.connection.client.info("stats")
     return int(facts["total_reads_processed"])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.bench_batcher import GROUP_SIZE
 from benchmarks.bench_leader import Cost, fill, spent
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
@@ -24,7 +25,7 @@ from rlbuffer.daemon import Daemon
 from rlbuffer.daemon.loop import LEASE_SECONDS
 from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StepCommitted, StepWaits
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import open_store
+from rlbuffer.store.session import open_store
 
 RANKS = 512
 MICRO_BATCHES = 4
@@ -70,7 +71,9 @@ def run(report: Report) -> None:
 def measure() -> tuple[Cost, int]:
     """Returns the cost of all steps together, and how often the lease was lost meanwhile."""
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec", maxmemory="0"))
+    store = open_store(
+        EveryRole, None, run="bench", home=home, server=ServerSettings(appendfsync="everysec", maxmemory="0")
+    )
     try:
         fill(store, POOL)
         number = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number

@@ -20,6 +20,7 @@ import numpy as np
 import redis
 
 from benchmarks.bench_batcher import GROUP_SIZE, make_info
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer
@@ -28,8 +29,8 @@ from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.moves.steps import StepMoves
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.session import open_store
 from rlbuffer.wire import payload
 
 POOLS = (1_000, 10_000, 100_000)
@@ -45,8 +46,8 @@ LARGE = {256: 12, 4_096: 3}
 """Groups of a large step -> how many such steps are measured."""
 MOVES: dict[str, tuple[type, str]] = {
     "decide": (Batcher, "next"),
-    "pin": (StepMoves, "pin"),
-    "commit": (StepMoves, "commit"),
+    "pin": (LeaderStore, "pin"),
+    "commit": (LeaderStore, "commit"),
 }
 """Name -> the call that it is."""
 MOST_MS, MOST_SERVER_MS = {256: 12.0, 4_096: 150.0}, 3.0
@@ -138,7 +139,7 @@ def watched() -> Iterator[dict[str, list[tuple[float, float]]]]:
 
     def timed(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **named: Any) -> Any:
-            if isinstance(self, RedisStore):
+            if isinstance(self, LeaderStore):
                 client[:] = [self.connection.client]
             server, leader = server_seconds(client), time.process_time()
             result = before[name](self, *args, **named)
@@ -168,7 +169,7 @@ def measure(pool: int, *, groups: int = STEP_GROUPS, warm: int = WARM, steps: in
     """Returns the seconds from the start to the first decision, and those of the measured steps of so many groups."""
     config = replace(CONFIG, step_groups=groups)
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
-    store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+    store = open_store(EveryRole, None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
     try:
         fill(store, pool)
         store.attempt(uuid="bench", world_size=8, resume_step=0)
@@ -193,7 +194,7 @@ def measure(pool: int, *, groups: int = STEP_GROUPS, warm: int = WARM, steps: in
         shutil.rmtree(home, ignore_errors=True)
 
 
-def fill(store: RedisStore, groups: int) -> None:
+def fill(store: EveryRole, groups: int) -> None:
     """Makes `groups` whole groups pending."""
     store.open_run()
     rng, keys = np.random.default_rng(0), store.keys
@@ -211,7 +212,7 @@ def fill(store: RedisStore, groups: int) -> None:
             pipe.execute()
 
 
-def spent(store: RedisStore) -> Cost:
+def spent(store: EveryRole) -> Cost:
     """CPU so far of this process and of the server, and the time."""
     facts: Any = store.connection.client.info("cpu")
     server = float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.bench_idle_workers import beat_for, open_
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.step_pull import StepPull
@@ -31,7 +32,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.verify.verify import verify
 from rlbuffer.testing import make_group
 
 WORKERS, RANKS = 1_000, 512
@@ -65,7 +66,7 @@ class Place(NamedTuple):
     url: str | None = None
     """None: the embedded server of `home`."""
 
-    def open(self) -> RedisStore:
+    def open(self) -> EveryRole:
         """The run, over a connection of its own."""
         return open_(self.home, self.url)
 
@@ -104,7 +105,7 @@ def measure(report: Report, title: str, place: Place, servers: Sequence[Ask]) ->
         for process in processes:
             process.start()
         times = trainer.train(heard, stop, seconds)
-        findings = store.verify().findings
+        findings = verify(store).findings
     finally:
         for process in processes:
             process.kill()
@@ -118,7 +119,7 @@ def measure(report: Report, title: str, place: Place, servers: Sequence[Ask]) ->
 class Trainer:
     """Rank 0's words, once all ranks have pulled a step; and the server's figures between two of its moments."""
 
-    def __init__(self, store: RedisStore, attempt: int, epoch: int, servers: Sequence[Ask]) -> None:
+    def __init__(self, store: EveryRole, attempt: int, epoch: int, servers: Sequence[Ask]) -> None:
         self.store, self.attempt, self.epoch, self._servers = store, attempt, epoch, servers
         self.trained = self.steps = 0
         """Last trained step; steps of the measured time."""
@@ -230,7 +231,7 @@ def _played(role: Callable[..., None], place: Place, its: range, times: Any, hea
 class Worker:
     """A worker between two of its calls: it takes a ticket, pauses, and pushes."""
 
-    def __init__(self, store: RedisStore, number: int, times: dict[str, list[float]]) -> None:
+    def __init__(self, store: EveryRole, number: int, times: dict[str, list[float]]) -> None:
         setattr(store, "take_tickets", timed(times, "take", store.take_tickets))  # noqa: B010
         self.policy = Buffer(store, settings=RunSettings()).policy()
         self.writer = Writer(store, f"worker-{number}", epoch=store.meta().epoch)

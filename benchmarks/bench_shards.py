@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     GROUP_SIZE,
     Arrays,
@@ -36,7 +37,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.redis_store import open_store
+from rlbuffer.store.session import open_store
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -94,7 +95,7 @@ def one_round(
     url: str, servers: Sequence[OwnServer], sampled: Sequence[Arrays], *, run: str, home: Path
 ) -> Mapping[str, Cost]:
     """Pushes, commits and pulls a step; -> the cost of push and pull. What it wrote is deleted."""
-    store = open_store(url, run=run, home=home, server=ServerSettings())
+    store = open_store(EveryRole, url, run=run, home=home, server=ServerSettings())
     try:
         epoch = store.open_run().epoch
         attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number

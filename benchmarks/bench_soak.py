@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
@@ -20,7 +21,7 @@ from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
 
 STEPS = 5_000
@@ -33,11 +34,11 @@ CONFIG = BatcherConfig(row_tokens=128, step_groups=STEP_GROUPS, max_age=4, min_g
 """Tombstones live for two timeouts: as long as the least time below, or what is closed grows over the whole run."""
 SHORTENED: dict[tuple[str, str], float] = {
     ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): 5_000,
-    ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): 5_000,
+    ("rlbuffer.store.viewer", "MINIMUM_TOMBSTONE_MS"): 5_000,
     ("rlbuffer.batcher.pool", "TOMBSTONE_SECONDS"): 5.0,
-    ("rlbuffer.store.moves.pool", "HISTORY_ENTRIES"): 300,
-    ("rlbuffer.store.moves.steps", "HISTORY_ENTRIES"): 300,
-    ("rlbuffer.store.moves.steps", "SUMMARY_LINES"): 300,
+    ("rlbuffer.store.pool", "HISTORY_ENTRIES"): 300,
+    ("rlbuffer.store.leader", "HISTORY_ENTRIES"): 300,
+    ("rlbuffer.store.leader", "SUMMARY_LINES"): 300,
 }
 """Records that are kept for an hour, or 10,000 times, are kept for less here, so that all of them are full by half of
 the run."""
@@ -57,7 +58,7 @@ def run(report: Report) -> None:
     )
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     settings = ServerSettings(appendfsync="no")
-    stores = [open_store(None, run="soak", home=home, server=settings) for _ in range(2)]
+    stores = [open_store(EveryRole, None, run="soak", home=home, server=settings) for _ in range(2)]
     rows: list[list[str]] = []
     weights: list[tuple[int, int]] = []
     cpu, wall = time.process_time(), time.perf_counter()
@@ -93,7 +94,7 @@ def run(report: Report) -> None:
 NAMES = ("pool", "steps", "closed", "garbage", "history", "summary", "ledger", "state")
 
 
-def keys_of(store: RedisStore) -> list[str]:
+def keys_of(store: EveryRole) -> list[str]:
     """KiB of each of the run's larger keys, and how many payloads there are."""
     client: Any = store.connection.client
     keys = Keys("soak")
@@ -102,7 +103,7 @@ def keys_of(store: RedisStore) -> list[str]:
     return [f"{size / 1024:.1f}" for size in sizes] + [str(payloads)]
 
 
-def train(store: RedisStore) -> Iterator[int]:
+def train(store: EveryRole) -> Iterator[int]:
     """Pushes what the steps need and trains them, as fast as they come. -> each trained step."""
     epoch = store.open_run().epoch
     attempt = store.attempt(uuid="soak", world_size=1, resume_step=0).number

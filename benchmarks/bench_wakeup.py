@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.every_role import EveryRole
 from benchmarks.moves import Arrays, arrays, hmget, make_groups, plain_client
 from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS
@@ -33,7 +34,7 @@ from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import StepPlan
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.session import open_store
 
 RANKS = 8
 STEPS = 12
@@ -183,7 +184,7 @@ def push_step(writer: Writer, sampled: Sequence[Arrays], step: int) -> float:
 @contextmanager
 def a_run(
     sampled: Sequence[Arrays], work: Callable[[Path, int, Moments, Moments], None], moments: Moments, main: Moments
-) -> Iterator[RedisStore]:
+) -> Iterator[EveryRole]:
     """A server, a daemon, and a process of `work` for each rank; yields a store of the main process.
 
     `main`: moments that are not of ranks.
@@ -207,11 +208,11 @@ def a_run(
         shutil.rmtree(home, ignore_errors=True)
 
 
-def open_(home: Path) -> RedisStore:
-    return open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+def open_(home: Path) -> EveryRole:
+    return open_store(EveryRole, None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
 
 
-class Committing(RedisStore):
+class Committing(EveryRole):
     """A leader's store that notes when it begins a COMMIT, sends it, and has its answer."""
 
     main: Moments

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
@@ -148,7 +149,7 @@ def measured(home: Path, in_flight: int) -> tuple[int, float, float]:
     stop = threading.Event()
     watch = Watch(stop)
     with connect(run=f"bench-{in_flight}", config=settings) as buffer:
-        store = buffer.store
+        store = buffer.role(EveryRole)
         store.open_run()
         token = store.lease("bench", ttl_seconds=MAX_SECONDS).token
         attempt = store.attempt(uuid="bench", world_size=1, resume_step=0).number

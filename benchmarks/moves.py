@@ -13,6 +13,7 @@ import redis
 from numpy.typing import NDArray
 
 from benchmarks.apart import Apart
+from benchmarks.every_role import EveryRole
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.step_pull import StepPull
@@ -26,7 +27,6 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server.connection import SOCKET_READ_BYTES
 
 GROUP_SIZE = 16
@@ -55,7 +55,7 @@ class Cost:
 class Clock:
     """Times one piece of work."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: EveryRole) -> None:
         self._client = store.connection.client
 
     def __call__(self, work: Callable[[], object]) -> Cost:
@@ -142,7 +142,7 @@ def push_arrays(
 
 
 def commit(
-    store: RedisStore, groups: int, attempt: int, longest: int, *, env: str = "math", step: int = 1, digest: str = ""
+    store: EveryRole, groups: int, attempt: int, longest: int, *, env: str = "math", step: int = 1, digest: str = ""
 ) -> None:
     """The real daemon, from its start until `step` of `env`'s groups is committed; `digest`: of the step before."""
     config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={env: 1.0})
@@ -180,7 +180,7 @@ def hmget(client: redis.Redis, fields: Mapping[str, list[str]]) -> list[Any]:
         return pipe.execute()
 
 
-def pull_step(pull: StepPull, store: RedisStore, number: int = 1) -> Step:
+def pull_step(pull: StepPull, store: EveryRole, number: int = 1) -> Step:
     header = store.wait_step(number, block_seconds=0.0)
     if header is None:
         raise RuntimeError(f"step {number} is not there")
@@ -190,7 +190,7 @@ def pull_step(pull: StepPull, store: RedisStore, number: int = 1) -> Step:
     return step
 
 
-def pulls_of(store: RedisStore, world_size: int) -> list[StepPull]:
+def pulls_of(store: EveryRole, world_size: int) -> list[StepPull]:
     """A pull for each rank."""
     return [
         StepPull(store, rank, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1)

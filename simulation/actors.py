@@ -9,9 +9,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.settings import RunSettings
@@ -30,6 +30,9 @@ from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
+from rlbuffer.store.trainer import TrainerStore
+from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.worker import WorkerStore
 from simulation.host import AWAY, Host, describe
 from simulation.job import Job
 from simulation.rollouts import made_group
@@ -47,7 +50,7 @@ KEPT_CHECKPOINTS = 2
 # -- batcher -----------------------------------------------------------------------------------------------------------
 def batcher(host: Host, process: Process) -> None:
     """The process of `rlbuffer serve`."""
-    buffer: Any = SimpleNamespace(store=host.store(process), run=host.world.run, settings=RunSettings())
+    buffer = Buffer(host.store(process, Viewer), settings=RunSettings())
 
     def emit(event: BatcherEvent) -> None:
         host.world.reasons.heard(process, event)
@@ -84,7 +87,7 @@ class Worker:
     def run(self, process: Process) -> None:
         """The process of `rlbuffer worker`."""
         world, plan, dice = self.world, self.world.plan, self.world.dice
-        store = self.host.store(process)
+        store = self.host.store(process, WorkerStore)
         writer = Writer(
             store,
             f"w{self._index}",
@@ -300,7 +303,7 @@ class Trainer:
 
     def _rank(self, job: Job, rank: int, process: Process) -> None:
         world, plan = self.world, self.world.plan
-        store = self.host.store(process)
+        store = self.host.store(process, TrainerStore)
         store.open_run()
         reader = Reader(store, rank=rank, world_size=job.world_size, timeout_seconds=6.0)
         if job.state is not None:

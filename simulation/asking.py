@@ -7,6 +7,8 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, EpochChanged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.worker import WorkerStore
 from simulation.host import Host
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
@@ -21,7 +23,7 @@ def ask(host: Host, process: Process) -> None:
 
     It looks once more when all has healed: a server that was set back may have lost that the run goes on again.
     """
-    store, dice = host.store(process), host.world.dice
+    store, dice = host.store(process, OperatorStore), host.world.dice
     is_draining, before = False, None
     while True:
         host.world.scheduler.wait(dice.uniform(0.1, 1.0))
@@ -53,7 +55,7 @@ def ask(host: Host, process: Process) -> None:
 
 def push_more(host: Host, process: Process) -> None:
     """`rlbuffer push` of a group more, into a run that has ended: it trains all the same."""
-    store, world = host.store(process), host.world
+    store, world = host.store(process, WorkerStore), host.world
     writer = Writer(store, "late", epoch=store.open_run().epoch)
     world.invariants.joined(writer.incarnation, writer._producer.epoch)
     writer.push(made_group(world.dice, "a-late", "a", max(0, store.policy().version)))
@@ -64,7 +66,7 @@ def end(host: Host, process: Process) -> None:
 
     That is said again and again: a server that was set back may have lost it, and a request of before may come late.
     """
-    store, world = host.store(process), host.world
+    store, world = host.store(process, OperatorStore), host.world
     share = world.dice.choice((0.5, 0.9))
     while True:
         world.scheduler.wait(world.dice.uniform(0.1, 1.0))

@@ -12,6 +12,7 @@ from typing import Any
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.errors import ConfigError, WrongAnswer
 from rlbuffer.records.step_plan import Decision
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.payload import encode_push
 from simulation.client import encoded
 from simulation.host import AWAY, Host, World
@@ -64,7 +65,7 @@ def fill(world: World) -> None:
 # -- strangers ---------------------------------------------------------------------------------------------------------
 def stranger(host: Host, process: Process) -> None:
     """Writes into the pool, and among the tickets, what no client writes; a worker's rights are enough for it."""
-    world, store, pushes = host.world, host.store(process), count()
+    world, store, pushes = host.world, host.store(process, Viewer), count()
     while not world.network.is_healed:
         world.scheduler.wait(world.dice.uniform(0.2, 1.0))
         fields, entry_id = world.dice.choice(_strange(world)), "*"

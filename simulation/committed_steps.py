@@ -13,9 +13,9 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, version_trained
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.pool import reused_groups
-from rlbuffer.store.moves.step_format import decode_header, decode_part, step_digest
+from rlbuffer.store.pool import reused_groups
 from rlbuffer.store.records import PartRollout
+from rlbuffer.store.step_format import decode_header, decode_part, step_digest
 from rlbuffer.wire import payload
 from simulation.accounts import Live, Pending, incarnation_of
 from simulation.network import Network

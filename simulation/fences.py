@@ -12,7 +12,7 @@ from redis.exceptions import OutOfMemoryError
 from rlbuffer.batcher.admission import START_TICKETS
 from rlbuffer.batcher.age import oldest_version
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.pool import CLOSING_REASONS
+from rlbuffer.store.pool import CLOSING_REASONS
 from simulation.accounts import Pending
 from simulation.network import Network
 from simulation.rollouts import SMALLEST_TOKENS

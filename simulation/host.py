@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
 from rlbuffer.events.batcher import BatcherEvent
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.session import Role
 from simulation.invariants import Invariants
 from simulation.network import Network, SimulatedConnection
 from simulation.plan import Plan
@@ -61,10 +61,10 @@ class Host:
         self.clocks: Counter[str] = Counter()
         """First word of processes' names -> seconds by which their clocks are ahead."""
 
-    def store(self, process: Process) -> RedisStore:
-        """The process's own store."""
+    def store(self, process: Process, role: type[Role]) -> Role:
+        """The process's own store, for its role."""
         connection = SimulatedConnection(self.world.network, process)
-        return RedisStore(connection, self.world.run, patience_seconds=self.world.plan.patience_seconds)
+        return role(connection, self.world.run, patience_seconds=self.world.plan.patience_seconds)
 
     def start(self, name: str, main: Callable[[Process], None], on_end: Callable[[Process], None]) -> Process:
         """A process that runs `main`; `on_end` is called when it has ended, however."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.session import text
 from simulation.host import AWAY, Host, World
@@ -15,7 +17,7 @@ from simulation.scheduler import Process
 # -- operator ----------------------------------------------------------------------------------------------------------
 def operator(host: Host, process: Process) -> None:
     """Drops a pending group by hand, every now and then."""
-    store = host.store(process)
+    store = host.store(process, OperatorStore)
     while not host.world.network.is_healed:
         host.world.scheduler.wait(host.world.dice.uniform(0.1, 1.0))
         try:
@@ -32,7 +34,7 @@ def operator(host: Host, process: Process) -> None:
 
 def releaser(host: Host, process: Process) -> None:
     """Takes groups back that were trained and wait for another use, also while a plan with them is on its way."""
-    store = host.store(process)
+    store = host.store(process, LeaderStore)
     while not host.world.network.is_healed:
         host.world.scheduler.wait(host.world.dice.uniform(0.05, 0.4))
         try:
@@ -60,7 +62,7 @@ def _drop_of(entries: Sequence[PoolEntry]) -> Drop:
 def take_back(host: Host, keep: int, process: Process) -> None:
     """`rlbuffer runs rewind` or `runs void`, to a checkpoint, the trainer being stopped; then it starts again."""
     world, trainer = host.world, host.world.trainer
-    store = host.store(process)
+    store = host.store(process, OperatorStore)
     with_pool = world.dice.random() < 0.5
     while True:
         try:

@@ -47,12 +47,12 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "RETRY_SECONDS"): 0.3,
     ("rlbuffer.scorer.loop", "ENTRIES_PER_READ"): 5,
-    ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
-    ("rlbuffer.store.moves.tickets", "_LONGEST_MS"): 3000,
-    ("rlbuffer.store.moves.push", "BATCH_PUSHES"): 3,
-    ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 3500,
+    ("rlbuffer.store.pool", "DROP_ENTRIES"): 2,
+    ("rlbuffer.store.worker", "_LONGEST_MS"): 3000,
+    ("rlbuffer.store.producer", "BATCH_PUSHES"): 3,
+    ("rlbuffer.store.member", "FORGOTTEN_AFTER_MS"): 3500,
     ("rlbuffer.client.producer", "SPOOL_PUSHES"): 3,
-    ("rlbuffer.store.moves.steps", "SWEEP"): 4,
+    ("rlbuffer.store.leader", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
 
@@ -150,7 +150,7 @@ class Plan:
         """Values in the real modules that this seed replaces."""
         return CONSTANTS | {
             ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
-            ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
+            ("rlbuffer.store.viewer", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.batcher.pool", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
             ("rlbuffer.config.batcher", "REMEMBERED_STEPS"): 3,
         }

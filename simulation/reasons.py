@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from rlbuffer.events.batcher import BatcherEvent, LeadLost, TakenOver
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.heartbeats import waiting_of
-from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
-from rlbuffer.store.moves.telemetry import heartbeat_of
+from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.store.viewer import heartbeat_of
 from rlbuffer.wire import payload
 from simulation.accounts import Pending
 from simulation.host import World

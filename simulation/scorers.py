@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import ScoreSettings
+from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.records.group import Group
 from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Pending, _Scorer
+from rlbuffer.store.scorer import ScorerStore
+from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.worker import WorkerStore
 from simulation.actors import NEED
 from simulation.host import AWAY, Host
 from simulation.scheduler import Process
@@ -23,11 +25,11 @@ from simulation.scheduler import Process
 def scorer(host: Host, index: int, process: Process) -> None:
     """The process of `rlbuffer score`."""
     world, plan = host.world, host.world.plan
-    store = host.store(process)
+    buffer = Buffer(host.store(process, Viewer), settings=RunSettings())
+    store = buffer.role(ScorerStore)
     epoch = store.open_run().epoch
-    writer = Writer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
+    writer = Writer(buffer.role(WorkerStore), f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
     world.invariants.joined(writer.incarnation, epoch)
-    buffer: Any = SimpleNamespace(store=store)
     options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
     real = _Scorer(buffer, process.name, options, None, None, threading.Event(), lambda event: None)
     real._beat.start()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.verify.verify import verify
+from rlbuffer.store.viewer import Viewer
 from simulation.actors import Trainer
 from simulation.asking import push_more
 from simulation.host import Host, World
@@ -43,7 +44,7 @@ def ends(host: Host) -> None:
 
 
 def _await_end(world: World) -> None:
-    store = RedisStore(SimulatedConnection(world.network, Process("looks")), world.run)
+    store = Viewer(SimulatedConnection(world.network, Process("looks")), world.run)
     meta, pool = Keys(world.run).meta.encode(), Keys(world.run).pool.encode()
     invariants, scheduler = world.invariants, world.scheduler
 
@@ -73,9 +74,9 @@ def is_sound(world: World) -> None:
         invariants.fail("end", failure)
     if invariants.violation:
         return
-    store = RedisStore(SimulatedConnection(world.network, Process("verify")), world.run)
+    store = Viewer(SimulatedConnection(world.network, Process("verify")), world.run)
     store.meta()
-    for finding in store.verify().findings:
+    for finding in verify(store).findings:
         if any(key.decode() in finding.message for key, _ in invariants.damaged):
             continue  # it names what chance has changed, as it must
         if strangers and finding.invariant in ("I10", "I13"):

@@ -118,6 +118,6 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
             detail = "" if code == EXIT_INTERRUPTED else f"exit code {code}, see {log}"
             last = Waiting(kind=Wait.FAILED, step=trained, detail=detail)
         beat = buffer.store.heartbeats("batcher").get("leader", {})
-        buffer.store.heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
+        buffer.heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
     except RlbufferError as error:
         say(f"Warning: could not note that the run ended: {error}", err=True)

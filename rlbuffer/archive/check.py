@@ -19,8 +19,8 @@ from rlbuffer.archive.library import Archive, ArchivedStep
 from rlbuffer.archive.rows import MISSING, payload_of
 from rlbuffer.archive.schema import history_names, settings_file, steps_names
 from rlbuffer.errors import ArchiveError, PayloadError
-from rlbuffer.store.moves.step_format import decode_part, step_digest
 from rlbuffer.store.records import Finding, PartRollout, Report
+from rlbuffer.store.step_format import decode_part, step_digest
 from rlbuffer.wire.payload import payload_checksum
 
 NAMED_HOLES = 20

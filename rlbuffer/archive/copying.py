@@ -13,9 +13,9 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.events.history import Dropped
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.payloads import FETCH_BYTES
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.received import FETCH_BYTES
 from rlbuffer.store.records import PartRollout, StepBytes
+from rlbuffer.store.viewer import Viewer
 
 HISTORY_PAGE = 1000
 """Records of the history per file."""
@@ -26,7 +26,7 @@ _UNKNOWN = RolloutInfo(
 """Stands for a rollout that only its payload describes."""
 
 
-def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader]) -> int:
+def copy_steps(store: Viewer, writer: ArchiveWriter, headers: Sequence[StepHeader]) -> int:
     """Adds consecutive steps of one epoch as one file. -> steps added: up to the first that is gone, another one by
     now, or cannot be read.
 
@@ -47,7 +47,7 @@ def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader
     return len(whole)
 
 
-def _of_step(store: Store, header: StepHeader, stored: StepBytes) -> Iterator[list[Source]]:
+def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[list[Source]]:
     """The rollouts of a step, push by push, about 64 MiB at a time; then what its groups hold besides."""
     places: list[tuple[PartRollout, int, int]] = []
     for part in stored.decoded:
@@ -83,7 +83,7 @@ def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence
     yield places[start:]
 
 
-def copy_history(store: Store, writer: ArchiveWriter) -> int:
+def copy_history(store: Viewer, writer: ArchiveWriter) -> int:
     """Adds all of the history that is new. -> records added. Raises OSError."""
     added = 0
     while True:
@@ -100,7 +100,7 @@ def copy_history(store: Store, writer: ArchiveWriter) -> int:
         added += len(page.records)
 
 
-def copy_trained(store: Store, writer: ArchiveWriter) -> None:
+def copy_trained(store: Viewer, writer: ArchiveWriter) -> None:
     """Adds all of the trainer's records that are new. Raises OSError."""
     while (page := store.read_history(writer.trained_place, count=HISTORY_PAGE, of="records")).records:
         writer.add_trained(page.records, is_cut=page.is_cut)
@@ -110,7 +110,9 @@ def _is_drop(row: Mapping[str, Any]) -> bool:
     return bool(row["kind"] == Dropped.event and row.get("group_id"))
 
 
-def _of_drops(store: Store, drops: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Iterator[list[Source]]:
+def _of_drops(
+    store: Viewer, drops: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> Iterator[list[Source]]:
     """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own.
 
     `drops`: group id -> row, and record, of its drop.
@@ -123,7 +125,7 @@ def _of_drops(store: Store, drops: Mapping[str, tuple[Mapping[str, Any], Mapping
                 yield _of_push(*drops[group_id], payload_key, store.read_push_payload(payload_key))
 
 
-def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
+def _consumed(store: Viewer, groups: Mapping[str, Any]) -> set[str]:
     """Payload keys that live steps name, of steps in which one of these groups is."""
     used: set[str] = set()
     problems: list[Any] = []
@@ -182,7 +184,7 @@ def files_of(headers: Sequence[StepHeader], *, steps: int, size: int) -> Iterato
         yield file
 
 
-def unwritten(store: Store, writer: ArchiveWriter) -> list[StepHeader]:
+def unwritten(store: Viewer, writer: ArchiveWriter) -> list[StepHeader]:
     """Headers of the live steps that the archive does not have; without those that cannot be read."""
     problems: list[Any] = []
     return [header for header in store.headers(problems=problems) if header.digest not in writer.digests]

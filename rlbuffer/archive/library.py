@@ -35,8 +35,8 @@ from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.step_format import decode_header, decode_part
 from rlbuffer.store.records import StepPart
+from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 _LIGHT = (

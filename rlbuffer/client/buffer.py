@@ -32,10 +32,14 @@ from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.member import Member
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Ledger, Report
-from rlbuffer.store.redis_store import open_store
+from rlbuffer.store.session import Role, Session, open_store
+from rlbuffer.store.trainer import TrainerStore
+from rlbuffer.store.verify.verify import verify
+from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.worker import WorkerStore
 
 URL_VARIABLE = "RLBUFFER_REDIS_URL"
 HOME_VARIABLE = "RLBUFFER_HOME"
@@ -70,7 +74,11 @@ class Policy:
             raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
         announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
         reader = self._buffer.attempting
-        return self._store.announce(number, announced) if reader is None else reader.announce(announced)
+        return (
+            self._buffer.role(TrainerStore).announce(number, announced)
+            if reader is None
+            else reader.announce(announced)
+        )
 
     def publish(
         self, model: object, version: int, folder: str | Path | None = None, *, keep: int | None = None
@@ -138,12 +146,24 @@ class Policy:
 class Buffer:
     """One run on one server. A context manager; safe to use from several threads."""
 
-    def __init__(self, store: Store, *, settings: RunSettings) -> None:
+    def __init__(self, store: Viewer, *, settings: RunSettings) -> None:
         self.store = store
+        """What everybody may see."""
         self.settings = settings
         self.texts = Texts(tokenizer_directory(settings))
         """Decodes rollouts for people, with the tokenizer of the settings' model where that is on this host."""
         self._readers: list[Reader] = []
+        self._roles: dict[type[Session], Any] = {}
+
+    def role(self, role: type[Role]) -> Role:
+        """The run for a process of that role; all roles share the connection."""
+        if isinstance(self.store, role):
+            return self.store
+        if role not in self._roles:
+            store = role(self.store.connection, self.run, patience_seconds=self.store.patience_seconds)
+            self._roles.setdefault(role, store)
+        made: Role = self._roles[role]
+        return made
 
     @property
     def run(self) -> str:
@@ -194,11 +214,11 @@ class Buffer:
         ``[worker.NAME]`` that it was started for: a run whose supervisor waits for it does not end before it has taken
         tickets.
         """
-        epoch = self.store.open_run().epoch
+        store = self.role(WorkerStore)
         return Writer(
-            self.store,
+            store,
             worker,
-            epoch=epoch,
+            epoch=store.open_run().epoch,
             incarnation=incarnation,
             patience_seconds=patience_seconds,
             on_retry=on_retry,
@@ -226,9 +246,10 @@ class Buffer:
         Raises:
             ValueError: an argument is of another kind, or outside its range.
         """
-        self.store.open_run()
+        store = self.role(TrainerStore)
+        store.open_run()
         reader = Reader(
-            self.store,
+            store,
             rank=whole_number("reader: rank", rank, low=0),
             world_size=whole_number("reader: world_size", world_size, low=1),
             timeout_seconds=duration("reader: timeout_seconds", timeout_seconds),
@@ -262,21 +283,21 @@ class Buffer:
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""
-        return self.store.verify()
+        return verify(self.store)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Keeps what a trainer measured in a step, for the archive: ``step``, ``digest`` and figures by name.
 
         `rlbuffer train` sends each line of ``metrics.jsonl``. Of several records of a step the last one counts.
         """
-        self.store.add_record(record)
+        self.role(TrainerStore).add_record(record)
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing.
 
         Returns the record that stood under the name before: of another process, where two have one name.
         """
-        return self.store.heartbeat(kind, name, record)
+        return self.role(Member).heartbeat(kind, name, record)
 
     def close(self) -> None:
         """Closes readers and connections; the last user of an embedded server stops it."""
@@ -335,6 +356,7 @@ def connect(
         origin = origin or (URL_VARIABLE if os.environ.get(URL_VARIABLE) else "")
     settings = settings.model_copy(update={"run": run, "redis_url": url})
     store = open_store(
+        Viewer,
         url,
         run=run,
         home=Path() if url else settings.home_dir,

@@ -19,12 +19,12 @@ from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.state.text import several_ids
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 
 
-def find_group(store: Store, group_id: str) -> GroupDetail:
+def find_group(store: Viewer, group_id: str) -> GroupDetail:
     """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
 
     Raises:
@@ -50,7 +50,7 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
 
 
 def detail_of(
-    store: Store, view: GroupView, sources: GroupSource, dropped: Mapping[str, Sequence[str]] | None = None
+    store: Viewer, view: GroupView, sources: GroupSource, dropped: Mapping[str, Sequence[str]] | None = None
 ) -> GroupDetail:
     """A group whole: its view, and what :func:`every_group` gave with it; of a dropped one what was not swept yet.
 
@@ -81,7 +81,7 @@ def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
     )
 
 
-def _places(store: Store, view: GroupView) -> dict[tuple[str, int], StepPlace]:
+def _places(store: Viewer, view: GroupView) -> dict[tuple[str, int], StepPlace]:
     """(payload key, index) -> place in the step, of the group's rollouts; none of a step that was retired just now."""
     try:
         parts = store.read_parts(view.step or 0)
@@ -168,7 +168,7 @@ def logprob_mean(logprobs: NDArray[np.float32], loss_mask: NDArray[np.bool_]) ->
     return float(trained.mean()) if len(trained) else None
 
 
-def _group_payload(store: Store, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:
+def _group_payload(store: Viewer, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:
     keys = list(dict.fromkeys(ref.payload_key for ref in refs))
     for data in store.read_group_payloads(keys) if keys else []:
         if data is not None:

@@ -11,8 +11,8 @@ from rlbuffer.client.views import GroupView, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.viewer import Viewer
 
 
 def export_groups(buffer: Buffer, where: str, gone: list[str]) -> Iterator[Group]:
@@ -40,7 +40,7 @@ def export_groups(buffer: Buffer, where: str, gone: list[str]) -> Iterator[Group
     yield from _of_drops(store, by_state.get(State.DROPPED, {}), gone)
 
 
-def _of_entries(store: Store, entries: Sequence[PoolEntry], gone: list[str]) -> Iterator[Group]:
+def _of_entries(store: Viewer, entries: Sequence[PoolEntry], gone: list[str]) -> Iterator[Group]:
     for entry in entries:
         info = entry.info
         if info is None:
@@ -62,7 +62,7 @@ def _of_entries(store: Store, entries: Sequence[PoolEntry], gone: list[str]) -> 
         yield from _whole(store, refs, {name: getattr(info, name) for name in names}, gone)
 
 
-def _of_step(store: Store, step: int, group_ids: set[str], gone: list[str]) -> Iterator[Group]:
+def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> Iterator[Group]:
     try:
         parts = store.read_parts(step)
     except (StepRetired, NotFound, PayloadError):
@@ -79,13 +79,13 @@ def _of_step(store: Store, step: int, group_ids: set[str], gone: list[str]) -> I
         yield from _whole(store, refs, {**further, "planned_size": max(first.planned_size, len(refs))}, gone)
 
 
-def _whole(store: Store, refs: Sequence[PartRollout], further: Mapping[str, Any], gone: list[str]) -> Iterator[Group]:
+def _whole(store: Viewer, refs: Sequence[PartRollout], further: Mapping[str, Any], gone: list[str]) -> Iterator[Group]:
     payloads = store.read_payloads(refs)
     (group_payload,) = store.read_group_payloads([refs[0].payload_key])
     yield from group_of(refs[0].group_id, refs[0].env, payloads, group_payload, further, gone)
 
 
-def _of_drops(store: Store, views: Mapping[str, GroupView], gone: list[str]) -> Iterator[Group]:
+def _of_drops(store: Viewer, views: Mapping[str, GroupView], gone: list[str]) -> Iterator[Group]:
     """Their pushes have left the pool, and what it knew of them; the payloads are there until the next sweep."""
     keys = store.dropped_payloads(list(views))
     for group_id, view in views.items():

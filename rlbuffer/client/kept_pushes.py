@@ -8,15 +8,15 @@ from typing import Any
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 
-def dropped_pushes(store: Store, view: GroupView, keys: Sequence[str], gone: list[str]) -> Iterator[Group]:
+def dropped_pushes(store: Viewer, view: GroupView, keys: Sequence[str], gone: list[str]) -> Iterator[Group]:
     """A dropped group, a part per push that left its payload. The pool no longer says more than these and `view`.
 
     Args:
-        keys: payload keys of its pushes, by :meth:`Store.dropped_payloads`.
+        keys: payload keys of its pushes, by :meth:`Viewer.dropped_payloads`.
         gone: takes the group's id for each rollout that cannot be read.
     """
     for fields in filter(None, map(store.read_push_payload, keys)):

@@ -10,8 +10,8 @@ from rlbuffer.client.searching import TextOf, matching
 from rlbuffer.client.views import pending_groups
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PoolEntry
+from rlbuffer.store.viewer import Viewer
 
 
 # -- drop --------------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class Chosen:
         return dict(sorted(out.items()))
 
 
-def choose(store: Store, where: str, *, text_of: TextOf | None = None) -> Chosen:
+def choose(store: Viewer, where: str, *, text_of: TextOf | None = None) -> Chosen:
     """Pending groups, forming or ready, that match the filter; `text_of` as in `list_groups`. Raises FilterError."""
     drops = []
     for view, entries in matching(store, pending_groups(store), parse(where), text_of=text_of):
@@ -91,9 +91,9 @@ class DrainState:
 
 
 class Drain:
-    """Watches a run drain. Make it after `Store.ask_drain`."""
+    """Watches a run drain. Make it after `OperatorStore.ask_drain`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Viewer) -> None:
         self._store = store
         self._empty_since: float | None = None
         """Server time since when no ticket is out: none can be taken any more, so it stays that way."""
@@ -123,7 +123,7 @@ class Drain:
         )
 
 
-def pending_amounts(store: Store) -> tuple[int, int, int]:
+def pending_amounts(store: Viewer) -> tuple[int, int, int]:
     """Groups, rollouts and tokens in the pool."""
     amounts: Sequence[tuple[int, int]] = [
         (sum(entry.rollouts for entry in entries), sum(entry.tokens for entry in entries))

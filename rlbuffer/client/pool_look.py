@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rlbuffer.client.views import PendingGroup, counted, pool_pages
 from rlbuffer.events.history import Committed, Dropped, RetiredEarly
-from rlbuffer.store.moves.pool import CLOSING_REASONS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.pool import CLOSING_REASONS
 from rlbuffer.store.records import Meta, PoolEntry
+from rlbuffer.store.viewer import Viewer
 
 MOST_RECORDS = 1000
 """Records of the history since the last look; with more of them the pool is read again."""
@@ -26,7 +26,7 @@ class PoolLook:
         store: the run.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Viewer) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._entries: dict[str, dict[str, PoolEntry]] = {}

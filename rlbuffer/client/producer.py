@@ -34,7 +34,7 @@ from rlbuffer.errors import (
 from rlbuffer.records.group import Group, Pushed
 from rlbuffer.records.info import check_producer
 from rlbuffer.records.states import PushStatus
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.worker import WorkerStore
 
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
@@ -71,7 +71,7 @@ class Producer:
 
     def __init__(
         self,
-        store: Store,
+        store: WorkerStore,
         name: str,
         incarnation: str | None,
         *,

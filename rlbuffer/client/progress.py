@@ -17,10 +17,10 @@ from typing import Any
 from rlbuffer.errors import AttemptForgotten, EpochChanged, RlbufferError, RunGone, ServerRefused, TrainerAhead
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
+from rlbuffer.store.claim import pack_step, unpack_step
 from rlbuffer.store.hand import NOTHING, Hand
-from rlbuffer.store.moves.recovery import pack_step, unpack_step
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Claim, Meta, TrainedStep
+from rlbuffer.store.trainer import TrainerStore
 
 HANDED_BACK_STEPS, HANDED_BACK_GROUPS, MOST_HANDED_BACK_STEPS = 8, 4096, 256
 """Steps that are handed back at least; further ones while all have so many groups at most; steps at most. A failover
@@ -66,7 +66,7 @@ NONE_TAKEN = Taken()
 class Progress:
     """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
 
-    def __init__(self, store: Store, *, world_size: int, reports: bool) -> None:
+    def __init__(self, store: TrainerStore, *, world_size: int, reports: bool) -> None:
         self._store = store
         self._world_size = world_size
         self._reports = reports

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from rlbuffer.client.refusals import refused_for
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.store.hand import Hand
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.trainer import TrainerStore
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.02
 """Between two looks for rank 0's word. The ranks ask for a step at about the same time."""
@@ -26,7 +26,7 @@ compare what they have, rank 0 lets go of it within two."""
 class RankZeroWatch:
     """What rank 0 has, as another rank of a job of `world_size` sees it."""
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(self, store: TrainerStore, world_size: int) -> None:
         self._store = store
         self._world_size = world_size
         self._lost: tuple[Hand, float] | None = None

@@ -31,7 +31,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.trainer import TrainerStore
 
 READER_BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
@@ -79,7 +79,7 @@ class Reader:
 
     def __init__(
         self,
-        store: Store,
+        store: TrainerStore,
         *,
         rank: int,
         world_size: int,

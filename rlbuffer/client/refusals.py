@@ -17,7 +17,7 @@ from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUn
 from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.waiting import Problem, Wait, Waiting
 from rlbuffer.state.heartbeats import batcher_waiting, run_problems
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """Seconds until a waiting loop hears what it waits for, and until it hears it again."""
@@ -89,7 +89,7 @@ class Refusals:
 class LongWait:
     """Warns when a loop of the caller's own waits for long, and then every minute: it shows nothing else of it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Viewer) -> None:
         self._store = store
         self._since = time.monotonic()
         self._next = self._since + LONG_WAIT_SECONDS
@@ -107,14 +107,14 @@ class LongWait:
         _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
 
 
-def batcher_waits(store: Store) -> Waiting | None:
+def batcher_waits(store: Viewer) -> Waiting | None:
     """Why no step comes, as far as the run knows; None while the batcher works."""
     beat = store.heartbeats("batcher").get("leader")
     is_led = store.is_led()
     return batcher_waiting(beat, is_led=is_led, error="" if is_led else store.meta().error)
 
 
-def problems_now(store: Store, waiting: Waiting | None) -> tuple[Problem, ...]:
+def problems_now(store: Viewer, waiting: Waiting | None) -> tuple[Problem, ...]:
     """What somebody must cure while the batcher has `waiting`."""
     batchers, workers, scorers = (store.heartbeats(kind) for kind in ("batcher", "worker", "scorer"))
     return run_problems(leader=batchers.get("leader"), workers=workers, scorers=scorers, waiting=waiting)
@@ -131,7 +131,7 @@ def refused_for(seconds: float, why: str) -> str:
     return f"the server has refused for {seconds:g} s, so no step can come: {why}"
 
 
-def no_batch(store: Store, number: int, seconds: float) -> str:
+def no_batch(store: Viewer, number: int, seconds: float) -> str:
     """The reason why step `number` has not come within `seconds`, as far as the run knows."""
     waiting = for_trainer(batcher_waits(store))
     said = [str(waiting)] if waiting is not None else []

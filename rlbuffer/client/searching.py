@@ -20,8 +20,8 @@ from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutVi
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.states import State
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata_pages import numbers_of
 from rlbuffer.wire.payload_split import PayloadParts, split
 
@@ -41,7 +41,7 @@ _Group = TypeVar("_Group")
 
 
 def list_groups(
-    store: Store,
+    store: Viewer,
     *,
     where: str = "",
     limit: int = 100,
@@ -64,7 +64,7 @@ def list_groups(
 
 
 def list_details(
-    store: Store,
+    store: Viewer,
     *,
     where: str = "",
     limit: int = 100,
@@ -79,7 +79,7 @@ def list_details(
 
 
 def _chosen(
-    store: Store,
+    store: Viewer,
     where: str,
     limit: int,
     problems: list[RlbufferError] | None,
@@ -120,7 +120,7 @@ def _taker(chosen: Filter) -> Callable[[PoolEntry], bool]:
 
 
 def matching(
-    store: Store, groups: Iterable[tuple[GroupView, _Source]], chosen: Filter, *, text_of: TextOf | None = None
+    store: Viewer, groups: Iterable[tuple[GroupView, _Source]], chosen: Filter, *, text_of: TextOf | None = None
 ) -> Iterator[tuple[GroupView, _Source]]:
     """Those of `groups` that match, in their order.
 
@@ -164,7 +164,7 @@ def _but_dropped(
 
 
 def _by_payloads(
-    store: Store,
+    store: Viewer,
     candidates: Iterable[tuple[tuple[GroupView, _Source], list[PartRollout]]],
     chosen: Filter,
     text_of: TextOf | None,

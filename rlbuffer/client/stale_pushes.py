@@ -11,7 +11,7 @@ from typing import Any
 from rlbuffer.errors import ServerUnsuitable
 from rlbuffer.events.history import Dropped
 from rlbuffer.records.states import Reason
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 LEAST_PUSHED, MOST_STALE = 200, 0.2
 """Rollouts of an env from which a share is worth a word, and the share of them that may go stale."""
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class StalePushes:
     """Warns a writer. One look reads the ledger; only where too much of an env went stale it asks whose that was."""
 
-    def __init__(self, store: Store, worker: str) -> None:
+    def __init__(self, store: Viewer, worker: str) -> None:
         self._store, self._worker = store, worker
         self._envs: set[str] = set()
         """Those that it pushes groups of."""

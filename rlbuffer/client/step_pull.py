@@ -29,8 +29,8 @@ from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.part_payloads import Memory, Outcome, PartPayloads, Place, receive
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable, decoded
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 from rlbuffer.wire.views import in_range
 
@@ -50,7 +50,7 @@ class StepPull:
 
     def __init__(
         self,
-        store: Store,
+        store: Viewer,
         rank: int,
         world_size: int,
         can: Trainable,

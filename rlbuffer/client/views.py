@@ -16,8 +16,8 @@ from rlbuffer.events.history import VOID_FIELDS, Committed, Dropped, RunRewound,
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry, StepPart
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata_pages import scored_rewards
 
 VIEW_PAGE = 250
@@ -128,7 +128,7 @@ GroupSource = Sequence[PoolEntry] | Sequence[PartRollout]
 
 
 def every_group(
-    store: Store,
+    store: Viewer,
     *,
     takes: Callable[[State], bool] = lambda state: True,
     takes_step: Callable[[int], bool] = lambda step: True,
@@ -150,14 +150,14 @@ def every_group(
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
-def pool_pages(store: Store, cursor: str = "0-0") -> Iterator[list[PoolEntry]]:
+def pool_pages(store: Viewer, cursor: str = "0-0") -> Iterator[list[PoolEntry]]:
     """The pool behind the id `cursor`, the oldest first, :data:`VIEW_PAGE` entries at a time."""
     while entries := store.read_pool(cursor, count=VIEW_PAGE):
         yield entries
         cursor = entries[-1].entry_id
 
 
-def _by_group(store: Store) -> dict[str, list[PoolEntry]]:
+def _by_group(store: Viewer) -> dict[str, list[PoolEntry]]:
     parts: dict[str, list[PoolEntry]] = {}
     for page in pool_pages(store):
         for entry in page:
@@ -166,7 +166,7 @@ def _by_group(store: Store) -> dict[str, list[PoolEntry]]:
 
 
 def pending_groups(
-    store: Store,
+    store: Viewer,
     *,
     takes_push: Callable[[PoolEntry], bool] = lambda entry: True,
     pushes: Callable[[], Mapping[str, Sequence[PoolEntry]]] | None = None,
@@ -191,12 +191,12 @@ class PendingGroup(NamedTuple):
     age: int
 
 
-def count_pending(store: Store) -> Iterator[PendingGroup]:
+def count_pending(store: Viewer) -> Iterator[PendingGroup]:
     """The groups of :func:`pending_groups` without their rollouts: those of a whole push are not unpacked."""
     return counted(store, _by_group(store))
 
 
-def counted(store: Store, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[PendingGroup]:
+def counted(store: Viewer, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[PendingGroup]:
     """The groups of these pushes, by their ids."""
     versions = _versions(store) if parts else {}
     for group_id, entries in parts.items():
@@ -211,7 +211,7 @@ def counted(store: Store, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[
         yield PendingGroup(entries[0].env, State.READY if is_ready else State.FORMING, age)
 
 
-def _versions(store: Store) -> dict[str, int]:
+def _versions(store: Viewer) -> dict[str, int]:
     """Adapter -> its newest policy version; of all weights at least the last step."""
     versions = {adapter: policy.version for adapter, policy in store.trainer().policies.items()}
     versions[""] = max(versions.get("", 0), store.meta().step)
@@ -260,7 +260,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
 
 # -- packed and trained ------------------------------------------------------------------------------------------------
 def _in_steps(
-    store: Store, takes_step: Callable[[int], bool], problems: list[RlbufferError] | None
+    store: Viewer, takes_step: Callable[[int], bool], problems: list[RlbufferError] | None
 ) -> Iterator[tuple[GroupView, Sequence[PartRollout]]]:
     trained = store.trainer().trained
     headers = [header for header in store.headers(problems=problems) if takes_step(header.step)]
@@ -361,7 +361,7 @@ def dropped_view(record: Mapping[str, Any], committed: int | None = None) -> Gro
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
-def view_step(store: Store, n: int) -> StepView:
+def view_step(store: Viewer, n: int) -> StepView:
     """A committed step with every rollout's place. Raises NotFound when it was never committed, StepRetired later."""
     header = store.wait_step(n, block_seconds=0.0)
     if header is None:

@@ -19,9 +19,8 @@ from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.rollout import lacks_logprobs
 from rlbuffer.records.truncation import truncated_group
-from rlbuffer.store.moves.tickets import LONGEST_TICKET_SECONDS
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Asked
+from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class Writer:
 
     def __init__(
         self,
-        store: Store,
+        store: WorkerStore,
         worker: str,
         *,
         epoch: int,

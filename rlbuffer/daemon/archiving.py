@@ -24,8 +24,8 @@ from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.batcher import ArchiveStuck, ArchiveWritten
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.keys import EARLY_SHARE
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
+from rlbuffer.store.viewer import Viewer
 
 if TYPE_CHECKING:
     from rlbuffer.archive.writer import ArchiveWriter
@@ -49,7 +49,7 @@ class Archiving:
         emit: takes events.
     """
 
-    def __init__(self, open_store: Callable[[], Store], settings: ArchiveSettings, emit: Emit) -> None:
+    def __init__(self, open_store: Callable[[], Viewer], settings: ArchiveSettings, emit: Emit) -> None:
         self._open_store = open_store
         self._settings = settings
         self.folder = None if settings.dir is None else settings.dir.expanduser().absolute()
@@ -61,7 +61,7 @@ class Archiving:
         """Everything that was on the server when this was its last step is written."""
         self._trouble = ""
         self._writer: ArchiveWriter | None = None
-        self._store: Store | None = None
+        self._store: Viewer | None = None
         self._written_at = time.monotonic()
         self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         self._epoch = 0

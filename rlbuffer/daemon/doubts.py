@@ -19,8 +19,8 @@ from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import printable
 from rlbuffer.store.payloads import Trainable, read_rollouts
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.viewer import Viewer
 
 WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""
@@ -31,7 +31,7 @@ RANK_FRESH_SECONDS = 10.0
 class Doubts:
     """The bad payloads that one leader knows of. `step`: the last one that is committed."""
 
-    def __init__(self, store: Store, emit: Emit, step: int) -> None:
+    def __init__(self, store: Viewer, emit: Emit, step: int) -> None:
         self._store = store
         self._emit = emit
         self._known = self._counts(step)

@@ -11,7 +11,7 @@ from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import RlbufferError
 from rlbuffer.events.batcher import EnvBack, EnvPaused, EnvResumed, EnvSilent
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 PAUSED_SECONDS = 0.5
 """Seconds between the leader's looks at the paused envs."""
@@ -20,7 +20,7 @@ PAUSED_SECONDS = 0.5
 class EnvWatch:
     """Tells the batcher of pauses and the people of silences."""
 
-    def __init__(self, store: Store, config: BatcherConfig, batcher: Batcher, emit: Emit) -> None:
+    def __init__(self, store: Viewer, config: BatcherConfig, batcher: Batcher, emit: Emit) -> None:
         self._store = store
         self._config = config
         self._batcher = batcher

@@ -26,7 +26,7 @@ from rlbuffer.metrics.registry import FOLDER, SERVE, Values
 from rlbuffer.records.info import IS_TRUNCATED, ROW, GroupInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import StepPlan
-from rlbuffer.store.moves.planned import Planned
+from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata_pages import names_of
 

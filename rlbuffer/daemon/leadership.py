@@ -32,8 +32,8 @@ from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt
 
 LEADER_POLL_SECONDS = 0.02
@@ -81,7 +81,7 @@ class Leadership:
 
     def __init__(
         self,
-        store: Store,
+        store: LeaderStore,
         config: BatcherConfig,
         teller: Teller,
         *,

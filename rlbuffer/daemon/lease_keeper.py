@@ -16,7 +16,7 @@ from types import TracebackType
 
 from rlbuffer.errors import LeaseLost, ServerRefused, ServerUnreachable
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.leader import LeaderStore
 
 LONGEST_TURN_SECONDS = 600.0
 """A leader that has said nothing for this long hangs. The largest step that was tried, 100,000 rollouts for 512 ranks,
@@ -41,7 +41,7 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, store: Store, owner: str, token: int, *, lease_seconds: float, say: Callable[[Waiting], None]
+        self, store: LeaderStore, owner: str, token: int, *, lease_seconds: float, say: Callable[[Waiting], None]
     ) -> None:
         self._store = store
         self._owner = owner

@@ -35,8 +35,10 @@ from rlbuffer.errors import (
 from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
 from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Lease, Meta
+from rlbuffer.store.viewer import Viewer
 
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
@@ -72,7 +74,7 @@ class Daemon:
         reread: Reread | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self._store: Store = buffer.store
+        self._store, self._operator = buffer.role(LeaderStore), buffer.role(OperatorStore)
         self._settings = buffer.settings
         self._trainer = buffer.settings.trainer
         if self._settings.archive.dir is not None:
@@ -224,7 +226,7 @@ class Daemon:
         )
         watch.check(self._meta())
 
-    def _another_store(self) -> Store:
+    def _another_store(self) -> Viewer:
         settings = self._settings
         return connect(settings.redis_url, run=self._store.run, config=settings, name="archive").store
 
@@ -238,7 +240,7 @@ class Daemon:
     def _heed_hangup(self) -> None:
         if self._reread is not None and self._reread.asked.is_set():
             self._reread.asked.clear()
-            self._revisions.reread(self._reread.read)
+            self._revisions.reread(self._reread.read, self._operator)
 
     def _leave(self) -> None:
         if not self._token:

@@ -30,7 +30,7 @@ from rlbuffer.events.batcher import CheckpointAsked, CheckpointsNeeded, MemoryTi
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.keys import EARLY_SHARE
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Meta
 
 HURRY_SECONDS = 0.1
@@ -56,7 +56,7 @@ class MemoryWatch:
     """
 
     def __init__(
-        self, store: Store, config: BatcherConfig, emit: Emit, *, world_size: int, checkpoint_every: int
+        self, store: LeaderStore, config: BatcherConfig, emit: Emit, *, world_size: int, checkpoint_every: int
     ) -> None:
         self._store = store
         self._losses = store.losses()

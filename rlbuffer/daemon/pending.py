@@ -14,7 +14,7 @@ from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import StepRetired
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import PoolEntry
 
 POOL_PAGE = 1000
@@ -38,7 +38,7 @@ class Pending:
 
     def __init__(
         self,
-        store: Store,
+        store: LeaderStore,
         config: BatcherConfig,
         teller: Teller,
         *,
@@ -97,7 +97,7 @@ class Pending:
 
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
-        entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, keeps=True)
+        entries = self._store.take_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds)
         if not entries:
             return 0
         now = self.now
@@ -198,7 +198,7 @@ def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:
     return entry.env, entry.group_id, entry.rollouts, entry.tokens
 
 
-def _state(store: Store) -> Mapping[str, Any] | None:
+def _state(store: LeaderStore) -> Mapping[str, Any] | None:
     """The batcher's state as after the run's last step; the run may have been taken back since it was saved."""
     step = store.meta().step
     try:

@@ -19,7 +19,8 @@ from rlbuffer.daemon.config_changes import changes, check_change, config_digest
 from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import ConfigChanged, ConfigError
 from rlbuffer.events.batcher import SettingsAsked, SettingsRefused, SettingsTaken
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Meta
 
 REVISION_TRIES = 5
@@ -49,7 +50,7 @@ class Revisions:
 
     def __init__(
         self,
-        store: Store,
+        store: LeaderStore,
         config: BatcherConfig,
         emit: Emit,
         *,
@@ -122,7 +123,7 @@ class Revisions:
         # It stood by before the first leader had brought its settings: only the first revision can be compared.
         return meta.revision <= 1 and meta.config_digest not in ("", self._digest)
 
-    def reread(self, load: Callable[[], BatcherConfig]) -> None:
+    def reread(self, load: Callable[[], BatcherConfig], operator: OperatorStore) -> None:
         """SIGHUP: asks for what the config file says now; a bad file changes nothing. Leader or not."""
         try:
             config = load()
@@ -130,7 +131,7 @@ class Revisions:
                 meta = self._store.meta()
                 check_change(meta.config, config.as_dict(), step=meta.step)
                 try:
-                    answer = self._store.ask_config(config.as_dict(), config_digest(config), seen=meta)
+                    answer = operator.ask_config(config.as_dict(), config_digest(config), seen=meta)
                 except ConfigChanged:
                     continue
                 self._emit(SettingsAsked(state=answer))

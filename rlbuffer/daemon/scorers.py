@@ -9,7 +9,7 @@ from typing import Any
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.heartbeats import FRESH_SECONDS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 SCORERS_LOOK_SECONDS = 1.0
 """Seconds between the leader's looks at which scorers are alive, while groups wait for one."""
@@ -18,7 +18,7 @@ SCORERS_LOOK_SECONDS = 1.0
 class ScorerWatch:
     """Watches the scorers that give what the pending groups need."""
 
-    def __init__(self, store: Store, batcher: Batcher) -> None:
+    def __init__(self, store: Viewer, batcher: Batcher) -> None:
         self._store = store
         self._batcher = batcher
         self._beats: list[Mapping[str, Any]] = []

@@ -21,8 +21,8 @@ from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.labels import Labels
 from rlbuffer.metrics.registry import Values
 from rlbuffer.state.heartbeats import FRESH_SECONDS
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import EnvLedger
+from rlbuffer.store.viewer import Viewer
 
 SCRAPE_FRESH_SECONDS = 1.0
 """Time for which an answer of the server counts: however many ask, it is looked at once a second at most."""
@@ -94,7 +94,7 @@ class ServeValues:
             _log.debug("the metrics are without the server's: %s", error)
             return {"server_up": 0}
 
-    def _store(self) -> Store:
+    def _store(self) -> Viewer:
         if self._buffer is None:
             self._buffer = connect(
                 self._settings.redis_url,
@@ -132,7 +132,7 @@ def serve_metrics(
         values.close()
 
 
-def server_values(store: Store, labels: Labels) -> Values:
+def server_values(store: Viewer, labels: Labels) -> Values:
     """The figures that a run's server has.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Sources
+from rlbuffer.store.viewer import Viewer
 
 SOURCES_SECONDS = 0.5
 """Seconds between the leader's looks at which envs are done."""
@@ -19,7 +19,7 @@ class SourceWatch:
     one. So what was seen counts only once the pool has been read to its end after it.
     """
 
-    def __init__(self, store: Store, batcher: Batcher) -> None:
+    def __init__(self, store: Viewer, batcher: Batcher) -> None:
         self._store = store
         self._batcher = batcher
         self._seen: Sources | None = None

@@ -15,7 +15,7 @@ from rlbuffer.process.lasting import Lasting
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.member import Member
 
 TELEMETRY_SECONDS = 1.0
 """Seconds between heartbeats while the reason why there is no step is the same."""
@@ -34,7 +34,7 @@ class Teller:
         emit: takes events.
     """
 
-    def __init__(self, store: Store, emit: Emit) -> None:
+    def __init__(self, store: Member, emit: Emit) -> None:
         self._store = store
         self._emit = emit
         self.figures = Figures()

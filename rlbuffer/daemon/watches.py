@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
+from rlbuffer.store.viewer import Viewer
 
 WISHES_SECONDS = 0.5
 """Seconds between looks at whether an operator has asked for something."""
@@ -20,7 +20,7 @@ class WishWatch:
         meta: the run.
     """
 
-    def __init__(self, store: Store, known: int, meta: Meta) -> None:
+    def __init__(self, store: Viewer, known: int, meta: Meta) -> None:
         self._store = store
         self._known = known
         self._looked = time.monotonic()

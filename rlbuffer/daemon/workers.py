@@ -8,7 +8,7 @@ from typing import Any
 
 from rlbuffer.records.waiting import Problem, Waiting
 from rlbuffer.state.heartbeats import worker_problems
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 WORKERS_LOOK_SECONDS = 1.0
 """Seconds between the leader's looks at the workers' heartbeats."""
@@ -17,7 +17,7 @@ WORKERS_LOOK_SECONDS = 1.0
 class WorkerWatch:
     """Watches the workers, whose problems the leader's own output tells."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Viewer) -> None:
         self._store = store
         self._beats: Mapping[str, Mapping[str, Any]] = {}
         self._looked = float("-inf")

@@ -10,7 +10,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live, named
 from rlbuffer.state.heartbeats import FRESH_SECONDS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.member import Member
 
 CLAIM_LOOK_SECONDS = 0.5
 
@@ -18,7 +18,7 @@ CLAIM_LOOK_SECONDS = 0.5
 class Claim(Heartbeats):
     """The heartbeat of a supervisor. Call `refuse_second` before `start`."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Member, run: str) -> None:
         super().__init__("claim")
         self._store, self._name = store, run
 

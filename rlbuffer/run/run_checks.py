@@ -18,7 +18,7 @@ from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import duration, plural, printable
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 LEAST_STALL_SECONDS = 60.0
 """Seconds without a step from which a run may have stalled."""
@@ -29,7 +29,7 @@ FIRST_STEP_SECONDS = 300.0
 LOOK = "do what it says; rlbuffer top shows who waits for whom, rlbuffer inspect --workers the last errors"
 
 
-def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
+def on_run(store: Viewer, *, opened: float) -> Iterator[Diagnosis]:
     """A warning for each thing that keeps the run from going on; nothing of a run at which nobody works.
 
     `opened`: when it was begun, in seconds since 1970.
@@ -52,7 +52,7 @@ def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
         yield doubtful("run", f"no step for {duration(idle)}. {printable(str(waiting))}", LOOK)
 
 
-def _going_stale(store: Store) -> Iterator[Diagnosis]:
+def _going_stale(store: Viewer) -> Iterator[Diagnosis]:
     """A warning for each env of which too much is sampled for nothing, with the worker of most of it lately."""
     records = [r for r in store.history() if r.get("event") == Dropped.event and r["reason"] == Reason.STALE]
     for env, account in store.ledger().envs.items():
@@ -70,7 +70,7 @@ def _going_stale(store: Store) -> Iterator[Diagnosis]:
         yield doubtful("run", text, fix)
 
 
-def _idle_seconds(store: Store, opened: float) -> float:
+def _idle_seconds(store: Viewer, opened: float) -> float:
     """Seconds since the last step, when they are far more than the steps before took; else 0."""
     times = [record["at"] for record in store.history() if record.get("event") == Committed.event]
     gaps = [later - earlier for later, earlier in pairwise(times)]

@@ -26,7 +26,6 @@ from rlbuffer.run.run_checks import on_run
 from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.records import Meta
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.address import is_memory
 from rlbuffer.store.server.answers import ELSEWHERE, NoPrimary
@@ -34,6 +33,7 @@ from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.sentinel import Sentinels
 from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
+from rlbuffer.store.viewer import Viewer
 
 CLOCK_SECONDS = 2.0
 """Difference of two clocks, beyond what the round trip explains, from which it is worth a warning."""
@@ -263,7 +263,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
     run = loaded.settings.run
     others: list[str] = []
     try:
-        names = RedisStore(connection, run, patience_seconds=0).runs()
+        names = Viewer(connection, run, patience_seconds=0).runs()
     except ServerUnsuitable:  # a role's user reads its own run alone
         names = {}
     except RlbufferError as error:
@@ -271,7 +271,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
         return
     run = meant_run(loaded, names)
     for name in {run: 0.0, **names}:
-        store = RedisStore(connection, name, patience_seconds=0)
+        store = Viewer(connection, name, patience_seconds=0)
         try:
             meta = store.meta()
         except (RunDamaged, SchemaMismatch) as error:
@@ -299,7 +299,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
         )
 
 
-def _at_work(store: RedisStore, run: str, meta: Meta, *, opened: float) -> Iterator[Diagnosis]:
+def _at_work(store: Viewer, run: str, meta: Meta, *, opened: float) -> Iterator[Diagnosis]:
     """How far the run is, and what keeps it from going on, as far as this user may read that."""
     progress = f'"{run}" is at step {meta.step}'
     try:

@@ -9,7 +9,7 @@ from rlbuffer.process.identity import visible_from
 from rlbuffer.process.watchdog import HELD_SECONDS
 from rlbuffer.run.child import Child
 from rlbuffer.state.heartbeats import FRESH_SECONDS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 SILENT_SECONDS = HELD_SECONDS
 """Counted from the first look that found no fresh heartbeat: a little longer than a process's own watchdog waits, which
@@ -25,7 +25,7 @@ class Silence:
         self._since: dict[int, float] = {}
         """Pid -> monotonic."""
 
-    def of(self, children: Iterable[Child], store: Store) -> list[Child]:
+    def of(self, children: Iterable[Child], store: Viewer) -> list[Child]:
         """The workers and scorers that have beaten once and said nothing for :data:`SILENT_SECONDS`."""
         now = time.monotonic()
         if now - self._looked < SILENCE_LOOK_SECONDS:

@@ -43,6 +43,7 @@ from rlbuffer.run.run_log import RunLog, Say
 from rlbuffer.run.silence import SILENT_SECONDS, Silence
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.worker.failures import own_places
 
 CHILD_POLL_SECONDS = 0.1
@@ -99,10 +100,11 @@ class Supervisor:
             with connect(
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
-                claim = Claim(buffer.store, settings.run)
+                operator = buffer.role(OperatorStore)
+                claim = Claim(operator, settings.run)
                 claim.refuse_second(stop)
-                buffer.store.open_run()
-                buffer.store.expect(settings.worker)
+                operator.open_run()
+                operator.expect(settings.worker)
                 server = buffer.store.server()
                 self.log.say(
                     "run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.records.waiting import Trouble
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.scorer import ScorerStore
 
 CLAIM_SECONDS = 8.0
 """Seconds that a claim outlives its scorer: three beats missed, and a reconnect. Then another scorer takes its groups
@@ -17,7 +17,7 @@ over."""
 class Beat(Heartbeats):
     """Says what a scorer gives and has done; renews its claims."""
 
-    def __init__(self, store: Store, name: str, *, owner: str, gives: Sequence[str], envs: Sequence[str]) -> None:
+    def __init__(self, store: ScorerStore, name: str, *, owner: str, gives: Sequence[str], envs: Sequence[str]) -> None:
         super().__init__("rlbuffer-beat", Trouble.SCORER_STUCK)
         self.late = 0
         """Groups that somebody else had scored, or that were dropped, before this scorer was done."""

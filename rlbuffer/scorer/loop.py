@@ -42,6 +42,7 @@ from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFunction, make_rewards
 from rlbuffer.store.records import PoolEntry
+from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.wire import payload
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def run_scorer(
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
-        buffer.store.open_run()  # after what may be refused: a scorer that cannot work begins no run
+        buffer.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, reference, rewards, stop, on_event or (lambda event: None))
         return await scorer.run()
 
@@ -118,15 +119,16 @@ class _Scorer:
         stop: threading.Event,
         on_event: Callable[[ScorerEvent], None],
     ) -> None:
-        self._buffer, self._store, self._name, self._options = buffer, buffer.store, name, options
+        self._buffer, self._name, self._options = buffer, name, options
+        self._store = buffer.role(ScorerStore)
         self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
         self._reference, self._rewards, self._stop, self._on_event = reference, rewards, stop, on_event
         self._owner = uuid.uuid4().hex
-        self._beat = Beat(buffer.store, name, owner=self._owner, gives=options.adds, envs=options.envs)
+        self._beat = Beat(self._store, name, owner=self._owner, gives=options.adds, envs=options.envs)
         self._found: dict[str, _Pending] = {}
         """entry id -> push, in the order in which they came."""
         self._cursor = "0-0"
-        self._losses = buffer.store.losses()
+        self._losses = self._store.losses()
 
     async def run(self) -> bool:
         """Returns True when the run has ended."""

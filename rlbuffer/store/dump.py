@@ -31,7 +31,7 @@ from rlbuffer.store.session import text
 from rlbuffer.wire.checksum import crc32
 
 if TYPE_CHECKING:
-    from rlbuffer.store.redis_store import RedisStore
+    from rlbuffer.store.operator import OperatorStore
 
 MAGIC = b"rlbuffer-dump 1\n"
 HEAD = struct.Struct("<IqQ")
@@ -54,7 +54,7 @@ class Dumped:
     keys: int = 0
 
 
-def dump(store: RedisStore, path: Path, tell: Callable[[int], None] = lambda keys: None) -> Dumped:
+def dump(store: OperatorStore, path: Path, tell: Callable[[int], None] = lambda keys: None) -> Dumped:
     """Writes the run into `path`, which appears only when it is whole. `tell` hears how many keys are written.
 
     Raises:
@@ -84,7 +84,7 @@ def dump(store: RedisStore, path: Path, tell: Callable[[int], None] = lambda key
     return replace(about, keys=keys)
 
 
-def _write(store: RedisStore, file: IO[bytes], about: Dumped, tell: Callable[[int], None]) -> int:
+def _write(store: OperatorStore, file: IO[bytes], about: Dumped, tell: Callable[[int], None]) -> int:
     client, keys, largest = store.client, store.keys, store.connection.limits().value
     with client.pipeline(transaction=True) as watched:
         watched.watch(keys.lease, keys.meta, keys.pool, keys.ledger, keys.trainer)
@@ -126,7 +126,7 @@ def _put(file: IO[bytes], name: bytes, ttl: int, data: bytes, before: int) -> in
     return checksum
 
 
-def _server(store: RedisStore) -> str:
+def _server(store: OperatorStore) -> str:
     server = store.server()
     return f"{server['name']} {server['version']}".strip()
 
@@ -175,7 +175,7 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, int, bytes]]:
         raise DumpError(f"cannot read {path}: {error.strerror}") from None
 
 
-def restore(store: RedisStore, path: Path, tell: Callable[[int], None] = lambda keys: None) -> Dumped:
+def restore(store: OperatorStore, path: Path, tell: Callable[[int], None] = lambda keys: None) -> Dumped:
     """Puts the run of a file onto the store's server: the store must be of that run (:func:`read` says which).
 
     Raises:
@@ -199,7 +199,7 @@ def restore(store: RedisStore, path: Path, tell: Callable[[int], None] = lambda 
     return about
 
 
-def _begin(store: RedisStore, mark: bytes) -> None:
+def _begin(store: OperatorStore, mark: bytes) -> None:
     keys = store.keys
     exists = f"run {store.run!r} exists ({keys.meta}): `rlbuffer runs reset {store.run} --yes` removes it"
     try:
@@ -222,7 +222,7 @@ def _begin(store: RedisStore, mark: bytes) -> None:
     store.look(begin)
 
 
-def _restore_key(store: RedisStore, name: bytes, ttl: int, data: bytes, about: Dumped) -> None:
+def _restore_key(store: OperatorStore, name: bytes, ttl: int, data: bytes, about: Dumped) -> None:
     def put() -> None:
         with store.connection.sender(len(data)).pipeline(transaction=False) as pipe:
             pipe.restore(name, max(ttl, 0), data, replace=True)
@@ -231,7 +231,7 @@ def _restore_key(store: RedisStore, name: bytes, ttl: int, data: bytes, about: D
     store.connection.call(put, patience_seconds=store.patience_seconds)
 
 
-def _finish(store: RedisStore, mark: bytes, meta: bytes, about: Dumped) -> None:
+def _finish(store: OperatorStore, mark: bytes, meta: bytes, about: Dumped) -> None:
     """Puts `meta` in place and takes the mark away, both or neither."""
     keys = store.keys
 
@@ -246,7 +246,7 @@ def _finish(store: RedisStore, mark: bytes, meta: bytes, about: Dumped) -> None:
     store.connection.call(finish, patience_seconds=store.patience_seconds, repeat=False)
 
 
-def _check(store: RedisStore, replies: Sequence[Any], about: Dumped) -> None:
+def _check(store: OperatorStore, replies: Sequence[Any], about: Dumped) -> None:
     for error in filter(lambda reply: isinstance(reply, Exception), replies):
         if any(words in str(error) for words in UNREADABLE):
             raise DumpError(

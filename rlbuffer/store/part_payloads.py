@@ -17,8 +17,8 @@ from rlbuffer.packing.further_columns import ColumnSpec
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable, chunks, viewed
-from rlbuffer.store.protocol import Store
 from rlbuffer.store.received import InPlace
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.in_place import Pieces, Spans, checked, checksum_of, gaps, head_sizes
 
 Outcome = RolloutArrays | Rollout | str
@@ -59,7 +59,7 @@ class PartPayloads(NamedTuple):
 
 
 def receive(
-    store: Store,
+    store: Viewer,
     rollouts: PartRollouts,
     places: Sequence[Place],
     schema: Mapping[str, ColumnSpec],

@@ -12,13 +12,11 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, fits
 from rlbuffer.records.rollout import Rollout, RolloutArrays
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.received import FETCH_BYTES
 from rlbuffer.store.records import PartRollout
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 from rlbuffer.wire.views import view_rollout
-
-FETCH_BYTES = 64 * 2**20
-"""Payload bytes asked for in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class Trainable:
 
 
 def read_rollouts(
-    store: Store, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
+    store: Viewer, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
 ) -> Iterator[tuple[PartRollout, Rollout | str]]:
     """Each rollout decoded and verified; what is wrong with it where it cannot be trained.
 

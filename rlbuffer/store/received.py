@@ -9,6 +9,8 @@ FieldMemory = tuple[str, int, Sequence[memoryview]]
 """A field, its size in bytes as far as the caller knows, and memory of as many bytes, in as many pieces as it likes."""
 FieldRequest = Mapping[str, Sequence[FieldMemory]]
 """Fields by the key of their hash."""
+FETCH_BYTES = 64 * 2**20
+"""Payload bytes asked for in one call."""
 Checksum = Callable[[Sequence[memoryview]], int]
 """Computed of the memory of a field as soon as it is filled: it is still in the processor's cache then."""
 

@@ -159,7 +159,7 @@ class Attempt:
     newest: int = 0
     """No attempt has made a version above this one in this line; known to the attempt's own process."""
     server: str = ""
-    """Server that the trainer last spoke to (:meth:`Store.server_id`)."""
+    """Server that the trainer last spoke to (:meth:`~rlbuffer.store.session.Session.server_id`)."""
     hand: Hand = NOTHING
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are

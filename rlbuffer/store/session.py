@@ -1,7 +1,9 @@
-"""The base of every concern of the store: the connection, the run's keys, and the scripts.
+"""The base of the roles: the connection, the run's keys, and the scripts.
 
 A *move* runs one Lua file and is repeated over reconnects unless the caller forbids it: every script answers the
-same when it is repeated. A *look* only reads, or writes what may be written twice.
+same when it is repeated. A *look* only reads, or writes what may be written twice. Both raise
+:class:`~rlbuffer.errors.ServerUnreachable` when the server cannot be reached within the patience. All times are the
+server's clock, in seconds unless named otherwise.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
 
 from rlbuffer.config.batcher import remembered_steps
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
 from rlbuffer.store.keys import EARLY_SHARE, Keys
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
 
 T = TypeVar("T")
+Role = TypeVar("Role", bound="Session")
+"""What a process may do with a run: a user of deploy/users.acl may call all of it."""
 Fields = dict[bytes, bytes]
 Entry = tuple[str, Fields]
 """Id and fields of a stream entry."""
@@ -51,11 +57,16 @@ class Session:
         connection.live_at(self.keys.meta)
         self.run = run
         self.patience_seconds = patience_seconds
+        """Seconds that calls are repeated while the server is away."""
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
         self.tombstone_steps = remembered_steps(0)
         self._scripts: dict[str, Script] = {}
         self._server = (-1, "")
         """The connection's losses when the server was asked who it is, and its answer."""
+
+    def close(self) -> None:
+        """Closes the connections; the last user of an embedded server stops it."""
+        self.connection.close()
 
     @property
     def client(self) -> Any:
@@ -112,6 +123,7 @@ class Session:
         return entries(reply)
 
     def server_id(self) -> str:
+        """The server's identity: another one after every restart and failover, when newest writes may be lost."""
         losses, known = self._server
         if losses != self.connection.losses or not known:
             losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)
@@ -156,6 +168,31 @@ class Session:
     def unexpected(self, script: str, reply: Sequence[Any]) -> RlbufferError:
         """A reply that the script's header does not know: the run and this version of rlbuffer do not fit."""
         return RlbufferError(f"script {script} answered {[text(r) for r in reply]} for run {self.run!r}")
+
+
+def open_store(
+    role: type[Role],
+    url: str | None,
+    *,
+    run: str,
+    home: Path,
+    server: ServerSettings,
+    name: str = "",
+    origin: str = "",
+    password: Callable[[], str] | None = None,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+) -> Role:
+    """Connects to the server of a run, for a role; creates nothing there.
+
+    `url` None: the embedded server under `home`, started when it does not run. ``memory://``: in process, the same code
+    and Lua files over a model of the server. `name` is what the server shows for the connection, `origin` says in
+    messages where the url came from. `password` is asked at every new connection, where the url has none.
+
+    Raises:
+        ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.server.connection.Connection`.
+    """
+    connection = Connection(url, home=home, server=server, name=name, origin=origin, password=password)
+    return role(connection, run, patience_seconds=patience_seconds)
 
 
 def answers(pipe: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.envs import Env, close_env, make_env
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers.base import Sampler
@@ -55,7 +56,7 @@ class Evaluator:
         hold: Callable[[], Any],
         on_event: Callable[[WorkerEvent], None],
     ) -> None:
-        self._store = buffer.store
+        self._store = buffer.role(WorkerStore)
         self._sampler = sampler
         self._settings = settings
         self._hold = hold

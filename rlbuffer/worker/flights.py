@@ -40,6 +40,7 @@ from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import plural
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
@@ -86,7 +87,7 @@ class Flights:
         self._tasks: set[asyncio.Task[None]] = set()
         run = job.buffer.settings
         teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
-        self._difficulty = Difficulty(job.buffer.store, job.env.name, job.settings, teaching)
+        self._difficulty = Difficulty(job.buffer.role(WorkerStore), job.env.name, job.settings, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()

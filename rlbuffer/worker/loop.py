@@ -28,6 +28,7 @@ from rlbuffer.process.stop_request import Stopped
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
@@ -84,7 +85,7 @@ def run_worker(
     # First what may be refused: a worker that cannot work begins no run.
     with telling_why(buffer, name, settings):
         env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
-    buffer.store.open_run()
+    buffer.role(WorkerStore).open_run()
     job = WorkerJob(
         buffer=buffer,
         name=name,

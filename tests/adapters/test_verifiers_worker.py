@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 from test_verifiers_env import CALL, RENDERER, Script
 
 from rlbuffer.client.buffer import connect
@@ -54,7 +55,7 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
     env, sampler, stop = make_env("verifiers", **options), Sampler(tokenizer), threading.Event()
     events: list[WorkerEvent] = []
     with connect("memory://") as buffer:
-        store: Any = buffer.store
+        store: Any = buffer.role(EveryRole)
         store.open_run()
         token = store.lease("batcher", ttl_seconds=600).token
         attempt = store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from every_role import EveryRole
 from homes import Home
 
 import rlbuffer
@@ -40,7 +41,7 @@ class Loop:
     """A worker and a trainer in one: pushes what the next step needs, trains it, and lets it retire at once."""
 
     def __init__(self, buffer: rlbuffer.Buffer, *, tokens: int = 200) -> None:
-        self.store = buffer.store
+        self.store = buffer.role(EveryRole)
         self.writer = buffer.writer("w")
         self.tokens = tokens
         self.trained = 0

@@ -12,6 +12,7 @@ import pytest
 from homes import Home
 
 import rlbuffer
+from rlbuffer.store.member import Member
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -28,7 +29,7 @@ def prepare(home: Home, *, every: int, world_size: int = 2) -> tuple[Path, list[
     config.write_text(config.read_text().replace("vocab_size = 16", "vocab_size = 256"))
     spoiled = []
     with home.connect() as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         writer = buffer.writer("by-hand")
         for i in range(GROUPS):
             env = "repeat" if i % 3 == 2 else "vcopy"
@@ -73,7 +74,7 @@ def test_a_producer_whose_payloads_are_never_sound_does_not_end_the_trainer(
     config = home.config(steps=8, checkpoint_every=3)
     config.write_text(config.read_text().replace("vocab_size = 16", "vocab_size = 256"))
     with home.connect() as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         honest, odd = (buffer.writer(name) for name in ("honest", "odd"))
         numbers = count()
 

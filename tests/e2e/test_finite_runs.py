@@ -13,7 +13,7 @@ from homes import TINY, Home
 from test_push_command import line
 
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 PASSES = 2
 PROMPTS = {"long": 13, "short": 3}
@@ -58,7 +58,7 @@ def write_config(home: Home) -> None:
         (home.path / f"{env}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def fates(store: Store) -> dict[str, int]:
+def fates(store: Viewer) -> dict[str, int]:
     """Fate of every rollout that was pushed."""
     total = store.ledger().total()
     dropped = {reason: rollouts for reason, (rollouts, _) in total.dropped.items() if rollouts}

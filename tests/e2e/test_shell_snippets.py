@@ -16,6 +16,7 @@ from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.run.loading import load
+from rlbuffer.store.member import Member
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 RUN_HERE = (
@@ -121,7 +122,7 @@ def test_the_pages_commands_for_the_run_that_comes_along(folder: Home) -> None:
     log = folder.path / "train.log"
     folder.wait_until(lambda: lasting[trainer] in log.read_text(), seconds=60, why="its line")
     with folder.connect("old-run") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
     folder.environment["RLBUFFER_RUN"] = "default"  # old-run was opened later
     ends(folder, shell_snippets.SHIPPED_ENDS, {})
     starts(folder, lasting, score, {})

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.store.records import StepPart
+from rlbuffer.store.step_format import decode_part
 
 Steps = dict[tuple[int, str], list[str]]
 """(step, digest) -> its rollouts."""

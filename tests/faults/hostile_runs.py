@@ -23,6 +23,7 @@ from outcome import Outcome, Say
 from own_server import OwnServer
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import EnvLedger
 from rlbuffer.testing import make_group
 
@@ -196,7 +197,7 @@ class _Stage:
                     done.append(f"the end of {env}, {end[:20].decode(errors='replace')!a}")
         with self.buffer() as buffer:
             for env in ENVS:
-                buffer.store.forget_end(env)
+                buffer.role(OperatorStore).forget_end(env)
         for process in self._workers.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

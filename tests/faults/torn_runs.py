@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aof import commands
+from every_role import EveryRole
 from outcome import Outcome, Say
 from own_server import OwnServer
 
@@ -28,8 +29,8 @@ from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import EpochChanged, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.server.binary import SERVER_BIN, find_binary
+from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
 
 SERVERS = "RLBUFFER_TEST_SERVERS"
@@ -123,8 +124,8 @@ class _Story:
         """
         with OwnServer(self._directory, program=self._program) as server, ExitStack() as opened:
 
-            def store() -> RedisStore:
-                made = open_store(server.url, run=RUN, home=self._directory, server=ServerSettings())
+            def store() -> EveryRole:
+                made = open_store(EveryRole, server.url, run=RUN, home=self._directory, server=ServerSettings())
                 opened.callback(made.close)
                 return made
 
@@ -137,7 +138,7 @@ class _Story:
                 raise errors[0]
             return [f"{finding.invariant}: {finding.message}" for finding in own.verify().findings]
 
-    def _begin(self, store: RedisStore) -> None:
+    def _begin(self, store: EveryRole) -> None:
         self._store, self._writer = store, Writer(store, "w", epoch=store.open_run().epoch)
 
     def _train(self, reader: Reader, steps: int) -> None:
@@ -183,7 +184,7 @@ class _Story:
 
 
 @contextmanager
-def _serving(store: RedisStore) -> Iterator[list[BaseException]]:
+def _serving(store: EveryRole) -> Iterator[list[BaseException]]:
     """Runs a batcher in a thread; afterwards the list has the error that ended it."""
     stop, errors = threading.Event(), list[BaseException]()
 

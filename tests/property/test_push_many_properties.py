@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlbuffer
-from rlbuffer.store.moves import push
+from rlbuffer.store import producer as pushing
 from rlbuffer.testing import make_group
 
 shapes = st.tuples(st.integers(1, 3), st.integers(2, 40), st.booleans())
@@ -50,6 +50,6 @@ def test_calls_of_any_size_leave_the_same_bytes(drawn: list[tuple[int, int, bool
     groups = groups_of(drawn)
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(groups)), len(groups)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push, "BATCH_PUSHES", most)
+        patch.setattr(pushing, "BATCH_PUSHES", most)
         together = left_by([groups[a:b] for a, b in pairwise(bounds)])
     assert together == left_by([[group] for group in groups])

@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_role import EveryRole
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.records import PoolEntry
-from rlbuffer.store.redis_store import open_store
 from rlbuffer.store.server import embedded
+from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
@@ -70,7 +71,7 @@ class World:
     """One run, and what its processes remember."""
 
     def __init__(self, url: str, home: Path) -> None:
-        self.store = open_store(url, run=f"t{uuid.uuid4().hex[:8]}", home=home, server=ServerSettings())
+        self.store = open_store(EveryRole, url, run=f"t{uuid.uuid4().hex[:8]}", home=home, server=ServerSettings())
         self.epoch = self.store.open_run().epoch
         self.tokens: dict[str, int] = {}
         self.attempts: dict[str, int] = {}

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 from samplers_conformance import CONTEXT, TOLERANCE, expected_logprobs
 from transformers import PreTrainedModel
 
@@ -76,7 +77,7 @@ class WorkerRun:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
         self.buffer = connect("memory://")
-        self.store: Any = self.buffer.store
+        self.store: Any = self.buffer.role(EveryRole)
         self.store.open_run()
         token = self.store.lease("batcher", ttl_seconds=600).token
         self._attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

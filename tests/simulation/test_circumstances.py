@@ -42,7 +42,7 @@ def test_a_lease_that_is_renewed_once_a_turn_is_found(monkeypatch: pytest.Monkey
 
 
 def test_tickets_that_a_clock_far_ahead_leaves_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONSTANTS, ("rlbuffer.store.moves.tickets", "_LONGEST_MS"), 10**12)
+    monkeypatch.setitem(CONSTANTS, ("rlbuffer.store.worker", "_LONGEST_MS"), 10**12)
     assert any(run_seed(seed).violation for seed in (777, 1117))
 
 

@@ -11,6 +11,10 @@ from pathlib import Path
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.store.dump import dump, restore
+from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.scorer import ScorerStore
+from rlbuffer.store.trainer import TrainerStore
+from rlbuffer.store.worker import WorkerStore
 
 ROLES = ("viewer", "worker", "scorer", "trainer", "operator")
 CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
@@ -66,23 +70,23 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
                 writer.push(rlbuffer.make_group(env="a", seed=seed))
             writer.release(tickets[-1:])
             worker.heartbeat("worker", "w", {"env": "a"})
-            worker.store.count_lost(1)
-            assert worker.store.claim_evaluation("e", 0, owner="w", ttl_seconds=60)
-            worker.store.add_evaluation("e", 0, {"reward": 1.0})
-            worker.store.release_evaluation("e", 0, owner="w")
-            worker.store.note_visits("a", "p", "s")
+            worker.role(WorkerStore).count_lost(1)
+            assert worker.role(WorkerStore).claim_evaluation("e", 0, owner="w", ttl_seconds=60)
+            worker.role(WorkerStore).add_evaluation("e", 0, {"reward": 1.0})
+            worker.role(WorkerStore).release_evaluation("e", 0, owner="w")
+            worker.role(WorkerStore).note_visits("a", "p", "s")
             scorer.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
             waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
-            assert scorer.store.claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
+            assert scorer.role(ScorerStore).claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
             assert scorer.store.read_pool()
             assert scorer.writer("s").replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
-            scorer.store.release_scoring([waits], owner="s")
+            scorer.role(ScorerStore).release_scoring([waits], owner="s")
             for step in reader.steps():
                 assert step.rollouts == 8
                 trainer.policy().announce(step.number, location="http://trainer/v", size=1, checksum="c")
                 trainer.heartbeat("rank", "0", {"pid": 1})
-                trainer.store.count_damaged(step.number, [])
-                trainer.store.count_damaged(step.number, ["a.0/0"])
+                trainer.role(TrainerStore).count_damaged(step.number, [])
+                trainer.role(TrainerStore).count_damaged(step.number, ["a.0/0"])
                 if step.number == 2:
                     reader.trained(step)
                     reader.checkpointed(2, oldest_kept=1)
@@ -95,13 +99,13 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
             assert viewer.group(viewer.groups("state=trained")[0].group_id)
             assert set(viewer.store.heartbeats("worker")) == {"w"}
             assert list(viewer.store.runs()) == ["math"]
-        assert operator.store.pause("a")
-        assert operator.store.resume("a")
+        assert operator.role(OperatorStore).pause("a")
+        assert operator.role(OperatorStore).resume("a")
     with rlbuffer.connect(url_of("operator"), run="math") as operator:
-        dump(operator.store, folder / "math.dump")
-        assert operator.store.delete_run() > 0
-        restore(operator.store, folder / "math.dump")
-        operator.store.rewind(2, force=True)
+        dump(operator.role(OperatorStore), folder / "math.dump")
+        assert operator.role(OperatorStore).delete_run() > 0
+        restore(operator.role(OperatorStore), folder / "math.dump")
+        operator.role(OperatorStore).rewind(2, force=True)
         assert operator.verify().findings == ()
-        assert operator.store.delete_run() > 0
+        assert operator.role(OperatorStore).delete_run() > 0
         assert operator.store.runs() == {}

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from every_role import EveryRole
 from store_runs import Run
 
 import rlbuffer
@@ -13,7 +14,6 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.events.batcher import BatcherEvent
-from rlbuffer.store.redis_store import RedisStore
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
 
@@ -36,7 +36,7 @@ class Saved:
 class Loop:
     """A daemon and whatever it says, until closed."""
 
-    def __init__(self, store: RedisStore, config: rlbuffer.BatcherConfig = CONFIG) -> None:
+    def __init__(self, store: EveryRole, config: rlbuffer.BatcherConfig = CONFIG) -> None:
         self.store, self._config = store, config
         self.events: list[BatcherEvent] = []
         self.errors: list[BaseException] = []

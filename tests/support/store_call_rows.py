@@ -1,4 +1,4 @@
-"""A row for every call of the Store protocol: what must be there before it, and the call itself."""
+"""A row for every call of the roles: what must be there before it, and the call itself."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from every_role import EveryRole
 from store_runs import Run, plan_of
 
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.received import InPlace
 from rlbuffer.store.records import Claim, TrainedStep
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.scorer import ScorerStore
+from rlbuffer.store.session import Session
+from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.testing import make_group
 
-Call = Callable[[RedisStore, Run], Any]
+Call = Callable[[EveryRole, Run], Any]
 LOST = "sent without reply"
 
 
@@ -78,18 +83,23 @@ def _reusable(run: Run) -> None:
         )
 
 
-def _ask(store: RedisStore, run: Run) -> Any:
+def _beat(store: EveryRole, run: Run) -> None:
+    kinds = {ScorerStore: "scorer", TrainerStore: "rank", LeaderStore: "batcher", OperatorStore: "batcher"}
+    store.heartbeat(kinds.get(type(store), "worker"), "w", {"groups": 1})
+
+
+def _ask(store: EveryRole, run: Run) -> Any:
     asked = store.ask("a", 1, worker="w", beat={"version": 0}, ttl_seconds=60, size=None, section="")
     return len(asked.numbers), asked.policy, asked.is_draining
 
 
-def _push(store: RedisStore, run: Run) -> Any:
+def _push(store: EveryRole, run: Run) -> Any:
     group = make_group(env="a", size=2, group_id="a.7")
     status, _ = store.push(group, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
     return status if status == "stored" else "stored before"
 
 
-def _push_many(store: RedisStore, run: Run) -> Any:
+def _push_many(store: EveryRole, run: Run) -> Any:
     pushes = [(make_group(env="a", size=2, group_id=f"a.{n}"), "") for n in (7, 8, 9)]
     outcomes, error = store.push_many(pushes, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
     if error is not None:
@@ -97,7 +107,7 @@ def _push_many(store: RedisStore, run: Run) -> Any:
     return [status if status == "stored" else "stored before" for status, _ in outcomes]
 
 
-def _commit(store: RedisStore, run: Run) -> Any:
+def _commit(store: EveryRole, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     plan = plan_of(list(entries.values()), 1)
     return store.commit(run.token, plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
@@ -111,7 +121,7 @@ def _drops(run: Run) -> list[Any]:
     ]
 
 
-def _drop(store: RedisStore, run: Run) -> None:
+def _drop(store: EveryRole, run: Run) -> None:
     store.drop(run.token, _drops(run))
 
 
@@ -119,11 +129,11 @@ def _attempt(run: Run) -> int:
     return run.store.trainer().number
 
 
-def _report(store: RedisStore, run: Run) -> Any:
+def _report(store: EveryRole, run: Run) -> Any:
     return store.report(_attempt(run), epoch=run.meta.epoch, trained=2, digest="", oldest_kept=1)
 
 
-def _pin(store: RedisStore, run: Run) -> Any:
+def _pin(store: EveryRole, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     return store.pin(plan_of(list(entries.values()), 1).rollouts, entries)
 
@@ -132,7 +142,7 @@ def _parts(run: Run) -> list[Any]:
     return [member for part in run.store.read_parts(1) for member in part.rollouts]
 
 
-def _received(store: RedisStore, run: Run) -> Any:
+def _received(store: EveryRole, run: Run) -> Any:
     wanted = {ref.payload_key: [] for ref in _parts(run)}
     for ref in _parts(run):
         wanted[ref.payload_key].append((str(ref.index), ref.info.size, [memoryview(bytearray(ref.info.size))]))
@@ -217,6 +227,7 @@ ROWS: dict[str, Row] = {
     "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
+    "take_pool": Row(call=lambda store, run: store.take_pool(), prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
     "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
     "set_ended": Row(call=lambda store, run: store.set_ended(run.token, 0), prepare=lambda run: run.lead()),
@@ -317,7 +328,7 @@ ROWS: dict[str, Row] = {
         prepare=lambda run: run.store.add_evaluation("a", 3, {"reward": 0.5}),
     ),
     # -- seeing
-    "heartbeat": Row(call=lambda store, run: store.heartbeat("worker", "w", {"groups": 1}) and None),
+    "heartbeat": Row(call=_beat),
     "heartbeats": Row(
         call=lambda store, run: list(store.heartbeats("rank")),
         prepare=lambda run: run.store.heartbeat("rank", "0", {}),
@@ -345,3 +356,9 @@ ROWS: dict[str, Row] = {
     ),
     "verify": Row(call=lambda store, run: store.verify().findings, prepare=_trained),
 }
+
+
+def calls_of(role: type[Session]) -> set[str]:
+    """The public calls of a role, without those of the base of all."""
+    classes = [made for made in role.__mro__ if made not in (Session, object)]
+    return {name for made in classes for name, call in vars(made).items() if name[0] != "_" and callable(call)}

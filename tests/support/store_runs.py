@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from every_role import EveryRole
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.group import Group
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.records import Lease, PoolEntry
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
 
 LEASE_SECONDS = 3600.0
@@ -36,7 +37,9 @@ class Run:
     def __init__(self, url: str, home: Path, name: str = "") -> None:
         """`name`: of the run; a new one where there is none."""
         self.url, self.home = url, home
-        self.store = open_store(url, run=name or f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
+        self.store = open_store(
+            EveryRole, url, run=name or f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings()
+        )
         self._opened: list[Closes] = [self.store]
         self.meta = self.store.open_run()
         self.sequence = 0
@@ -50,9 +53,9 @@ class Run:
     def is_cluster(self) -> bool:
         return self.store.connection.is_cluster
 
-    def again(self) -> RedisStore:
+    def again(self) -> EveryRole:
         """Another process's store of the same run."""
-        store = open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings())
+        store = open_store(EveryRole, self.url, run=self.store.run, home=self.home, server=ServerSettings())
         self._opened.append(store)
         return store
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import problems_of, waiting_of
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.member import Member
+from rlbuffer.store.viewer import Viewer
 
 
-def says(store: Store, waiting: Waiting | None) -> None:
+def says(store: Member, waiting: Waiting | None) -> None:
     """The batcher says it."""
     store.heartbeat("batcher", "leader", {} if waiting is None else {"waiting": waiting.record()})
 
 
-def said(store: Store) -> Waiting | None:
+def said(store: Viewer) -> Waiting | None:
     """Why the batcher waits, by its last heartbeat."""
     return waiting_of(store.heartbeats("batcher").get("leader", {}))
 
 
-def kind(store: Store) -> Wait | None:
+def kind(store: Viewer) -> Wait | None:
     """The kind of it."""
     waiting = said(store)
     return None if waiting is None else waiting.kind
 
 
-def problem(store: Store, kind: Trouble) -> Problem | None:
+def problem(store: Viewer, kind: Trouble) -> Problem | None:
     """The problem of this kind in the batcher's last heartbeat."""
     return next((p for p in problems_of(store.heartbeats("batcher").get("leader", {})) if p.kind is kind), None)

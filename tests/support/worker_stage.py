@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import WorkerSettings
@@ -104,7 +105,7 @@ class Stage:
 
     def __init__(self, url: str = "memory://") -> None:
         self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}")
-        self.store: Any = self.buffer.store
+        self.store: Any = self.buffer.role(EveryRole)
         self.store.open_run()
         self.token = self.store.lease("batcher", ttl_seconds=600).token
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

@@ -12,7 +12,7 @@ from rlbuffer.client.asking import TOGETHER_SECONDS, pauses_between_asks, togeth
 from rlbuffer.client.writer import Writer
 from rlbuffer.process.heartbeat import LATE_SECONDS
 from rlbuffer.state.heartbeats import FRESH_SECONDS
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 
 
 class Nothing:
@@ -41,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     store = Nothing()
     clock = SimpleNamespace(sleep=store.sleep, monotonic=lambda: store.now)
     monkeypatch.setattr("rlbuffer.client.writer.time", clock)
-    assert Writer(cast(Store, store), "w0", epoch=1).take("a", timeout_seconds=120.0) == []
+    assert Writer(cast(Viewer, store), "w0", epoch=1).take("a", timeout_seconds=120.0) == []
     return store.asked
 
 

@@ -7,12 +7,15 @@ import time
 
 import pytest
 import waits
+from every_role import EveryRole
 
 import rlbuffer
 from rlbuffer.client import refusals
 from rlbuffer.client.refusals import LongWait, batcher_waits
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.records.waiting import FINAL, Wait, Waiting
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.member import Member
 
 pytest.importorskip("fakeredis")
 
@@ -31,8 +34,8 @@ def test_a_writer_without_a_ticket_says_what_the_batcher_waits_for(caplog: pytes
         writer = buffer.writer("w0")
         assert writer.take("gsm8k", timeout_seconds=0.05) == []
         assert str(Waiting(kind=Wait.NO_BATCHER)) in told(caplog)[0]
-        buffer.store.lease("batcher", ttl_seconds=60.0)
-        waits.says(buffer.store, Waiting(kind=Wait.NO_TRAINER))
+        buffer.role(LeaderStore).lease("batcher", ttl_seconds=60.0)
+        waits.says(buffer.role(Member), Waiting(kind=Wait.NO_TRAINER))
         writer.take("gsm8k", timeout_seconds=0.05)
         assert str(Waiting(kind=Wait.NO_TRAINER)) in told(caplog)[1]
 
@@ -40,7 +43,7 @@ def test_a_writer_without_a_ticket_says_what_the_batcher_waits_for(caplog: pytes
 def test_what_a_batcher_said_that_was_killed_since_holds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     filling, gone = Waiting(kind=Wait.FILLING, step=1), Waiting(kind=Wait.NO_BATCHER)
     with rlbuffer.connect("memory://", run="math") as buffer:
-        store = buffer.store
+        store = buffer.role(EveryRole)
         store.open_run()
         store.lease("batcher", ttl_seconds=0.001)
         time.sleep(0.01)
@@ -66,7 +69,7 @@ def test_what_a_batcher_said_that_was_killed_since_holds_no_more(monkeypatch: py
 
 def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
     with rlbuffer.connect("memory://", run="math") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         for rank in (1, 0):
             looks = iter((False, True))
             assert list(buffer.reader(rank, 2).steps(until=lambda looks=looks: next(looks))) == []
@@ -75,7 +78,7 @@ def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptu
 
 def test_a_long_wait_is_told_again_only_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     with rlbuffer.connect("memory://", run="math") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         wait = LongWait(buffer.store)
         for _ in range(3):
             wait.look("step 1")

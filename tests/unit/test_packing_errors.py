@@ -19,10 +19,10 @@ from rlbuffer.records.columns import as_column
 from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
+from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.recovery import decode_claim
-from rlbuffer.store.moves.step_format import decode_header, decode_part
-from rlbuffer.store.moves.step_reading import part_of
+from rlbuffer.store.step_format import decode_header, decode_part
+from rlbuffer.store.viewer import part_of
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.payload import (

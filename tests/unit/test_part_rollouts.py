@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.store.part_rollouts import PART_NUMBERS, PartRollouts
 from rlbuffer.store.records import PartRollout
+from rlbuffer.store.step_format import decode_part
 from rlbuffer.wire import payload
 
 SOURCES = [["g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17], ["g:a.0:w.2", "a.0", "a", "lora", "p0", 4, "w", 18]]

@@ -15,9 +15,12 @@ import pytest
 from rlbuffer.errors import ConfigError, PayloadError
 from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, PlannedPush, PlannedRollouts, RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.ledger import parse_ledger
-from rlbuffer.store.moves.planned import Planned
-from rlbuffer.store.moves.step_format import (
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.planned import Planned
+from rlbuffer.store.records import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.store.session import number as number_of
+from rlbuffer.store.session import script_text
+from rlbuffer.store.step_format import (
     age_limit,
     decode_header,
     decode_part,
@@ -26,9 +29,6 @@ from rlbuffer.store.moves.step_format import (
     part_records,
     step_digest,
 )
-from rlbuffer.store.records import EnvLedger, Ledger, Meta, PoolEntry
-from rlbuffer.store.session import number as number_of
-from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 

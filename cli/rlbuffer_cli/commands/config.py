@@ -202,6 +202,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     """
     from rlbuffer.daemon.config_changes import changes, check_change, config_digest
     from rlbuffer.records.states import SettingsState
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     loaded = given.load()
@@ -218,7 +219,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
             say(f"{change}   {loaded.source(change.setting)}{note}")
-        state = buffer.store.ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
+        state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
             state = SettingsState.STORED

@@ -39,11 +39,12 @@ def command(
       rlbuffer drain --run math --timeout 600
       rlbuffer drain --undo --run math
     """
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if undo:
-            was_draining = buffer.store.ask_undrain()
+            was_draining = buffer.role(OperatorStore).ask_undrain()
             if as_json:
                 echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
             elif was_draining:
@@ -51,7 +52,7 @@ def command(
             else:
                 say(f'run "{buffer.run}" was not draining')
             return 0
-        buffer.store.ask_drain()
+        buffer.role(OperatorStore).ask_drain()
         return _wait(buffer, timeout, as_json)
 
 

@@ -35,12 +35,13 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     """
     from rlbuffer.client.filters import parse
     from rlbuffer.client.operations import choose
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     if not parse(where).terms:
         raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        name, store = buffer.run, buffer.store
+        name, store = buffer.run, buffer.role(OperatorStore)
         chosen = choose(store, where, text_of=buffer.texts.decoded)
         what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)
         if as_json and (not yes or not chosen.drops):

@@ -37,12 +37,13 @@ def pause(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env pause math
     """
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     _check(env)
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
-        is_new = buffer.store.pause(env)
+        is_new = buffer.role(OperatorStore).pause(env)
         name = buffer.run
     say(
         f'{env} is paused in run "{name}": steps go on without it. Back: rlbuffer env resume {env}'
@@ -65,12 +66,13 @@ def done(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env done math
     """
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     _check(env)
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
-        buffer.store.say_done(env, epoch=buffer.store.meta().epoch)
+        buffer.role(OperatorStore).say_done(env, epoch=buffer.store.meta().epoch)
         name = buffer.run
     say(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
     return 0
@@ -89,12 +91,14 @@ def resume(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env resume math
     """
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     _check(env)
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
-        was_paused, was_done = buffer.store.resume(env), buffer.store.forget_end(env)
+        store = buffer.role(OperatorStore)
+        was_paused, was_done = store.resume(env), store.forget_end(env)
         name = buffer.run
     is_back = was_paused or was_done
     say(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')

@@ -17,7 +17,7 @@ from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
-    from rlbuffer.store.protocol import Store
+    from rlbuffer.store.operator import OperatorStore
 
 RUN_HEADER = ("run", "step", "trained", "pending rollouts", "opened")
 RUN_NUMBERS = frozenset({"step", "trained", "pending rollouts"})
@@ -119,14 +119,13 @@ def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> in
     """
     from rlbuffer.errors import DumpError
     from rlbuffer.store.dump import dump
-    from rlbuffer.store.redis_store import RedisStore
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing
 
     if file.exists() and not force:
         raise DumpError(f"{file} exists: use another name, or --force")
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        assert isinstance(buffer.store, RedisStore)
-        dumped = dump(buffer.store, file, lambda keys: starting(f"{keys} keys"))
+        dumped = dump(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)}))
         return 0
@@ -152,7 +151,7 @@ def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.store.dump import read, restore
-    from rlbuffer.store.redis_store import RedisStore
+    from rlbuffer.store.operator import OperatorStore
 
     name = read(file).run
     if given.run not in (None, name):
@@ -160,8 +159,7 @@ def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
     loaded = replace(given, run=name).load()
     url, origin = loaded.settings.redis_url, options.redis_origin(loaded)
     with connect(url, run=name, config=loaded.settings, name="restore", origin=origin) as buffer:
-        assert isinstance(buffer.store, RedisStore)
-        restored = restore(buffer.store, file, lambda keys: starting(f"{keys} keys"))
+        restored = restore(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
         address = buffer.store.server()["address"]
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(restored)}))
@@ -207,12 +205,13 @@ def rewind(number: int, force: bool, given: options.Given) -> int:
     return _take_back(given, number, lambda store: store.rewind(number, force=force))
 
 
-def _take_back(given: options.Given, step: int, ask: Callable[[Store], Mapping[str, Any]]) -> int:
+def _take_back(given: options.Given, step: int, ask: Callable[[OperatorStore], Mapping[str, Any]]) -> int:
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import open_existing, resume_hint
 
     loaded = given.load()
     with open_existing(loaded, run_given=given.run is not None) as buffer:
-        outcome, name = ask(buffer.store), buffer.run
+        outcome, name = ask(buffer.role(OperatorStore)), buffer.run
     void = f"{plural(outcome['steps'], 'step')}, {plural(outcome['entries'], 'pending push', 'pending pushes')}"
     say(
         f'run "{name}" goes on from step {step} in epoch {outcome["epoch"]}; void: {void}. '
@@ -239,6 +238,7 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
     if given.run not in (None, name):
         raise click.UsageError(f"the run is named twice: {name!r} and --run {given.run!r}")
     from rlbuffer.errors import RlbufferError, RunDamaged
+    from rlbuffer.store.operator import OperatorStore
     from rlbuffer_cli.session import at_work, open_existing
 
     with open_existing(replace(given, run=name).load(), run_given=True, even_damaged=True) as buffer:
@@ -255,6 +255,6 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
                 f"processes of run {name!r} are at work, or were a few seconds ago: {', '.join(processes)}. Stop them "
                 "first: what is still there begins the run anew. --force removes it all the same"
             )
-        keys = buffer.store.delete_run()
+        keys = buffer.role(OperatorStore).delete_run()
     say(f'run "{name}" ({content}) is gone: {plural(keys, "key")} removed')
     return 0

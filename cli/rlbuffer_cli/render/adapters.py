@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.state.text import amount, plural, printable
 
 if TYPE_CHECKING:
-    from rlbuffer.store.protocol import Store
+    from rlbuffer.store.viewer import Viewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class AdapterSummary:
     """Published; -1 when none was announced."""
 
 
-def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
+def summarize_adapters(store: Viewer) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
     state = store.load_state() or {}
     published = {adapter: policy.version for adapter, policy in store.trainer().policies.items()}

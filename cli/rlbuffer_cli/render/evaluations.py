@@ -9,13 +9,13 @@ from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.render.text import sparkline
 
 if TYPE_CHECKING:
-    from rlbuffer.store.protocol import Store
+    from rlbuffer.store.viewer import Viewer
 
 SHOWN_EVALUATIONS = 1000
 """Newest results that are looked at."""
 
 
-def summarize_evaluations(store: Store) -> tuple[Mapping[str, Any], ...]:
+def summarize_evaluations(store: Viewer) -> tuple[Mapping[str, Any], ...]:
     """Results by env, then by version."""
     results = store.evaluations(limit=SHOWN_EVALUATIONS)
     return tuple(sorted(results, key=lambda result: (result["env"], result["version"])))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.pool_look import PoolLook
     from rlbuffer.client.views import GroupView
-    from rlbuffer.store.protocol import Store
     from rlbuffer.store.records import EnvLedger, Ledger
+    from rlbuffer.store.viewer import Viewer
 
 MAX_AGES = 10
 """Blocks of an age histogram."""
@@ -175,7 +175,7 @@ def summarize(buffer: Buffer, pool: PoolLook | None = None) -> RunSummary:
     )
 
 
-def _waiting(store: Store, leader: Mapping[str, Any] | None, error: str) -> dict[str, Waiting]:
+def _waiting(store: Viewer, leader: Mapping[str, Any] | None, error: str) -> dict[str, Waiting]:
     batcher = batcher_waiting(leader, is_led=store.is_led(), error=error)
     ranks = {
         f"rank {name}": waiting
@@ -185,7 +185,7 @@ def _waiting(store: Store, leader: Mapping[str, Any] | None, error: str) -> dict
     return ({} if batcher is None else {"batcher": batcher}) | ranks
 
 
-def last_seen(store: Store) -> dict[str, float]:
+def last_seen(store: Viewer) -> dict[str, float]:
     """``batcher``, ``worker NAME``, ``scorer NAME``, ``rank N`` -> seconds since the last heartbeat, on the server."""
     leader = store.heartbeats("batcher").get("leader")
     seen = {"batcher": leader["seconds_ago"]} if leader else {}

@@ -13,7 +13,7 @@ from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, problem_lines
 
 if TYPE_CHECKING:
-    from rlbuffer.store.protocol import Store
+    from rlbuffer.store.viewer import Viewer
 
 PROCESS_HEADER = (*BEAT_HEADER[:-1], "dropped", BEAT_HEADER[-1])
 PROCESS_OPTIONAL = ("env", "rate", "dropped")
@@ -76,7 +76,7 @@ class Processes:
         return lines
 
 
-def processes_of(store: Store) -> Processes:
+def processes_of(store: Viewer) -> Processes:
     """Reads heartbeats and the newest drops; changes nothing."""
     writers: dict[str, Writer] = {}
     for record in store.history(READ_RECORDS):

@@ -9,7 +9,8 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.session import answers, text
-from rlbuffer.store.verify.snapshot import Findings, Snapshot, Verified, take_snapshot
+from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 
 KEYS_PER_READ = 500
@@ -18,7 +19,7 @@ PAYLOAD_BYTES = 32 * 2**20
 """Payloads decoded at a time."""
 
 
-def check_payloads(store: Verified, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
+def check_payloads(store: Viewer, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
     """I2 and I11. -> what was looked at."""
     sizes = _check_sizes(store, shot, findings)
     _check_permanent(store, shot, findings)
@@ -27,7 +28,7 @@ def check_payloads(store: Verified, shot: Snapshot, findings: Findings) -> Mappi
     return {"payloads": sizes, "payloads_decoded": decoded, "payload_keys_unreferenced": orphans}
 
 
-def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
+def _check_sizes(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     """Every reference of the pool and of the live steps leads to a field of the announced size."""
     references: list[tuple[str, int, int, str]] = []
     for entry in shot.pool:
@@ -69,7 +70,7 @@ def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
     return len(references)
 
 
-def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> None:
+def _check_permanent(store: Viewer, shot: Snapshot, findings: Findings) -> None:
     """Nothing that the pool, a live step, another use or a producer refers to has a time to live.
 
     In a cluster what is pending has one until a leader has read it.
@@ -88,7 +89,7 @@ def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> Non
                 findings.add("I11", f"{names[key]} lapses in {left / 1000:.0f} s")
 
 
-def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
+def _expiring(store: Viewer, keys: Sequence[str]) -> dict[str, int]:
     """Key -> milliseconds that it has yet to live, of those that have such a time."""
     lifetimes: dict[str, int] = {}
     for start in range(0, len(keys), KEYS_PER_READ):
@@ -104,7 +105,7 @@ def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
     return lifetimes
 
 
-def _check_untrained(store: Verified, shot: Snapshot, findings: Findings) -> int:
+def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     """Every untrained rollout decodes, with its checksum, and agrees with what the step says about it.
 
     In trained steps only sizes are checked: all ranks treated damage there alike, and counted it.
@@ -140,7 +141,7 @@ def _pages(members: Sequence[PartRollout]) -> Iterator[list[PartRollout]]:
         yield page
 
 
-def _check_orphans(store: Verified, shot: Snapshot, findings: Findings) -> int:
+def _check_orphans(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     """A payload that nothing names has a time to live: what a producer that died between its two phases leaves."""
     known = _referenced(shot)
     # A run's name may hold no character that a pattern gives a meaning, so the prefix matches itself only.

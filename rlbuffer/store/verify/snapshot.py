@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.ledger import parse_ledger
-from rlbuffer.store.moves.pool import pool_entries, reused_groups
-from rlbuffer.store.moves.run import parse_meta
-from rlbuffer.store.moves.step_reading import header_of, part_of
-from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepPart
-from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.pool import pool_entries, reused_groups
+from rlbuffer.store.records import Finding, Ledger, Meta, PoolEntry, Reused, StepPart
 from rlbuffer.store.session import Entry, answers, ranged, text
-
-T = TypeVar("T")
-
-
-class Verified(Protocol):
-    """A store, as far as `verify` needs it (:class:`rlbuffer.store.redis_store.RedisStore`)."""
-
-    keys: Keys
-    connection: Connection
-    tombstone_ms: int
-    tombstone_steps: int
-
-    def look(self, command: Callable[[Any], T]) -> T:
-        """Gives what `command` reads; asks again when the connection breaks."""
-
-    def server(self) -> Mapping[str, Any]:
-        """The server's description of itself."""
-
-    def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
-        """Payloads by reference; None where there is none any more."""
+from rlbuffer.store.viewer import Viewer, header_of, parse_meta, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +63,7 @@ class Findings:
             self.add(invariant, message)
 
 
-def take_snapshot(store: Verified) -> Snapshot:
+def take_snapshot(store: Viewer) -> Snapshot:
     """Reads every control key in one transaction."""
     keys = store.keys
 

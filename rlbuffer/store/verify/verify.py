@@ -11,14 +11,15 @@ from itertools import pairwise
 
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import plural
-from rlbuffer.store.moves.step_format import step_digest
 from rlbuffer.store.records import EnvLedger, Report
+from rlbuffer.store.step_format import step_digest
 from rlbuffer.store.verify.payloads import check_payloads
-from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, Verified, take_snapshot
+from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, take_snapshot
 from rlbuffer.store.verify.written import check_written
+from rlbuffer.store.viewer import Viewer
 
 
-def verify(store: Verified) -> Report:
+def verify(store: Viewer) -> Report:
     """Checks the invariants of docs/explain/protocol.md that are visible on the server."""
     shot = take_snapshot(store)
     findings = Findings(list(shot.unreadable))
@@ -134,7 +135,7 @@ def _check_chain(shot: Snapshot, findings: Findings) -> None:
 
 
 # -- I9 ----------------------------------------------------------------------------------------------------------------
-def _check_memory(store: Verified, shot: Snapshot, findings: Findings) -> dict[str, int]:
+def _check_memory(store: Viewer, shot: Snapshot, findings: Findings) -> dict[str, int]:
     """Returns percent of the server's memory in use; nothing where there is no limit.
 
     The server looks at its limit before a command, so that one push may end above it.

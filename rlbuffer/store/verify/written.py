@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rlbuffer.store.moves.ledger import amount_of
+from rlbuffer.store.ledger import amount_of
 from rlbuffer.store.session import answers, number, text
-from rlbuffer.store.verify.snapshot import Findings, Verified
+from rlbuffer.store.verify.snapshot import Findings
+from rlbuffer.store.viewer import Viewer
 
 TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,7 +32,7 @@ COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType({"ledger":
 """First word of a hash that counts -> how one of its values is read."""
 
 
-def check_written(store: Verified, findings: Findings) -> None:
+def check_written(store: Viewer, findings: Findings) -> None:
     """I13."""
     tag = f"{store.keys.tag}:"
     names = sorted(text(key) for key in store.look(lambda client: list(client.scan_iter(match=f"{tag}*", count=1000))))
@@ -51,7 +52,7 @@ def check_written(store: Verified, findings: Findings) -> None:
             )
 
 
-def _asked(store: Verified, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:
+def _asked(store: Viewer, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:
     def read(client: Any) -> list[Any]:
         with client.pipeline(transaction=False) as pipe:
             for key in keys:

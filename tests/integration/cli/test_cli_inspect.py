@@ -14,6 +14,7 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.waiting import Problem, Trouble, Wait
+from rlbuffer.store.member import Member
 from rlbuffer.testing import make_group
 from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
@@ -34,7 +35,7 @@ def call(url: str, typed: Call) -> Call:
 @pytest.fixture
 def buffer(url: str) -> Iterator[Buffer]:
     with rlbuffer.connect(url, run="math") as opened:
-        opened.store.open_run()
+        opened.role(Member).open_run()
         yield opened
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import ServerFull
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.worker import WorkerStore
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -133,15 +134,15 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
     path = tmp_path / "groups.jsonl"
     groups = [{"group_id": f"g{n}", "env": "b", "prompt_id": "p", "planned_size": 1} for n in range(3)]
     path.write_text("".join(json.dumps(group | {"rollouts": [rollout]}) + "\n" for group in groups))
-    push_many, is_full = RedisStore.push_many, True
+    push_many, is_full = WorkerStore.push_many, True
 
-    def limited(store: RedisStore, pushes: Sequence[Any], **values: Any) -> Any:
+    def limited(store: EveryRole, pushes: Sequence[Any], **values: Any) -> Any:
         room = max(0, 2 - values["sequence"]) if is_full else len(pushes)
         outcomes, error = push_many(store, pushes[:room], **values) if room else ([], None)
         full = ServerFull("the server at memory:// refused: it is full")
         return outcomes, error or (full if room < len(pushes) else None)
 
-    monkeypatch.setattr(RedisStore, "push_many", limited)
+    monkeypatch.setattr(WorkerStore, "push_many", limited)
     monkeypatch.setattr(Buffer, "writer", partialmethod(Buffer.writer, patience_seconds=0.2))
     code, _, err = call("push", str(path), "--run", made.store.run)
     assert code == 4

@@ -19,6 +19,7 @@ import own_server
 import pytest
 import redis
 import waits
+from every_role import EveryRole
 from own_server import OwnServer
 
 import rlbuffer
@@ -27,6 +28,7 @@ from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.run import doctor
 from rlbuffer.run.pythons import gpus_here
 from rlbuffer.store.keys import SCHEMA, Keys
+from rlbuffer.store.member import Member
 from rlbuffer.weights.serving import FileServer, make_app
 from rlbuffer_cli.main import main
 
@@ -112,7 +114,7 @@ def follows_another(place: Place) -> None:
 def holds_a_run_of_another_schema(place: Place) -> None:
     server = place.server()
     with rlbuffer.connect(server.url, run="old") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
     with redis.Redis(port=server.port) as client:
         client.hset(Keys("old").meta, "schema", SCHEMA - 1)
     place.arguments += ["--run", "old"]
@@ -258,7 +260,7 @@ def test_a_sound_run_has_no_failure_under_the_user_of_any_role(place: Place, cal
     server = place.server(aclfile=str(users))
     host = server.url.removeprefix("redis://")
     with rlbuffer.connect(f"redis://operator:CHANGE-operator@{host}", run="math") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
     place.monkeypatch.setenv("RLBUFFER_REDIS_PASSWORD", f"CHANGE-{user}")
     code, out, err = call("--redis", f"redis://{user}@{host}", "--run", "math", "--json")
     runs = [record for record in map(json.loads, out.splitlines()) if record["subject"] == "run"]
@@ -270,7 +272,7 @@ def test_a_sound_host_and_server_have_no_trouble(place: Place, call: Call) -> No
     server = place.server()
     place.config(GOOD)
     with rlbuffer.connect(server.url, run="math") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
     code, out, err = call(*place.arguments, "--run", "math")
     lines = [line.split(maxsplit=2) for line in out.splitlines()]
     assert (code, err) == (0, "")
@@ -340,7 +342,7 @@ def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(pla
     place.monkeypatch.setattr("rlbuffer.run.run_checks.FIRST_STEP_SECONDS", 0.0)
     server = place.server()
     with rlbuffer.connect(server.url, run="math") as buffer:
-        store = buffer.store
+        store = buffer.role(EveryRole)
         store.open_run()
         named = (*place.arguments, "--run", "math")
         assert "warning  run" not in call(*named)[1]  # nobody works: nothing is to go on
@@ -369,7 +371,7 @@ def test_the_run_that_was_opened_last_is_looked_at_as_inspect_does(place: Place,
     server = place.server()
     for name in ("old", "new"):
         with rlbuffer.connect(server.url, run=name) as buffer:
-            buffer.store.open_run()
+            buffer.role(Member).open_run()
         time.sleep(0.01)
     assert 'run          "new" is at step 0, 0 trained;' in call(*place.arguments)[1]
     assert 'run          "old" is at step 0, 0 trained;' in call(*place.arguments, "--run", "old")[1]

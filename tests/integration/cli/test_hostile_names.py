@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from every_role import EveryRole
 
 import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
@@ -26,7 +27,7 @@ def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
 
 def spoil(buffer: rlbuffer.Buffer) -> None:
     """Writes everything that a worker may write, with :data:`EVIL` wherever a text may stand."""
-    store = buffer.store
+    store = buffer.role(EveryRole)
     writer = buffer.writer("w")
     group = make_group(env="a", size=2, group_id="a.0")
     rollouts = tuple(

@@ -27,7 +27,7 @@ from rlbuffer.records.step_plan import Plan
 from rlbuffer.store import part_payloads, payloads
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -142,7 +142,7 @@ def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
     assert careful.damaged == ()
     with monkeypatch.context() as patched:
         patched.setattr(payload, "decode_rollout", lambda *_, **__: pytest.fail("a sound payload was decoded"))
-        patched.setattr(RedisStore, "read_group_payloads", lambda *_: pytest.fail("answers were asked for apart"))
+        patched.setattr(Viewer, "read_group_payloads", lambda *_: pytest.fail("answers were asked for apart"))
         step = pull(run)
     assert_same(step, careful)
     assert {s.group_id: s.answer for mb in step for s in mb.samples} == {f"a.{n}": {"is": n} for n in range(len(SOUND))}

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_role import EveryRole
 from faults import CuttingProxy
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, InvalidRollout, PushBroken, ServerRefused, ServerUnreachable
-from rlbuffer.store.moves import push
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store import producer
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.member import Member
 from rlbuffer.store.server.gathering import FreshPool
+from rlbuffer.store.session import open_store
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -29,11 +33,11 @@ def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
 
 
 @pytest.fixture
-def proxied(redis_url: str, tmp_path: Path) -> Iterator[tuple[RedisStore, CuttingProxy]]:
+def proxied(redis_url: str, tmp_path: Path) -> Iterator[tuple[EveryRole, CuttingProxy]]:
     """A store whose connections lead through a proxy, on a server that knows the script of a push."""
     run = f"many-{uuid.uuid4().hex[:8]}"
     with CuttingProxy(redis_url) as proxy:
-        store = open_store(proxy.url, run=run, home=tmp_path, server=ServerSettings())
+        store = open_store(EveryRole, proxy.url, run=run, home=tmp_path, server=ServerSettings())
         store.client.script_load(store.script("push").text)
         yield store, proxy
         store.close()
@@ -42,13 +46,13 @@ def proxied(redis_url: str, tmp_path: Path) -> Iterator[tuple[RedisStore, Cuttin
 @pytest.fixture
 def carried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Suffixes of the pushes whose payloads were sent, each time that one was."""
-    add, suffixes = push._add_payload, list[str]()
+    add, suffixes = producer._add_payload, list[str]()
 
     def noted(pipe: Any, one: Any, **way: bool) -> None:
         suffixes.append(one.suffix)
         add(pipe, one, **way)
 
-    monkeypatch.setattr(push, "_add_payload", noted)
+    monkeypatch.setattr(producer, "_add_payload", noted)
     return suffixes
 
 
@@ -86,7 +90,7 @@ def after(store: Any, name: str, call: Callable[[int], None]) -> None:
 
 
 def test_groups_are_stored_in_order_each_under_its_own_sequence(buffer: rlbuffer.Buffer) -> None:
-    writer, store = buffer.writer("w"), buffer.store
+    writer, store = buffer.writer("w"), buffer.role(WorkerStore)
     assert writer.push_many([]) == []
     assert writer.push(groups(0)[0]).status == "stored"
     pushed = writer.push_many(groups(1, 2, 3))
@@ -114,9 +118,9 @@ def test_far_more_groups_than_a_round_trip_takes_share_their_round_trips_by_sixt
 
 def test_large_groups_share_no_round_trip(buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(len(data) for data in payload.encode_push(groups(0)[0]).payloads)
-    monkeypatch.setattr("rlbuffer.store.moves.push.BATCH_BYTES", 2 * size)
+    monkeypatch.setattr("rlbuffer.store.producer.BATCH_BYTES", 2 * size)
     sent: list[int] = []
-    after(buffer.store, "_send", sent.append)
+    after(buffer.role(WorkerStore), "_send", sent.append)
     assert statuses(buffer.writer("w").push_many(groups(1, 2, 3))) == ["stored"] * 3
     assert len(sent) == 2
 
@@ -147,7 +151,7 @@ def test_an_invalid_group_keeps_the_others_of_its_call_from_being_stored(buffer:
 
 @pytest.mark.parametrize("whole", [0, 1, 2, 3])
 def test_a_connection_that_breaks_inside_the_second_phase_loses_and_doubles_nothing(
-    proxied: tuple[RedisStore, CuttingProxy], whole: int
+    proxied: tuple[EveryRole, CuttingProxy], whole: int
 ) -> None:
     store, proxy = proxied
     heard: list[Exception] = []
@@ -166,7 +170,7 @@ def test_a_connection_that_breaks_inside_the_second_phase_loses_and_doubles_noth
 
 @pytest.mark.parametrize("whole", [0, 2, 3])
 def test_a_connection_that_breaks_inside_a_payload_stores_what_is_sent_again(
-    proxied: tuple[RedisStore, CuttingProxy], whole: int
+    proxied: tuple[EveryRole, CuttingProxy], whole: int
 ) -> None:
     store, proxy = proxied
     writer = writer_of(store)
@@ -191,7 +195,7 @@ def test_a_server_that_has_forgotten_the_script_gets_no_payload_twice(
 
 
 def test_a_push_whose_answer_is_lost_carries_its_payload_once(
-    proxied: tuple[RedisStore, CuttingProxy], carried: list[str]
+    proxied: tuple[EveryRole, CuttingProxy], carried: list[str]
 ) -> None:
     store, proxy = proxied
     writer = writer_of(store)
@@ -202,7 +206,7 @@ def test_a_push_whose_answer_is_lost_carries_its_payload_once(
     assert pending(store) == ["a.0", "a.1"]
 
 
-def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tuple[RedisStore, CuttingProxy]) -> None:
+def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tuple[EveryRole, CuttingProxy]) -> None:
     store, proxy = proxied
     writer = writer_of(store, patience_seconds=0.0)
     proxy.cut_inside(b"EVALSHA", 1)
@@ -216,7 +220,7 @@ def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tupl
     assert sequence(store, writer) == 4
 
 
-def test_what_a_call_left_is_settled_before_another_group(proxied: tuple[RedisStore, CuttingProxy]) -> None:
+def test_what_a_call_left_is_settled_before_another_group(proxied: tuple[EveryRole, CuttingProxy]) -> None:
     store, proxy = proxied
     writer = writer_of(store, patience_seconds=0.0)
     proxy.swallow_replies(b"EVALSHA", 2)
@@ -229,7 +233,7 @@ def test_what_a_call_left_is_settled_before_another_group(proxied: tuple[RedisSt
 
 
 def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: rlbuffer.Buffer) -> None:
-    store: Any = buffer.store
+    store: Any = buffer.role(WorkerStore)
     if store.connection.is_cluster:
         pytest.skip("PUSH does not reach the payload's shard: PIN finds it, test_clusters.py")
     epoch = store.open_run().epoch
@@ -256,7 +260,7 @@ def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: 
 
 
 def test_a_refused_replacement_stops_the_batch(buffer: rlbuffer.Buffer) -> None:
-    store: Any = buffer.store
+    store: Any = buffer.role(WorkerStore)
     first, second, third = buffer.writer("p").push_many(groups(1, 2, 3))
     larger = make_group(env="a", size=3, group_id="a.2")
     pairs = [(groups(1)[0], first.entry_id), (larger, second.entry_id), (groups(3)[0], third.entry_id)]
@@ -289,8 +293,8 @@ def roll_back(store: Any, writer: rlbuffer.Writer, *, to: int) -> None:
 def test_what_the_server_forgets_during_a_call_is_sent_again_in_order(
     buffer: rlbuffer.Buffer, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlbuffer.store.moves.push.BATCH_PUSHES", 2)
-    writer, store = buffer.writer("w"), buffer.store
+    monkeypatch.setattr("rlbuffer.store.producer.BATCH_PUSHES", 2)
+    writer, store = buffer.writer("w"), buffer.role(WorkerStore)
     writer.push_many(groups(0, 1, 2))
     # Before a batch, the server has lost the last two pushes.
     after(store, "_move_pushes", lambda call: call == batch and roll_back(store, writer, to=2 * batch - 1))
@@ -303,7 +307,7 @@ def test_what_the_server_forgets_during_a_call_is_sent_again_in_order(
 
 
 def test_a_call_that_the_spool_cannot_fill_up_to_goes_on_under_another_incarnation(buffer: rlbuffer.Buffer) -> None:
-    writer, store = buffer.writer("w"), buffer.store
+    writer, store = buffer.writer("w"), buffer.role(WorkerStore)
     writer.push_many(groups(0, 1, 2))
     first = writer.incarnation
     writer._producer._spool.clear()
@@ -318,7 +322,7 @@ def test_a_call_that_the_spool_cannot_fill_up_to_goes_on_under_another_incarnati
 
 
 def test_pushes_are_counted_as_lost_once_however_often_their_follower_is_sent(buffer: rlbuffer.Buffer) -> None:
-    store: Any = buffer.store
+    store: Any = buffer.role(WorkerStore)
     writer = writer_of(store, patience_seconds=0.0)
     writer.push_many(groups(0, 1, 2))
     writer._producer._spool.clear()
@@ -339,7 +343,7 @@ def test_pushes_are_counted_as_lost_once_however_often_their_follower_is_sent(bu
 
 
 def test_a_new_epoch_that_goes_on_from_this_one_is_followed_in_the_middle(buffer: rlbuffer.Buffer) -> None:
-    writer, store = buffer.writer("w"), buffer.store
+    writer, store = buffer.writer("w"), buffer.role(WorkerStore)
     keys, client = store.keys, store.client  # type: ignore[attr-defined]
     epoch = store.open_run().epoch
     writer.push(groups(0)[0])
@@ -354,8 +358,8 @@ def test_a_new_epoch_that_goes_on_from_this_one_is_followed_in_the_middle(buffer
 
 def test_groups_are_cut_as_single_pushes_are(buffer: rlbuffer.Buffer) -> None:
     config = rlbuffer.BatcherConfig(10, oversized="truncate")
-    token = buffer.store.lease("leader", ttl_seconds=30.0).token if buffer.store.open_run() else 0
-    buffer.store.set_config(token, config.as_dict(), "digest")
+    token = buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0).token if buffer.role(Member).open_run() else 0
+    buffer.role(LeaderStore).set_config(token, config.as_dict(), "digest")
     long = [make_group(seed=seed, size=1, lengths=[20]) for seed in (1, 2)]
     writer = buffer.writer("w")
     assert statuses(writer.push_many(long, sequence=1)) == ["stored"] * 2
@@ -380,7 +384,7 @@ def test_calls_of_two_threads_do_not_mix(buffer: rlbuffer.Buffer) -> None:
 
 
 def test_a_server_that_has_forgotten_its_scripts_gets_them_in_the_same_call(buffer: rlbuffer.Buffer) -> None:
-    writer, store = buffer.writer("w"), buffer.store
+    writer, store = buffer.writer("w"), buffer.role(WorkerStore)
     loaded: list[int] = []
     after(store, "push", loaded.append)
     store.client.script_flush()  # type: ignore[attr-defined]
@@ -395,7 +399,7 @@ def test_both_protocols_of_the_server_give_the_same_answers(
     monkeypatch.setattr(
         "rlbuffer.store.server.connection.FreshPool", lambda **options: FreshPool(**(options | {"protocol": protocol}))
     )
-    store = open_store(redis_url, run=f"many-{uuid.uuid4().hex[:8]}", home=tmp_path, server=ServerSettings())
+    store = open_store(EveryRole, redis_url, run=f"many-{uuid.uuid4().hex[:8]}", home=tmp_path, server=ServerSettings())
     assert {pool.connection_kwargs["protocol"] for pool in store.connection._pools()} == {protocol}
     assert statuses(writer_of(store).push_many(groups(1, 2, 3))) == ["stored"] * 3
     assert store.verify().ok

@@ -14,7 +14,7 @@ import rlbuffer.client.reader
 from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.moves.recovery import decode_claim
+from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.payloads import Trainable
 
 pytest_plugins = ("store_fixtures",)

@@ -10,6 +10,7 @@ import pytest
 
 import rlbuffer
 from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.store.leader import LeaderStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -26,8 +27,8 @@ def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
 
 
 def serve(buffer: rlbuffer.Buffer, config: rlbuffer.BatcherConfig) -> None:
-    lease = buffer.store.lease("leader", ttl_seconds=30.0)
-    buffer.store.set_config(lease.token, config.as_dict(), "digest")
+    lease = buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0)
+    buffer.role(LeaderStore).set_config(lease.token, config.as_dict(), "digest")
 
 
 def lengths(buffer: rlbuffer.Buffer) -> list[list[tuple[int, bool]]]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_role import EveryRole, stands_in
 
 import rlbuffer
 from rlbuffer.errors import RlbufferError, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.store.member import Member
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 
 
@@ -99,7 +102,7 @@ class Failing:
 
 
 def test_a_server_that_goes_away_while_the_missing_pushes_are_sent_is_waited_for(buffer: rlbuffer.Buffer) -> None:
-    store = buffer.store = Failing(buffer.store, "push")
+    store = stands_in(Failing(buffer.role(WorkerStore), "push"), buffer)
     writer = buffer.writer("w")
     pushed = [writer.push(group(seed)) for seed in range(4)]
     roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
@@ -112,7 +115,7 @@ def test_a_server_that_goes_away_while_the_missing_pushes_are_sent_is_waited_for
 
 
 def test_a_full_server_gives_no_tickets_and_ends_no_worker(buffer: rlbuffer.Buffer) -> None:
-    store = buffer.store = Failing(buffer.store, "take_tickets")
+    store = stands_in(Failing(buffer.role(WorkerStore), "take_tickets"), buffer)
     store.errors = dict.fromkeys(range(1, 99), ServerRefused("memory limit"))
     writer = buffer.writer("w")
     assert writer.take("a", timeout_seconds=0.1) == []
@@ -137,8 +140,8 @@ class ForgetfulStore:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_push_that_was_given_up_does_not_cost_the_next_group(buffer: rlbuffer.Buffer, again: bool) -> None:
-    epoch = buffer.store.open_run().epoch
-    store = ForgetfulStore(buffer.store)
+    epoch = buffer.role(Member).open_run().epoch
+    store = ForgetfulStore(buffer.role(WorkerStore))
     writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
     store.loses_reply = True
     with pytest.raises(ServerUnreachable, match="the answer was lost"):
@@ -152,7 +155,7 @@ def test_a_push_that_was_given_up_does_not_cost_the_next_group(buffer: rlbuffer.
 
 
 def test_nothing_is_left_under_the_name_of_a_run_that_was_deleted(buffer: rlbuffer.Buffer) -> None:
-    store = buffer.store
+    store = buffer.role(EveryRole)
     store.open_run()
     token = store.lease("me", ttl_seconds=60).token
     keys, client = store.keys, store.client  # type: ignore[attr-defined]
@@ -169,8 +172,8 @@ def test_a_group_whose_push_another_thread_has_settled_is_pushed_again_and_train
     buffer: rlbuffer.Buffer,
 ) -> None:
     """A repeated call is recognized only where no other came between; what it stores again joins no step."""
-    epoch = buffer.store.open_run().epoch
-    store = ForgetfulStore(buffer.store)
+    epoch = buffer.role(Member).open_run().epoch
+    store = ForgetfulStore(buffer.role(WorkerStore))
     writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
     store.loses_reply = True
     with pytest.raises(ServerUnreachable, match="the answer was lost"):
@@ -233,8 +236,8 @@ def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str,
         goes_on.wait(30.0)
 
     with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as buffer:
-        store = ForgetfulStore(buffer.store)
-        writer = rlbuffer.Writer(store, "w", epoch=buffer.store.open_run().epoch, on_retry=hold_the_lock)  # type: ignore[arg-type]
+        store = ForgetfulStore(buffer.role(WorkerStore))
+        writer = rlbuffer.Writer(store, "w", epoch=buffer.role(Member).open_run().epoch, on_retry=hold_the_lock)  # type: ignore[arg-type]
         writer.push(group(0))
         store.loses_reply = is_busy
         pushing = threading.Thread(target=writer.push, args=(group(1),))

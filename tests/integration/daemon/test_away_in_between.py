@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from every_role import EveryRole
 from store_runs import Run, plan_of
 
 import rlbuffer
@@ -16,7 +17,7 @@ from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
 from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.leader import LeaderStore
 
 pytest_plugins = ("store_fixtures",)
 
@@ -62,7 +63,7 @@ def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run)
 def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step("a.0", "a.1")
     run.train(1, oldest_kept=1)
-    monkeypatch.setattr("rlbuffer.store.moves.steps.SWEEP", 1)
+    monkeypatch.setattr("rlbuffer.store.leader.SWEEP", 1)
     look, asked = run.store.look, []
 
     def away_after_the_first_page(command: Any) -> Any:
@@ -89,7 +90,7 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
     run.store.announce(attempt.number, PolicyVersion(version=0))
     store, pins = run.again(), []
 
-    def cut_off_once(self: RedisStore, *args: Any, **options: Any) -> list[str]:
+    def cut_off_once(self: EveryRole, *args: Any, **options: Any) -> list[str]:
         pins.append(pin(self, *args, **options))
         if len(pins) == 1 and is_loss:
             store.connection.losses += 1
@@ -99,8 +100,8 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
                     run.client.client_kill_filter(_id=client["id"])
         return pins[-1]
 
-    pin = RedisStore.pin
-    monkeypatch.setattr(RedisStore, "pin", cut_off_once)
+    pin = LeaderStore.pin
+    monkeypatch.setattr(LeaderStore, "pin", cut_off_once)
     events: list[BatcherEvent] = []
     stop = threading.Event()
     daemon = Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=events.append, lease_seconds=1.0)

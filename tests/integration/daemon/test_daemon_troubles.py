@@ -22,7 +22,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
-from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.viewer import Viewer
 from rlbuffer_cli.alive import heard
 
 pytest_plugins = ("store_fixtures",)
@@ -219,7 +219,7 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
 
 def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"used_memory": 3 * 2**20, "maxmemory": 3 * 2**20}
-    monkeypatch.setattr(RedisStore, "server", lambda store: store.connection.describe() | facts)
+    monkeypatch.setattr(Viewer, "server", lambda store: store.connection.describe() | facts)
     start_trainer(served.run)
     served.serve(CONFIG)
     full = served.wait_for(lambda: waits.problem(served.run.store, Trouble.MEMORY))

@@ -15,6 +15,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
+from rlbuffer.store.member import Member
 from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)
@@ -99,7 +100,7 @@ def test_the_command_pauses_and_resumes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with rlbuffer.connect(run="r", config={"home": str(home)}) as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         buffer.heartbeat("worker", "math-0", {"env": "math"})
         said = []
         for action in ("pause", "pause", "resume", "resume"):

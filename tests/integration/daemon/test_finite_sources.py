@@ -18,7 +18,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import EnvDone, EpochChanged, NotFound, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -209,7 +209,7 @@ def wait_until_ended(served: Served, count: int = 1) -> None:
     served.wait_for(lambda: len(served.said("ended")) >= count, 20)
 
 
-def rollouts(store: Store) -> tuple[int, int, int]:
+def rollouts(store: Viewer) -> tuple[int, int, int]:
     """(trained, dropped, pending)."""
     total = store.ledger().total()
     return total.trained[0], sum(rollouts for rollouts, _ in total.dropped.values()), total.pending[0]

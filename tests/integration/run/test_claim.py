@@ -14,20 +14,20 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.process.identity import visible_from
 from rlbuffer.run import claim
 from rlbuffer.run.claim import Claim
-from rlbuffer.store.protocol import Store
+from rlbuffer.store.member import Member
 
 
 @pytest.fixture
-def store(redis_url: str, run_name: str) -> Iterator[Store]:
+def store(redis_url: str, run_name: str) -> Iterator[Member]:
     with rlbuffer.connect(redis_url, run=run_name) as buffer:
-        yield buffer.store
+        yield buffer.role(Member)
 
 
 OTHER = {"pid": os.getppid(), "host": "a.example", "space": visible_from(), "started": 1.0}
 
 
 @pytest.mark.parametrize("space", [visible_from(), "another machine"])
-def test_a_second_supervisor_does_not_begin_and_names_the_first(store: Store, space: str) -> None:
+def test_a_second_supervisor_does_not_begin_and_names_the_first(store: Member, space: str) -> None:
     over = threading.Event()
 
     def beat() -> None:
@@ -54,7 +54,7 @@ def test_a_second_supervisor_does_not_begin_and_names_the_first(store: Store, sp
     ],
 )
 def test_a_supervisor_begins_where_the_one_before_is_gone(
-    store: Store, beat: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    store: Member, beat: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "FRESH_SECONDS", 0.5)
     store.heartbeat("batcher", "run", beat)
@@ -62,7 +62,7 @@ def test_a_supervisor_begins_where_the_one_before_is_gone(
 
 
 def test_of_two_supervisors_that_begin_at_once_the_later_one_ends(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlbuffer.process.heartbeat.BEAT_SECONDS", 0.02)
     first = Claim(store, "twice")

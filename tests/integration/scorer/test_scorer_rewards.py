@@ -19,6 +19,7 @@ from rlbuffer.metrics.registry import METRICS
 from rlbuffer.process import heartbeat
 from rlbuffer.run import members
 from rlbuffer.scorer import loop
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.testing import make_group
 
 
@@ -175,7 +176,7 @@ def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
     eventually(lambda: stage.told("ready"))
     stage.writer.push(unscored(1))
     eventually(lambda: stage.told("scored"))
-    stage.buffer.store.rewind(0)
+    stage.buffer.role(OperatorStore).rewind(0)
     writer = stage.buffer.writer("w2")
     writer.push(unscored(2))
     eventually(lambda: len(stage.told("scored")) == 2)

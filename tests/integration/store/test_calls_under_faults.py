@@ -1,4 +1,4 @@
-"""Every call of the Store protocol on a connection that breaks: before the request, after the work, after the reply.
+"""Every call of every role on a connection that breaks: before the request, after the work, after the reply.
 
 Each call is made twice, on two runs that were prepared alike: undisturbed, and with the fault at its first, second, ...
 request. The answers must be the same, and so must be what the server holds afterwards.
@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import redis
+from every_role import EveryRole
 from faults import MOMENTS, CuttingProxy, primaries_of
-from store_call_rows import ROWS, Row
+from store_call_rows import ROWS, Row, calls_of
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
-from rlbuffer.store.protocol import Store
-from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.server.address import is_cluster
+from rlbuffer.store.session import open_store
 
 TIMES = re.compile(
     r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
@@ -62,9 +62,8 @@ def prepared(row: str, url: str, home: Path) -> Run:
     return run
 
 
-def test_every_call_of_the_protocol_has_a_row() -> None:
-    public = {name for name in dir(Store) if not name.startswith("_") and callable(getattr(Store, name))}
-    assert ROWS.keys() == public
+def test_every_call_of_every_role_has_a_row() -> None:
+    assert ROWS.keys() == calls_of(EveryRole) | {"close", "server_id"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ def test_a_call_whose_connection_breaks(
         run.close()
 
 
-def called(row: Row, store: RedisStore, run: Run, moment: str, *, is_last: bool) -> Any:
+def called(row: Row, store: EveryRole, run: Run, moment: str, *, is_last: bool) -> Any:
     """The result of a call that is repeated after ServerUnreachable, as a writer or a person does."""
     try:
         return row.call(store, run)
@@ -141,9 +140,9 @@ def called(row: Row, store: RedisStore, run: Run, moment: str, *, is_last: bool)
         return type(error).__name__
 
 
-def through(proxy: CuttingProxy, run: Run, home: Path) -> RedisStore:
+def through(proxy: CuttingProxy, run: Run, home: Path) -> EveryRole:
     """A store of the run whose connections, one for reads that block and one for the rest, are open already."""
-    store = open_store(proxy.url, run=run.store.run, home=home, server=ServerSettings())
+    store = open_store(EveryRole, proxy.url, run=run.store.run, home=home, server=ServerSettings())
     store.now()
     store.stream(f"nothing-{uuid.uuid4().hex}", "0", block_seconds=0.001)
     return store

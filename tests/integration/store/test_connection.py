@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from every_role import EveryRole
 from faults import CuttingProxy, TalkingServer, info_reply
 
 from rlbuffer.client.writer import Writer
@@ -28,7 +29,6 @@ from rlbuffer.errors import (
     WrongAnswer,
     WrongType,
 )
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
@@ -320,7 +320,7 @@ def test_a_cluster_of_several_shards_is_taken_where_the_address_says_so_and_one_
             url = f"redis://127.0.0.1:{ports[0]}"
             with connect(url, home) as c:
                 assert c.client.set("k", 1)
-                store = RedisStore(c, "cluster")
+                store = EveryRole(c, "cluster")
                 writer = Writer(store, "w", epoch=store.open_run().epoch)
                 pushed = writer.push_many([make_group(seed=n) for n in range(3)])  # payloads lie in several slots
                 assert [one.status for one in pushed] == ["stored"] * 3

@@ -12,7 +12,7 @@ from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
+from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.records import Claim, TrainedStep
 
 pytest_plugins = ("store_fixtures",)

@@ -138,7 +138,7 @@ def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatc
 def forgetful(run, monkeypatch):
     """A run that remembers three steps, and whose clock was set forward: by their age alone all tombstones may go."""
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
-    monkeypatch.setattr("rlbuffer.store.moves.run.tombstone_ms", lambda config: 0)
+    monkeypatch.setattr("rlbuffer.store.viewer.tombstone_ms", lambda config: 0)
     run.lead()
     run.store.set_config(run.token, {"max_age": 1}, "d")
     run.store.meta()

@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
-from rlbuffer.store.moves.push import _Push, _Source
+from rlbuffer.store.producer import _Push, _Source
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -122,7 +122,7 @@ def test_late_first_half_goes_with_the_next_repetition_of_its_push(run):
 def test_push_whose_payload_lapsed_between_its_halves_does_not_become_pending(run, monkeypatch):
     if run.is_cluster:
         pytest.skip("PUSH does not reach the payload's shard: PIN finds it, test_clusters.py")
-    monkeypatch.setattr("rlbuffer.store.moves.push.WEEK_MS", 0)
+    monkeypatch.setattr("rlbuffer.store.producer.WEEK_MS", 0)
     with pytest.raises(ServerRefused) as caught:
         send(run, 1)
     name = run.store.keys.unnamed_payload("a.0", "u.1")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -165,6 +165,6 @@ def test_what_is_not_pending_any_more_is_not_claimed_and_leaves_no_claim(run: Ru
 
 def test_a_pending_group_says_what_it_needs(run: Run):
     run.push("a.0", needs=["reward", "ref_logprobs"])
-    store: RedisStore = run.store
+    store: EveryRole = run.store
     (view,) = Buffer(store, settings=RunSettings()).groups()
     assert (view.state, view.detail) == ("forming", "needs ref_logprobs, reward")

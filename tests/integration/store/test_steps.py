@@ -337,7 +337,7 @@ def test_pin_asks_for_many_payloads_at_once_and_for_those_of_a_huge_step_in_seve
     assert run.store.pin(refs, used) == [entries[1].entry_id, entries[4].entry_id]
     assert asked == [("pin", 5)]
     asked.clear()
-    monkeypatch.setattr("rlbuffer.store.moves.steps.PIN_ROLLOUTS", 3)  # of two rollouts each
+    monkeypatch.setattr("rlbuffer.store.leader.PIN_ROLLOUTS", 3)  # of two rollouts each
     assert run.store.pin(refs, used) == [entries[1].entry_id, entries[4].entry_id]
     assert asked == [("pin", 2), ("pin", 2), ("pin", 1)]
 

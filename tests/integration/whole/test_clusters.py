@@ -138,7 +138,7 @@ def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves
     (entry,) = run.pool()
     assert run.client.pttl(entry.payload_key) > 0
     assert run.store.verify().findings == ()
-    run.store.read_pool(keeps=True)
+    run.store.take_pool()
     assert run.client.pttl(entry.payload_key) == -1
 
 

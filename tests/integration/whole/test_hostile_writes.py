@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from daemon_runs import Served
+from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout, LeaseLost, RunDamaged, WrongType
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
 
@@ -87,7 +87,7 @@ def test_no_value_that_a_worker_writes_ends_a_batcher_or_a_view(
     assert served.errors == []
 
 
-def trained(store: RedisStore, served: Served) -> None:
+def trained(store: EveryRole, served: Served) -> None:
     """A trainer asks for a step and gets it."""
     number = store.trainer().number or store.attempt(uuid="t", world_size=1, resume_step=0).number
     store.announce(number, PolicyVersion(version=0))

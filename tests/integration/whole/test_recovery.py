@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import waits
+from every_role import EveryRole
 from rolled_back import CONFIG, Loop, Saved
 from store_runs import Run
 
@@ -25,8 +26,8 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
 from rlbuffer.store.records import Attempt, Claim
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded as servers
+from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -49,7 +50,7 @@ def train_to(reader: Reader, steps: Iterator[Any], last: int) -> list[Any]:
     return done
 
 
-def ids_of(store: RedisStore, step: int) -> set[str]:
+def ids_of(store: EveryRole, step: int) -> set[str]:
     return {member.info.rollout_id for part in store.read_parts(step) for member in part.rollouts}
 
 
@@ -169,7 +170,7 @@ def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(
     url_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 waits for it, rank 0 for rank 1, and the batcher for the trainer's word on what it trains."""
-    run, servers_so_far = url_run, RedisStore.server_id
+    run, servers_so_far = url_run, Viewer.server_id
     writer = Writer(run.again(), "w", epoch=run.meta.epoch)
     first, second = (Reader(run.again(), rank=rank, world_size=2, timeout_seconds=20) for rank in range(2))
     first.start(0)
@@ -183,7 +184,7 @@ def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(
     assert first.still_there(lost)
     loop.close()
     saved.put_back()
-    monkeypatch.setattr(RedisStore, "server_id", lambda store: f"after a failover from {servers_so_far(store)}")
+    monkeypatch.setattr(Viewer, "server_id", lambda store: f"after a failover from {servers_so_far(store)}")
     for i in range(2, 4):
         writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i))
     loop = Loop(run.again())
@@ -272,13 +273,13 @@ def test_append_only_file_from_before_three_steps(tmp_path: Path) -> None:
     """The real thing: the server is killed, its data directory is put back to what it was three steps earlier."""
     home, settings = tmp_path / "h", ServerSettings(appendfsync="always")
     running = servers.ensure(home, settings)
-    store = RedisStore(_connection(home, settings), "r")
+    store = EveryRole(_connection(home, settings), "r")
     meta = store.open_run()
-    writer = Writer(RedisStore(_connection(home, settings), "r"), "w", epoch=meta.epoch)
-    reader = Reader(RedisStore(_connection(home, settings), "r"), rank=0, world_size=1, timeout_seconds=30)
+    writer = Writer(EveryRole(_connection(home, settings), "r"), "w", epoch=meta.epoch)
+    reader = Reader(EveryRole(_connection(home, settings), "r"), rank=0, world_size=1, timeout_seconds=30)
     reader.start(0)
     reader.announce(PolicyVersion(version=0))
-    loop = Loop(RedisStore(_connection(home, settings), "r"))
+    loop = Loop(EveryRole(_connection(home, settings), "r"))
     made = (make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i) for i in range(100))
     steps = reader.steps()
     for _ in range(10):

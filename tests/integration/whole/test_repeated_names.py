@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from store_runs import Run
 
-from rlbuffer.store.moves import visits
-from rlbuffer.store.moves.recovery import LISTED
+from rlbuffer.store import worker
+from rlbuffer.store.operator import LISTED
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -54,13 +54,13 @@ def test_the_history_of_a_rewind_names_thousands_of_groups_with_the_longest_name
 def test_the_visits_of_prompts_that_never_come_again_do_not_fill_the_server(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visits, "MOST_VISITS", 20)
+    monkeypatch.setattr(worker, "MOST_VISITS", 20)
     for i in range(60):
         run.store.note_visits("a", f"prompt {i}", "s")
     assert run.client.hlen(run.store.keys.visits("a")) == 20
 
-    monkeypatch.setattr(visits, "MOST_VISITS", 5)  # a run from before there was this limit
-    monkeypatch.setattr(visits, "FORGOTTEN_AT_ONCE", 4)
+    monkeypatch.setattr(worker, "MOST_VISITS", 5)  # a run from before there was this limit
+    monkeypatch.setattr(worker, "FORGOTTEN_AT_ONCE", 4)
     for i in range(5):
         run.store.note_visits("a", f"later {i}", "m")
     assert run.client.hlen(run.store.keys.visits("a")) == 5

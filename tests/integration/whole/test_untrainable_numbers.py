@@ -17,7 +17,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.moves import steps
+from rlbuffer.store import leader
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 from rlbuffer.wire.metadata import ROW
@@ -84,10 +84,10 @@ def commit_as_before(run: Run, monkeypatch: pytest.MonkeyPatch, *, bad_header: b
     plan = changed(plan, advantages=np.full(len(plan.rollouts), np.inf, np.float32))
     run.store.pin(plan.rollouts, {e.entry_id: e for e in entries})
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "check_numbers", lambda header, plan: None)
+        patch.setattr(leader, "check_numbers", lambda header, plan: None)
         if bad_header:
-            record = steps.header_record
-            patch.setattr(steps, "header_record", lambda *args: record(*args) | {"bytes": float("inf")})
+            record = leader.header_record
+            patch.setattr(leader, "header_record", lambda *args: record(*args) | {"bytes": float("inf")})
         run.store.commit(run.token, plan, {e.entry_id: e for e in entries}, meta=meta, state={})
 
 

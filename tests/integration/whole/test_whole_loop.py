@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import waits
+from every_role import EveryRole
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
@@ -169,7 +170,7 @@ def test_a_timeout_says_what_the_batcher_waits_for(place: Place) -> None:
 
 def test_a_fatal_error_of_the_batcher_reaches_a_waiting_rank(place: Place) -> None:
     buffer = place.connect()
-    store = buffer.store
+    store = buffer.role(EveryRole)
     store.open_run()
     lease = store.lease("somebody", ttl_seconds=60)
     store.set_error(lease.token, "ValueError: a bug")
@@ -233,7 +234,7 @@ def test_a_damaged_payload_trains_as_masked_padding(place: Place) -> None:
     buffer = place.connect()
     start_trainer(buffer)
     push_groups(place, range(2))
-    store = buffer.store
+    store = buffer.role(EveryRole)
     place.wait_for(lambda: store.meta().step == 1)
     victim = store.read_parts(1)[0].rollouts[0]
     data = bytearray(store.read_payloads([victim])[0] or b"")

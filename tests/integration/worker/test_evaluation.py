@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
@@ -20,6 +21,8 @@ from rlbuffer.config.settings import EvaluationSettings
 from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.store.member import Member
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling
@@ -68,7 +71,7 @@ async def nothing_held() -> Any:
 @pytest.fixture
 def buffer() -> Any:
     with connect("memory://") as buffer:
-        buffer.store.open_run()
+        buffer.role(Member).open_run()
         yield buffer
 
 
@@ -107,7 +110,7 @@ def test_a_version_that_is_due_is_measured_with_the_likeliest_tokens(buffer: Buf
     events = evaluated(buffer, sampler, 20.0)
     assert [(type(e), e.env, e.version, e.result["rollouts"]) for e in events] == [(VersionEvaluated, "held_out", 4, 4)]
     assert {s.temperature for s in sampler.samplings} == {0.0}
-    [result] = buffer.store.evaluations()  # type: ignore[attr-defined]
+    [result] = buffer.store.evaluations()
     assert 0 < result["reward/mean"] <= 1
     assert {"success/exact", "reward/error", "truncated", "length", "failed", "seconds", "at"} <= result.keys()
     assert buffer.ledger().total().pushed == (0, 0)
@@ -118,7 +121,7 @@ def test_a_version_is_measured_once_by_whoever_comes_first(buffer: Buffer) -> No
     assert evaluated(buffer, Greedy(4), 20.0)
     assert evaluated(buffer, Greedy(4)) == []
     assert evaluated(buffer, Greedy(6), 20.0)
-    assert [r["version"] for r in buffer.store.evaluations()] == [4, 6]  # type: ignore[attr-defined]
+    assert [r["version"] for r in buffer.store.evaluations()] == [4, 6]
 
 
 def test_versions_between_two_evaluations_are_left_out(buffer: Buffer) -> None:
@@ -132,7 +135,7 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     assert [e.error for e in events] == [
         "eval/held_out of version 4 does not count: another version sampled some of it"
     ]
-    assert buffer.store.evaluations() == []  # type: ignore[attr-defined]
+    assert buffer.store.evaluations() == []
     assert isinstance(evaluated(buffer, Greedy(4), 20.0)[0], VersionEvaluated)
 
 
@@ -145,14 +148,14 @@ def test_whoever_hears_that_a_result_does_not_count_may_take_the_evaluation(buff
         sampler,
         20.0,
         heard=lambda event: taken.append(
-            buffer.store.claim_evaluation("held_out", 4, owner="another", ttl_seconds=600)
+            buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="another", ttl_seconds=600)
         ),
     )
     assert taken == [True]
 
 
 def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> None:
-    store = buffer.store
+    store = buffer.role(EveryRole)
     assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=600)
     assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=0.05)
     store.release_evaluation("math", 4, owner="b")
@@ -163,7 +166,7 @@ def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> No
 
 def test_the_first_of_two_results_counts(buffer: Buffer) -> None:
     for reward in (0.25, 0.75):
-        buffer.store.add_evaluation("math", 4, {"reward/mean": reward})
+        buffer.role(WorkerStore).add_evaluation("math", 4, {"reward/mean": reward})
     assert [r["reward/mean"] for r in buffer.store.evaluations()] == [0.25]
 
 
@@ -175,13 +178,15 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
 
     events = evaluated(buffer, Stuck(4), 20.0, timeout_seconds=0.1)
     assert [e.error for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
-    assert buffer.store.claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
+    assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
 
 
 def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffer: Buffer) -> None:
     for version, reward in ((0, 0.05), (10, 0.5), (20, 0.875)):
-        buffer.store.add_evaluation("math", version, {"reward/mean": reward, "reward/error": 0.01, "rollouts": 64})
-    buffer.store.add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
+        buffer.role(WorkerStore).add_evaluation(
+            "math", version, {"reward/mean": reward, "reward/error": 0.01, "rollouts": 64}
+        )
+    buffer.role(WorkerStore).add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
     summary = summarize(buffer)
     lines, records = header_lines(summary), list(summary_records(summary))
     assert "  eval/math/reward/mean 0.875 +- 0.010 at version 20 (64 rollouts)   ▁▅▇" in lines

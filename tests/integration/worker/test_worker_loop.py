@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from every_role import stands_in
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
@@ -24,6 +25,7 @@ from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.heartbeats import waiting_of
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import faults, flights, loop
@@ -60,7 +62,7 @@ class Full:
 
 def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlbuffer.client.producer.LAST_DELAY_SECONDS", 0.1)
-    stage.buffer.store = full = Full(stage.store)
+    full = stands_in(Full(stage.store), stage.buffer)
     stage.allow(1)
     stage.announce(0)
     stage.start()
@@ -94,7 +96,7 @@ def test_a_score_that_hangs_does_not_keep_a_worker_from_ending(stage: Stage) -> 
 
 
 def test_a_worker_that_waits_for_a_full_server_can_be_stopped(stage: Stage) -> None:
-    stage.buffer.store = Full(stage.store)
+    stands_in(Full(stage.store), stage.buffer)
     stage.allow(1)
     stage.announce(0)
     stage.start()
@@ -171,7 +173,7 @@ def test_a_worker_without_tickets_asks_ever_less_often_and_still_ends_at_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "pauses_between_asks", lambda: iter((0.1, 0.2, 3600.0)))
-    store = stage.buffer.store = Counted(stage.store)
+    store = stands_in(Counted(stage.store), stage.buffer)
     stage.announce(0)
     stage.start()
     eventually(lambda: store.calls["ask"] == 1)
@@ -188,7 +190,7 @@ def idle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(heartbeat, "LATE_SECONDS", 3600.0)
     monkeypatch.setattr(loop, "pauses_between_asks", lambda: repeat(loop.SOON_SECONDS))
-    stage.buffer.store = store = Counted(stage.store)
+    store = stands_in(Counted(stage.store), stage.buffer)
     monkeypatch.setattr(loop, "together", lambda pause, now: store.calls.update(["together"]) or 2 * pause)
     stage.announce(0)
     return store
@@ -251,7 +253,7 @@ def test_an_idle_worker_that_is_refused_tickets_beats_and_looks_for_versions_by_
     def full(*args: Any, **values: Any) -> None:
         raise ServerFull("the server is at its memory limit")
 
-    monkeypatch.setattr(stage.store, "ask", full)
+    monkeypatch.setattr(stage.buffer.role(WorkerStore), "ask", full)
     stage.start()
     eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
     stage.announce(1)
@@ -262,7 +264,9 @@ def test_an_idle_worker_whose_heartbeat_is_not_taken_sends_it_by_itself(
     stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = stage.store.ask
-    monkeypatch.setattr(stage.store, "ask", lambda *args, **values: replace(ask(*args, **values), is_heard=False))
+    monkeypatch.setattr(
+        stage.buffer.role(WorkerStore), "ask", lambda *args, **values: replace(ask(*args, **values), is_heard=False)
+    )
     stage.start()
     asks_on(idle)
     beats = idle.calls["heartbeat"]

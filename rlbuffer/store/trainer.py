@@ -1,7 +1,8 @@
-"""The trainer's moves: ATTEMPT, REPORT, ANNOUNCE, each fenced by the attempt's number."""
+"""What the trainer does: ATTEMPT, REPORT and ANNOUNCE, each fenced by the attempt's number, and what its ranks say."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ from rlbuffer.errors import (
     AttemptForgotten,
     EpochChanged,
     RlbufferError,
-    RunDamaged,
     RunGone,
     StepRetired,
     TrainerAhead,
@@ -18,18 +18,28 @@ from rlbuffer.errors import (
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
+from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.hand import NOTHING, Hand, RankZero
-from rlbuffer.store.moves.recovery import encode_claim
-from rlbuffer.store.records import Attempt, Claim, policy_of
-from rlbuffer.store.session import Session, text
+from rlbuffer.store.member import Member
+from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.session import number as number_of
+from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
+KEPT_RECORDS = 1000
+"""Records of trained steps that are kept, about: 2 KB each."""
 
-class TrainerMoves(Session):
-    """Moves of rank 0, and views of the trainer."""
+
+class TrainerStore(Member):
+    """A run for the ranks of its trainer."""
 
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
+        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
+
+        A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
+        whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
+        Raises RunGone, also when the run does not reach to `resume_step` and nothing is handed back; StepRetired.
+        """
         world_size, resume_step = as_integer("world_size", world_size, low=1), as_integer("resume_step", resume_step)
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
@@ -62,47 +72,6 @@ class TrainerMoves(Session):
             )
         raise self.unexpected("attempt", reply)
 
-    def trainer(self) -> Attempt:
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(self.keys.trainer)
-                pipe.hgetall(self.keys.policy)
-                pipe.time()
-                return list(pipe.execute())
-
-        fields, versions, (seconds, micros) = self.look(read)
-        now = int(seconds) + int(micros) / 1e6
-        if not fields:
-            return Attempt(number=0, announced=versions)
-
-        def number(name: bytes) -> int:
-            value = number_of(fields.get(name, b"0"))
-            if value is None:
-                raise RunDamaged(
-                    f"{self.keys.trainer} of run {self.run!r} holds {text(fields[name][:64])!r} as {text(name)}, "
-                    "which is no whole number: start the trainer again, which writes a new one"
-                )
-            return value
-
-        return Attempt(
-            number=number(b"number"),
-            world_size=number(b"world_size"),
-            resume_step=number(b"resume"),
-            epoch=number(b"epoch"),
-            trained=number(b"trained"),
-            digest=text(fields.get(b"digest", b"")),
-            oldest_kept=number(b"oldest_kept"),
-            at=number(b"at"),
-            checkpoint=number(b"checkpoint"),
-            seen_ms=number(b"seen"),
-            claim=fields.get(b"claim", b""),
-            server=text(fields.get(b"server", b"")),
-            hand=Hand.of(fields.get(b"hand", b"")),
-            seen_seconds_ago=abs(now - number(b"seen") / 1000),  # later than now: before the clock was set back
-            announced=versions,
-        )
-
     def report(
         self,
         number: int,
@@ -118,6 +87,10 @@ class TrainerMoves(Session):
         hand: Hand = NOTHING,
         takes: bool = False,
     ) -> ReportStatus:
+        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. `server`: whose steps the trainer
+        has; "" for this one's. `hand`: what its loop was given last; `takes`: will be, if it is here.
+        Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).
+        """
         kept = {"trained": trained, "oldest_kept": oldest_kept, "checkpoint": checkpoint, "newest": newest}
         trained, oldest_kept, checkpoint, newest = (as_integer(name, step) for name, step in kept.items())
         keys = self.keys
@@ -158,12 +131,17 @@ class TrainerMoves(Session):
         raise self.unexpected("report", reply)
 
     def rank_0(self) -> RankZero:
+        """Rank 0 of the registered attempt, for the other ranks: one small read."""
         names = ("number", "world_size", "at", "seen")
         *values, hand = self.look(lambda client: client.hmget(self.keys.trainer, *names, "hand"))
         number, world_size, at, seen_ms = (number_of(value) or 0 for value in values)
         return RankZero(attempt=number, world_size=world_size, at=at, seen_ms=seen_ms, hand=Hand.of(hand or b""))
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
+        """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.
+
+        Raises AttemptFenced, RunGone.
+        """
         if version.version < 0:
             raise ValueError(f"policy version {version.version} must not be negative")
         record = payload.dumps([version.location, version.size, version.checksum])
@@ -177,9 +155,6 @@ class TrainerMoves(Session):
             raise self._superseded(number, text(reply[1]))
         return text(reply[0]) == "OK"
 
-    def policy(self, adapter: str = "") -> PolicyVersion:
-        return policy_of(adapter, self.look(lambda client: client.hget(self.keys.policy, adapter)))
-
     def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
         # Numbers only grow, so a smaller one is of a server that came back without its newest writes.
         if int(current) < number:
@@ -190,3 +165,16 @@ class TrainerMoves(Session):
         return AttemptFenced(
             f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
         )
+
+    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
+        """Counts rollouts of `step`, each ``<group> <rollout>``, that a pull found missing or damaged; each once."""
+        if rollouts:
+            keys = self.keys
+            self._tell((keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
+
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Keeps what the trainer measured in a step, until the archive has it: ``step``, ``digest``, and any figures.
+
+        Of several of a step the last one counts. A server that does not allow it is told of once, in the log.
+        """
+        self._tell((self.keys.records,), ("record", payload.dumps(dict(record)), KEPT_RECORDS))

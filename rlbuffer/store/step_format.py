@@ -22,8 +22,8 @@ from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Row, StepPlan, pushes_of
-from rlbuffer.store.moves.planned import Planned, numbered
 from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.store.planned import Planned, numbered
 from rlbuffer.store.records import Meta, PoolEntry, StepPart
 from rlbuffer.wire import payload
 from rlbuffer.wire.tables import PackedList, integers, pack_map, packed_rows

@@ -1,7 +1,8 @@
-"""Scoring claims on pending pushes. They lapse, so that another scorer takes over from a dead one.
+"""What a scorer does: it claims pending pushes, and pushes what it has added in their places.
 
-A claim keeps two scorers from the same work, no more. A column or reward is added once, whoever holds the claim: PUSH
-puts it in the place of an entry that must still be there.
+Claims lapse, so that another scorer takes over from a dead one. A claim keeps two scorers from the same work, no more:
+a column or reward is added once, whoever holds the claim, for PUSH puts it in the place of an entry that must still be
+there.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlbuffer.store.session import Session, answers
+from rlbuffer.store.producer import ProducerStore
+from rlbuffer.store.session import answers
 
 
-class ClaimMoves(Session):
-    """Claims of scorers."""
+class ScorerStore(ProducerStore):
+    """A run for a scorer."""
 
     def claim_scoring(
         self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float
     ) -> tuple[frozenset[str], frozenset[str]]:
+        """Claims pending entries, or prolongs claims. -> (those that `owner` holds now, those that are gone).
+
+        A claim lapses after `ttl_seconds`.
+        """
         pool, keys = self.keys.pool, [self.keys.scoring(entry_id) for entry_id in entry_ids]
         milliseconds = max(1, round(1000 * ttl_seconds))
 
@@ -38,6 +44,15 @@ class ClaimMoves(Session):
         self.renew_scoring(sorted(claimed - gone), owner=owner, ttl_seconds=ttl_seconds)
         return claimed - gone, gone
 
+    def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
+        """Prolongs claims that `owner` holds."""
+        milliseconds = max(1, round(1000 * ttl_seconds))
+        self._where_mine(entry_ids, owner, lambda pipe, key: pipe.pexpire(key, milliseconds))
+
+    def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None:
+        """Gives claims back."""
+        self._where_mine(entry_ids, owner, lambda pipe, key: pipe.delete(key))
+
     def _clamp(self, keys: Sequence[str], milliseconds: int) -> None:
         """No claim runs for longer than it was given for: one that would is of a clock that was set back since."""
 
@@ -49,13 +64,6 @@ class ClaimMoves(Session):
 
         if keys:
             self.look(clamp)
-
-    def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
-        milliseconds = max(1, round(1000 * ttl_seconds))
-        self._where_mine(entry_ids, owner, lambda pipe, key: pipe.pexpire(key, milliseconds))
-
-    def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None:
-        self._where_mine(entry_ids, owner, lambda pipe, key: pipe.delete(key))
 
     def _where_mine(self, entry_ids: Sequence[str], owner: str, act: Any) -> None:
         # Between the look and the act a claim may lapse and be another's: then two do the same work, and one is late.

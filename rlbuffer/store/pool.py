@@ -1,9 +1,11 @@
-"""The pool: pushes that are pending. PUSH brings them in, DROP and COMMIT take them out, nothing else touches them."""
+"""Pending pushes: the entries of the pool and of the groups that may be trained again, decoded, and DROP.
+
+PUSH brings them in, DROP and COMMIT take them out, nothing else touches them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from rlbuffer.errors import PayloadError, RunGone
@@ -27,51 +29,6 @@ CLOSING_REASONS = frozenset({Reason.STALE, Reason.FUTURE, Reason.SMALL, Reason.F
 """Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
 still be trained with the rest, so a tombstone would lose it at the next takeover."""
 _UnfrozenEntry = unfrozen(PoolEntry)
-
-
-class PoolMoves(Session):
-    """INGEST and DROP."""
-
-    def read_pool(
-        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, keeps: bool = False
-    ) -> list[PoolEntry]:
-        entries = pool_entries(self.keys, self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds))
-        if keeps and self.connection.is_cluster:
-            self.look(partial(_keep, entries=entries))
-        return entries
-
-    def reused(self) -> list[Reused]:
-        fields = self.look(lambda client: client.hgetall(self.keys.reuse))
-        return reused_groups(self.keys, fields)
-
-    def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
-        self._drop(token, drops)
-
-    def _drop(self, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
-        """Returns the pushes that left the pool. An empty token is an operator's."""
-        keys = self.keys
-        dropped = 0
-        where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
-        for chunk in _chunks(drops):
-            args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
-            for drop, entry_ids, pushes in chunk:
-                closes = "1" if pushes and drop.reason in CLOSING_REASONS else "0"
-                record = _drop_record(drop, pushes) if pushes else b""
-                args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
-            reply = self.move("drop", where, args)
-            if text(reply[0]) == "FENCED":
-                raise self.lost(reply[1])
-            if text(reply[0]) == "GONE":
-                raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
-            dropped += int(reply[1])
-        return dropped
-
-
-def _keep(client: Any, entries: Sequence[PoolEntry]) -> None:
-    with client.pipeline(transaction=False) as pipe:
-        for entry in entries:
-            pipe.persist(entry.payload_key)
-        pipe.execute()
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:
@@ -178,6 +135,29 @@ def stream_order(entry_id: str) -> tuple[int, int]:
 def _count(fields: Fields, name: bytes) -> int:
     """The count that DROP would read: anything but a plain number of at most 15 digits is 0."""
     return number(fields.get(name)) or 0
+
+
+def drop(session: Session, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
+    """DROP, in calls of at most :data:`DROP_ENTRIES` entries. -> pushes that left the pool.
+
+    An empty token is an operator's. Raises LeaseLost, RunGone.
+    """
+    keys = session.keys
+    dropped = 0
+    where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
+    for chunk in _chunks(drops):
+        args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
+        for drop, entry_ids, pushes in chunk:
+            closes = "1" if pushes and drop.reason in CLOSING_REASONS else "0"
+            record = _drop_record(drop, pushes) if pushes else b""
+            args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
+        reply = session.move("drop", where, args)
+        if text(reply[0]) == "FENCED":
+            raise session.lost(reply[1])
+        if text(reply[0]) == "GONE":
+            raise RunGone(f"run {session.run!r} is not on the server ({keys.meta})")
+        dropped += int(reply[1])
+    return dropped
 
 
 def _chunks(

@@ -25,7 +25,9 @@ from rlbuffer.errors import (
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.session import Session, number, raise_first, text
+from rlbuffer.store.member import Member
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, raise_first, text
 from rlbuffer.wire import payload
 
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
@@ -36,15 +38,25 @@ WEEK_MS = 7 * 86_400_000
 """Milliseconds that a payload is kept that never became pending."""
 
 
-class PushMoves(Session):
-    """PUSH, with its payloads."""
+class ProducerStore(Member):
+    """A run for who pushes, a worker or a scorer."""
 
-    _fresh: dict[str, int]
-    """incarnation -> the sequence that the server certainly does not have yet."""
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._fresh: dict[str, int] = {}
+        """incarnation -> the sequence that the server certainly does not have yet."""
 
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
     ) -> tuple[PushStatus, str]:
+        """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` is the worker, `incarnation` its uuid.
+
+        `replaces` is a pending entry whose place it takes: the same rollouts, with what that one needed.
+
+        Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable (PushBroken
+        when the server answers others), InvalidRollout when the server can never take it: then nothing was sent. Never
+        retried inside: the writer repeats the call with the same sequence.
+        """
         outcomes, error = self.push_many(
             [(group, replaces)], producer=producer, incarnation=incarnation, sequence=sequence, epoch=epoch
         )
@@ -63,6 +75,11 @@ class PushMoves(Session):
     def push_many(
         self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
+        """PUSH of several, from `sequence` on: (group, the entry whose place it takes or ""), at least one.
+
+        -> what `push` returns, of the first of them, and the error of the one that stopped it; where a connection
+        broke, others may be stored. Raises InvalidRollout, ServerUnreachable, ServerRefused before it stores anything.
+        """
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
         last = sequence - 1
@@ -78,6 +95,11 @@ class PushMoves(Session):
         except RlbufferError as error:
             return outcomes, error
         return outcomes, None
+
+    def count_lost(self, pushes: int) -> None:
+        """Pushes that a producer knows are missing on the server and cannot send again."""
+        # A lost reply may count twice. That is better than a writer that fails because it could not count.
+        self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
     def _move_pushes(self, source: _Source, batch: Sequence[_Push], last: int) -> Iterator[tuple[PushStatus, str]]:
         """Makes pushes pending; those above the sequence `last` bring their payloads along.

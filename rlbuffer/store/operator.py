@@ -1,135 +1,136 @@
-"""Moves that take a run back: RECOVER after a loss of acknowledged writes, VOID by an operator.
-
-A server that comes back without its newest writes (power cut, failover) may be behind the trainer. The trainer hands
-back a *claim*, the last steps that it has trained; the leader lets the run go on after them, in a new epoch.
-"""
+"""What an operator does: wishes for the leader, drops, envs paused and done, a run taken back or deleted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError, RunGone, StepRetired
+from rlbuffer.errors import (
+    ConfigChanged,
+    EpochChanged,
+    NotFound,
+    PayloadError,
+    RlbufferError,
+    RunGone,
+    StepRetired,
+)
 from rlbuffer.events.event import as_object
-from rlbuffer.events.history import Recovered, RunRewound, StepsVoided
+from rlbuffer.events.history import RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import SettingsState
+from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.keys import RUNS
-from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
-from rlbuffer.store.moves.run import RunViews
-from rlbuffer.store.moves.steps import StepMoves
-from rlbuffer.store.records import Attempt, Claim, PartRollout, PoolEntry, TrainedStep
+from rlbuffer.store.member import Member
+from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
-ATTEMPT_SECONDS = 6.0
-"""A trainer that is silent for this long counts as gone: it says something every second, and I12 allows 10 s."""
 LISTED = 5000
 """Groups that the record of a void step or a rewind names: about half a MiB."""
-MAX_CLAIM_BYTES = 16 * 2**20
-"""Largest claim that is decoded: eight steps of tens of thousands of groups."""
 
 
-def encode_claim(claim: Claim) -> bytes:
-    """A claim as it is handed back."""
-    return payload.dumps(asdict(claim) | {"steps": [pack_step(step) for step in claim.steps]})
+class OperatorStore(Member):
+    """A run for a person, with or without a leader.
 
+    Nobody but the leader changes what steps are made of. An operator leaves a wish in `meta`; the leader looks at
+    `asked` about twice a second and reads everything again when it has grown.
+    """
 
-def decode_claim(data: bytes) -> Claim:
-    """A claim as the leader reads it. Raises PayloadError."""
-    record = payload.loads(data, limit=MAX_CLAIM_BYTES)
-    try:
-        steps = tuple(unpack_step(step) for step in record["steps"])
-        return Claim(step=int(record["step"]), epoch=int(record["epoch"]), digest=str(record["digest"]), steps=steps)
-    except (KeyError, TypeError, ValueError) as error:
-        raise PayloadError(f"claim of a trainer: unexpected content ({type(error).__name__}: {error})") from None
+    # -- wishes ----------------------------------------------------------------------------------------------------
 
+    def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> SettingsState:
+        """ASK: the leader shall take this config at its next step boundary; without one it waits for the next.
 
-def pack_step(step: TrainedStep) -> dict[str, Any]:
-    """A remembered step as plain values, for a claim or a checkpoint."""
-    envs = {env: list(pair) for env, pair in step.envs.items()}
-    return {"step": step.step, "digest": step.digest, "group_ids": list(step.group_ids), "envs": envs}
-
-
-def unpack_step(record: Mapping[str, Any]) -> TrainedStep:
-    """The inverse of :func:`pack_step`. Raises KeyError, TypeError, ValueError."""
-    return TrainedStep(
-        step=int(record["step"]),
-        digest=str(record["digest"]),
-        group_ids=tuple(str(group_id) for group_id in record["group_ids"]),
-        envs={str(env): (int(rollouts), int(tokens)) for env, (rollouts, tokens) in record["envs"].items()},
-    )
-
-
-class RecoveryMoves(StepMoves, RunViews):
-    """RECOVER and VOID."""
-
-    def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
-        claim = decode_claim(trainer.claim)
-        meta = self.meta()
-        last = meta.step
-        # A trainer from before a recovery: what follows its step is void.
-        fork = claim.step + 1 if claim.step < meta.retired else self._fork(claim, last)
-        common = fork - 1 if fork else last
-        groups = list(dict.fromkeys(g for step in claim.steps if step.step > common for g in step.group_ids))
-        trained_groups = set(groups)
-        pending: dict[str, list[PoolEntry]] = {}
-        for entry in entries:
-            if entry.group_id in trained_groups:
-                pending.setdefault(entry.group_id, []).append(entry)
-        uses = [use for members in pending.values() for use in _as_trained(members)]
-        record = Recovered(
-            step=claim.step,
-            forgotten=claim.step - common,
-            void=last - common,
-            groups=len(groups),
-            entries=len(uses),
-        )
-        keys = self.keys
-        args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(as_object(record))]
-        args.append(len(groups))
-        for group_id in groups:
-            args += [group_id, pending[group_id][0].env if group_id in pending else ""]
-        args.append(len(uses))
-        for use in uses:
-            args += use
-        where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
-        reply = self.move("recover", (*where, keys.history, keys.reuse), args)
+        `seen` is the run as the operator looked at it. -> ``asked``, or ``same`` when it is in force and nothing else
+        is wanted. Raises ConfigChanged when somebody came in between, RunGone.
+        """
+        reply = self._ask("config", payload.dumps(dict(config)), digest, seen.revision, seen.wanted_digest)
         status = text(reply[0])
-        if status == "OK":
-            return {"epoch": int(reply[1]), **asdict(record)}
-        if status == "NONE":
-            return None
-        if status == "FENCED":
-            raise self.lost(reply[1])
-        if status == "UNEQUAL":
-            raise RlbufferError(
-                f"pool entry {text(reply[1])} holds {text(reply[2])} rollouts and {text(reply[3])} tokens, which is "
-                "not what was read before"
+        if status == "CHANGED":
+            raise ConfigChanged(
+                f"the settings of run {self.run!r} changed in between: they are at revision {text(reply[1])}"
+                f"{' and others are asked for' if text(reply[2]) else ''}, not at {seen.revision} as shown. Look again"
             )
-        raise self.unexpected("recover", reply)
+        return SettingsState.SAME if status == "SAME" else SettingsState.ASKED
 
-    def _fork(self, claim: Claim, last: int) -> int:
-        """First step that is here with other content than the trainer's; 0 when there is none."""
-        here = {header.step: header.digest for header in self.headers(first=claim.steps[0].step if claim.steps else 1)}
-        theirs = {step.step: step.digest for step in claim.steps} | {claim.step: claim.digest}
-        others = [step for step, digest in theirs.items() if step <= last and here.get(step, digest) != digest]
-        # A last step whose header is gone is known by the run's own digest.
-        if not others and claim.step <= last:
-            others = [claim.step]
-        return min(others, default=0)
+    def ask_drain(self) -> int:
+        """ASK: no more tickets are given. -> server time, in milliseconds, since when. Raises RunGone."""
+        return int(self._ask_as_seen("drain")[1])
 
-    # -- operator --------------------------------------------------------------------------------------------------
+    def ask_undrain(self) -> bool:
+        """ASK: tickets are given again. -> False when nothing was drained. Raises RunGone."""
+        return text(self._ask_as_seen("undrain")[0]) == "OK"
+
+    def _ask_as_seen(self, action: str) -> list[Any]:
+        """Asks as long as others ask at the same moment."""
+        while True:
+            epoch, asked = self.look(lambda client: client.hmget(self.keys.meta, ["epoch", "asked"]))
+            reply = self._ask(action, text(epoch or b""), int(asked or 0))
+            if text(reply[0]) != "CHANGED":
+                return reply
+
+    def _ask(self, action: str, *args: Any) -> list[Any]:
+        reply = self.move("ask", (self.keys.meta, self.keys.allowance), (action, *args))
+        if text(reply[0]) == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
+        return reply
+
+    def drop_pending(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
+        """DROP by an operator, with or without a leader. -> pushes that left the pool. Raises RunGone.
+
+        May be repeated. A leader forgets what it held; a step that it plans meanwhile is refused as gone.
+        """
+        return drop(self, "", drops)
+
+    def pause(self, env: str) -> bool:
+        """The env takes part in no step until it is resumed. -> False when it was paused already."""
+
+        def add(client: Any) -> Any:
+            seconds, _ = client.time()
+            return client.zadd(self.keys.paused, {env: int(seconds)}, nx=True)
+
+        return bool(self.look(add))
+
+    def resume(self, env: str) -> bool:
+        """Returns False when it was not paused."""
+        return bool(self.look(lambda client: client.zrem(self.keys.paused, env)))
+
+    def say_done(self, env: str, *, epoch: int) -> None:
+        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
+        reply = self._say_done("done", epoch, env)
+        if text(reply[0]) == "GONE":
+            raise self.gone(reply, epoch)
+
+    def forget_end(self, env: str) -> bool:
+        """DONE resume: the env's end is what its workers say from now on. -> False when it had none."""
+        return text(self._say_done("resume", env)[0]) == "OK"
+
+    def expect(self, sections: Iterable[str]) -> None:
+        """DONE expect: worker sections that are about to start; a run that had ended goes on until they have come."""
+        self._say_done("expect", *sorted(sections))
+
+    # -- a run taken back, and deleted -------------------------------------------------------------------------------
+
     def void_from(self, step: int, *, force: bool = False) -> Mapping[str, Any]:
+        """VOID: `step` and what follows it leave the run, in a new epoch; their rollouts drop as ``void``.
+
+        -> epoch, steps (how many are void), entries (0). Raises RlbufferError when a trainer is at work and `force`
+        is not set; EpochChanged, NotFound, StepRetired, RunGone.
+        """
         if step < 1:
             raise NotFound(f"steps start at 1, there is no step {step}")
         return self._void(step - 1, f"step {step}", with_pool=False, force=force)
 
     def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
+        """VOID of what follows step `to` and of everything that is pending; later policy versions are taken back.
+
+        With `force` also to a step that was retired, for a trainer whose only checkpoint is older: its steps stay
+        counted as trained. Otherwise as `void_from`.
+        """
         if to < 0:
             raise NotFound(f"a run can be taken back to step 0 at most, not to {to}")
         return self._void(to, f"step {to}", with_pool=True, force=force)
@@ -213,6 +214,7 @@ class RecoveryMoves(StepMoves, RunViews):
         raise self.unexpected("void", reply)
 
     def delete_run(self) -> int:
+        """Removes everything that the server holds of the run, control keys first. -> keys removed."""
         keys = self.keys
         # Meta first: whoever still works for the run hears that it is gone, instead of making half of it again.
         removed = int(self.look(lambda client: client.unlink(keys.meta)))
@@ -221,20 +223,6 @@ class RecoveryMoves(StepMoves, RunViews):
                 removed += self.look(partial(_unlinked, names=page))
         self.look(lambda client: client.zrem(RUNS, self.run))
         return removed
-
-
-def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
-    """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate."""
-    seen: set[str] = set()
-    for entry in entries:
-        repeated: list[int] = []
-        for info in entry.info.rollouts if entry.info else ():
-            if info.rollout_id in seen:
-                repeated.append(info.length)
-            seen.add(info.rollout_id)
-        amounts = [entry.rollouts - len(repeated), entry.tokens - sum(repeated)]
-        dropped = [Reason.DUPLICATE, len(repeated), sum(repeated)] if repeated else []
-        yield [entry.entry_id, *amounts, int(bool(repeated)), *dropped]
 
 
 def _names(client: Any, pattern: str) -> list[bytes]:

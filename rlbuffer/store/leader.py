@@ -1,0 +1,516 @@
+"""What only the leader does: the lease, what it says of the run, DROP, PIN, COMMIT, RETIRE and RECOVER.
+
+A server that comes back without its newest writes (power cut, failover) may be behind the trainer. The trainer hands
+back a *claim*, the last steps that it has trained; the leader lets the run go on after them, in a new epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache, partial
+from importlib import resources
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlbuffer.errors import LeaseLost, RlbufferError, RunGone
+from rlbuffer.events.event import as_object
+from rlbuffer.events.history import Committed, Recovered, RetiredEarly
+from rlbuffer.packing.further_columns import Columns
+from rlbuffer.records.info import ROW, ROW_DTYPE
+from rlbuffer.records.states import CommitStatus, Reason
+from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan, pushes_of
+from rlbuffer.records.waiting import Waiting
+from rlbuffer.store.claim import decode_claim
+from rlbuffer.store.member import Member
+from rlbuffer.store.planned import Planned
+from rlbuffer.store.pool import HISTORY_ENTRIES, drop, reused_groups, stream_order
+from rlbuffer.store.records import Attempt, Claim, Lease, Meta, PoolEntry, Reused
+from rlbuffer.store.server.append_file import until_whole
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.script import Script
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, answers, text
+from rlbuffer.store.step_format import (
+    check_numbers,
+    encode,
+    header_record,
+    left_out,
+    part_records,
+    step_digest,
+)
+from rlbuffer.store.viewer import tombstone_ms, tombstone_steps
+from rlbuffer.wire import payload
+
+SUMMARY_LINES = 20_000
+"""Lines of the summary stream that are kept, one per step, about 200 bytes each."""
+SWEEP = 500
+"""Payload keys unlinked per round trip."""
+PIN_ROLLOUTS = 5_000
+"""Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
+_NO_ROW = b"\xff" * ROW.size
+"""Stands for a rollout that its push does not have: no payload is so large."""
+T = TypeVar("T")
+
+
+class LeaderStore(Member):
+    """A run for its leader. What changes the run is fenced by the lease's token."""
+
+    _allowances_sent: int = 0
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._tokens: dict[str, int] = {}
+        """owner -> the token that this process last heard of."""
+
+    # -- the lease -------------------------------------------------------------------------------------------------
+
+    def until_whole(self) -> Waiting | None:
+        """None when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
+        if self.connection.is_memory:
+            return None
+
+        def look(_: Any) -> list[Waiting | None]:
+            return [until_whole(server, self.connection.address) for server in self.connection.servers()]
+
+        return next(filter(None, self.look(look)), None)
+
+    def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
+        """LEASE acquire or renew."""
+        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
+        number = int(token)
+        is_held = text(status) != "HELD"
+        # An acquisition whose reply was lost is answered as a renewal when it is repeated. To this process it is new.
+        renewed = text(status) == "RENEWED" and self._tokens.get(owner) == number
+        if is_held:
+            self._tokens[owner] = number
+        return Lease(
+            token=number, held=is_held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
+        )
+
+    def release_lease(self, owner: str) -> None:
+        """Lets another lead at once. Nothing happens when `owner` does not lead."""
+        self._say("release", owner)
+        self._tokens.pop(owner, None)
+
+    def load_scripts(self) -> None:
+        """Loads the scripts that the server does not know: most users may call them and load none."""
+        folder = resources.files("rlbuffer.store") / "scripts"
+        names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
+        digests = [self.script(name).sha for name in names]
+        known = self.look(lambda client: client.script_exists(*digests))
+        for name, is_known in zip(names, known, strict=True):
+            if not is_known:
+                self.look(partial(_load, script=self.script(name)))
+
+    # -- what the leader says ----------------------------------------------------------------------------------------
+
+    def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
+        """The settings that steps are made with from now on. -> their revision. Raises LeaseLost.
+
+        `settles` is the digest of the wanted config that need not be looked at any more.
+        """
+        reply = self._as_leader("config", token, payload.dumps(dict(config)), digest, settles)
+        self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
+        return int(reply[1])
+
+    def refuse_config(self, token: int, digest: str, reason: str) -> None:
+        """Refuses the wanted config of this digest: whoever asked for it hears why. Raises LeaseLost."""
+        self._as_leader("refuse", token, digest, reason)
+
+    def set_error(self, token: int, message: str) -> None:
+        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
+        self._as_leader("error", token, message)
+
+    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
+        """Sets the tickets that may be out per env; an env that is not named has none. Raises LeaseLost."""
+        # Counted: one from a connection that was given up may arrive behind a newer one.
+        self._allowances_sent += 1
+        words = (word for env, n in allowances.items() for word in (env, max(0, int(n))))
+        self._as_leader("allow", token, self._allowances_sent, *words)
+
+    def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
+        """The run has ended after `step`; None takes that back. `written`: what was seen of the ends (`Sources`).
+        -> False: it has more to do. Raises LeaseLost."""
+        seen = (word for pair in written.items() for word in pair)
+        return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
+
+    def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
+        reply = self._say(action, token, *args)
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        return reply
+
+    def _say(self, action: str, *args: Any) -> list[Any]:
+        keys = self.keys
+        where = (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends)
+        reply = self.move("lease", where, (action, *args))
+        if text(reply[0]) == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+        return reply
+
+    # -- the pool --------------------------------------------------------------------------------------------------
+
+    def take_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
+        """INGEST: as :meth:`read_pool`. In a cluster it makes the payloads permanent."""
+        entries = self.read_pool(after, count=count, block_seconds=block_seconds)
+        if self.connection.is_cluster:
+            self.look(partial(_keep, entries=entries))
+        return entries
+
+    def reused(self) -> list[Reused]:
+        """Groups that were trained and may be trained again, in the order of their first push."""
+        fields = self.look(lambda client: client.hgetall(self.keys.reuse))
+        return reused_groups(self.keys, fields)
+
+    def closed_groups(self) -> list[str]:
+        """Tombstones: ids of closed groups, the oldest first."""
+        return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
+
+    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
+        if numbers:
+            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
+            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
+
+    def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
+        """DROP, in calls of at most 500 entries. Raises LeaseLost."""
+        drop(self, token, drops)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def pin(
+        self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
+    ) -> list[str]:
+        """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used.
+
+        `since`: losses when the entries were read. Raises LeaseLost when there were more: they may not hold there.
+        """
+        broken: list[str] = []
+        for page in _pages(refs):
+            asked = [(entries[key].payload_key, places) for key, places in page.items()]
+            if self.connection.is_cluster:
+                sizes = self._pin_on_shards(asked, since)
+            else:
+                words = [word for key, places in asked for word in (key, _words(tuple(places)))]
+                sizes = self.move("pin", (), words, since=since)
+            expected = _expected_sizes(page, entries)
+            if len(sizes) != len(expected):
+                raise self.unexpected("pin", sizes)
+            if sizes != expected:
+                at = 0
+                for entry_id, places in page.items():
+                    its = slice(at, at := at + len(places))
+                    if sizes[its] != expected[its]:
+                        broken.append(entry_id)
+        return broken
+
+    def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]], since: int | None) -> list[Any]:
+        """The sizes of payloads on several shards, which are made permanent: COMMIT does not reach them there."""
+
+        def ask(client: Any) -> list[Any]:
+            self.stay(since)
+            with client.pipeline(transaction=False) as pipe:
+                for key, places in asked:
+                    pipe.persist(key)
+                    for place in places:
+                        pipe.hstrlen(key, str(place))
+                replies = iter(answers(pipe))
+            return [size for _, places in asked for size in list(islice(replies, 1 + len(places)))[1:]]
+
+        return self.look(ask)
+
+    def commit(
+        self,
+        token: int,
+        plan: StepPlan,
+        entries: Mapping[str, PoolEntry],
+        *,
+        meta: Meta,
+        state: Mapping[str, Any],
+        waiting_for_version: int | None = None,
+        columns: Columns | None = None,
+        since: int | None = None,
+    ) -> tuple[CommitStatus, Any]:
+        """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
+
+        `columns` are those that the plan's pushes agree on, for a caller that knows them. `since`: losses when the
+        payloads were pinned; a server that was away may have lost the pins.
+
+        Raises:
+            LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
+            PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
+            RlbufferError: the plan does not account for whole entries.
+        """
+        # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
+        planned = Planned(plan, entries)
+        record = header_record(plan, entries, meta, waiting_for_version, columns, planned)
+        record |= left_out(plan, entries, self.keys.payload_prefix)
+        check_numbers(record, plan)
+        header = encode(record)
+        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix, planned)]
+        digest = step_digest(meta.digest, header, parts)
+        # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
+        remembered = 0 if any(plan.adapters) else self.tombstone_steps
+        args: list[Any] = [
+            *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
+            *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
+            *(header, payload.dumps(dict(state)), *_lines(plan, record)),
+            *(_entry_lines(plan), _group_lines(plan), *parts),
+        ]
+        keys = self.keys
+
+        reply = self.move(
+            "commit",
+            (
+                keys.lease,
+                keys.pool,
+                keys.steps,
+                keys.meta,
+                keys.ledger,
+                keys.closed,
+                keys.garbage,
+                keys.history,
+                keys.summary,
+                keys.state,
+                keys.reuse,
+            ),
+            args,
+            since=since,
+        )
+        return self._committed(reply, plan, entries, meta, digest)
+
+    def _committed(
+        self, reply: Sequence[Any], plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, digest: str
+    ) -> tuple[CommitStatus, Any]:
+        status = text(reply[0])
+        if status == "OK":
+            return CommitStatus.OK, digest
+        if status == "DUP":
+            return CommitStatus.DUPLICATE, digest
+        if status == "GONE":
+            return CommitStatus.GONE, [text(entry_id) for entry_id in reply[1:]]
+        if status == "FENCED":
+            raise self.lost(reply[1])
+        if status == "ORDER":
+            raise LeaseLost(
+                f"step {plan.step} of run {self.run!r} follows step {meta.step} of epoch {meta.epoch}, but the run "
+                f"is at step {text(reply[2])} of epoch {text(reply[1])}, or has another digest: read everything again"
+            )
+        if status == "TWICE":
+            raise RlbufferError(f"the plan of step {plan.step} names pool entry {text(reply[1])} twice")
+        if status == "UNEQUAL":
+            entry_id, amounts = text(reply[1]), tuple(text(count) for count in reply[2:])
+            read = entries[entry_id]
+            if amounts != (str(read.rollouts), str(read.tokens)):
+                raise LeaseLost(f"pool entry {entry_id} of run {self.run!r} is another one than was read: read again")
+            raise RlbufferError(
+                f"the plan of step {plan.step} does not account for all of pool entry {text(reply[1])}, "
+                f"which holds {text(reply[2])} rollouts and {text(reply[3])} tokens"
+            )
+        raise self.unexpected("commit", reply)
+
+    def retire(
+        self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
+    ) -> int:
+        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
+
+        `early`: no checkpoint need hold them, because memory is short; what the history says of it. `since`: losses
+        when this was decided: nothing goes on a server that was away, which may need it again. Raises LeaseLost.
+        """
+        keys = self.keys
+        record = b"" if early is None else payload.dumps(as_object(RetiredEarly(step=up_to, memory=early)))
+        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
+        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        retired = int(reply[1])
+
+        def here(command: Callable[[Any], T]) -> T:
+            def ask(client: Any) -> T:
+                self.stay(since)
+                return command(client)
+
+            return self.look(ask)
+
+        swept = 0
+        while members := here(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP)):
+            # Scorers write this list, too, and the leader may unlink anything: only a payload of this run goes.
+            own = [key for key in members if key.startswith(keys.payload_prefix.encode())]
+            # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
+            here(partial(_unlink, keys=own))
+            here(partial(_forget, garbage=keys.garbage, keys=members))
+            swept += len(own)
+        return swept
+
+    def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
+        """RECOVER: the run goes on after the step that the trainer claims, in a new epoch. Raises LeaseLost.
+
+        `entries` is what is pending as far as the leader has read it; what came since is late by its tombstone.
+        -> epoch, step, `forgotten` (steps that the server had lost), `void` (steps here of other content), groups and
+        entries that leave the pool as trained; None when the claim is not there any more: read it again.
+        """
+        claim = decode_claim(trainer.claim)
+        meta = self.meta()
+        last = meta.step
+        # A trainer from before a recovery: what follows its step is void.
+        fork = claim.step + 1 if claim.step < meta.retired else self._fork(claim, last)
+        common = fork - 1 if fork else last
+        groups = list(dict.fromkeys(g for step in claim.steps if step.step > common for g in step.group_ids))
+        trained_groups = set(groups)
+        pending: dict[str, list[PoolEntry]] = {}
+        for entry in entries:
+            if entry.group_id in trained_groups:
+                pending.setdefault(entry.group_id, []).append(entry)
+        uses = [use for members in pending.values() for use in _as_trained(members)]
+        record = Recovered(
+            step=claim.step,
+            forgotten=claim.step - common,
+            void=last - common,
+            groups=len(groups),
+            entries=len(uses),
+        )
+        keys = self.keys
+        args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(as_object(record))]
+        args.append(len(groups))
+        for group_id in groups:
+            args += [group_id, pending[group_id][0].env if group_id in pending else ""]
+        args.append(len(uses))
+        for use in uses:
+            args += use
+        where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
+        reply = self.move("recover", (*where, keys.history, keys.reuse), args)
+        status = text(reply[0])
+        if status == "OK":
+            return {"epoch": int(reply[1]), **asdict(record)}
+        if status == "NONE":
+            return None
+        if status == "FENCED":
+            raise self.lost(reply[1])
+        if status == "UNEQUAL":
+            raise RlbufferError(
+                f"pool entry {text(reply[1])} holds {text(reply[2])} rollouts and {text(reply[3])} tokens, which is "
+                "not what was read before"
+            )
+        raise self.unexpected("recover", reply)
+
+    def _fork(self, claim: Claim, last: int) -> int:
+        """First step that is here with other content than the trainer's; 0 when there is none."""
+        here = {header.step: header.digest for header in self.headers(first=claim.steps[0].step if claim.steps else 1)}
+        theirs = {step.step: step.digest for step in claim.steps} | {claim.step: claim.digest}
+        others = [step for step, digest in theirs.items() if step <= last and here.get(step, digest) != digest]
+        # A last step whose header is gone is known by the run's own digest.
+        if not others and claim.step <= last:
+            others = [claim.step]
+        return min(others, default=0)
+
+
+def _load(client: Any, script: Script) -> None:
+    client.script_load(script.text)
+
+
+def _keep(client: Any, entries: Sequence[PoolEntry]) -> None:
+    with client.pipeline(transaction=False) as pipe:
+        for entry in entries:
+            pipe.persist(entry.payload_key)
+        pipe.execute()
+
+
+def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """A step as the stream of summaries and the history keep it."""
+    summary = {
+        name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill", "envs")
+    }
+    history = as_object(Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary))
+    return payload.dumps(summary), payload.dumps(history)
+
+
+def _entry_lines(plan: StepPlan) -> str:
+    """The fate of each entry, as COMMIT reads it."""
+    lines = list[str]()
+    for use in sorted(plan.entries, key=lambda use: stream_order(use.entry_id)):  # COMMIT reads neighbours together
+        dropped = [f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped]
+        owner = use.group_id if use.uses else ""
+        lines += f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}", *dropped, "\n"
+    return "".join(lines)
+
+
+def _group_lines(plan: StepPlan) -> str:
+    """The groups that the step closes, as COMMIT reads them."""
+    env_of = {push.group_id: push.env for push in pushes_of(plan.rollouts)}
+    empty = [group_id for group_id in plan.group_ids if group_id not in env_of]
+    if empty:
+        raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
+    lines = []
+    by_group = {use.group_id: use for use in plan.entries}
+    for group_id in plan.group_ids:
+        sample = by_group.get(group_id)
+        uses, is_kept = (sample.uses, sample.is_kept) if sample else (0, False)
+        lines.append(f"{group_id} {env_of[group_id]} {uses} {int(is_kept)}\n")
+    return "".join(lines)
+
+
+def _forget(client: Any, garbage: str, keys: Sequence[bytes]) -> None:
+    client.zrem(garbage, *keys)
+
+
+def _unlink(client: Any, keys: Sequence[bytes]) -> None:
+    # One command per key: payload keys lie in different slots of a cluster.
+    with client.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.unlink(key)
+        pipe.execute()
+
+
+def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:
+    """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
+    places: dict[str, Sequence[int]] = {}
+    for push in pushes_of(refs):
+        before = places.get(push.entry_id)
+        places[push.entry_id] = push.places if before is None else [*before, *push.places]
+    page: dict[str, Sequence[int]] = {}
+    size = 0
+    for entry_id, its in places.items():
+        page[entry_id] = its
+        size += len(its)
+        if size >= PIN_ROLLOUTS:
+            yield page
+            page, size = {}, 0
+    if page:
+        yield page
+
+
+@lru_cache
+def _words(places: tuple[int, ...]) -> bytes:
+    return b" ".join([b"%d" % place for place in places])
+
+
+def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, PoolEntry]) -> list[int]:
+    """The sizes of a page's payloads as their metadata has them, in the order of the page."""
+    rows = []
+    for entry_id, places in page.items():
+        info = entries[entry_id].info
+        its = b"" if info is None else info.rows
+        if places == range(len(its) // ROW.size):
+            rows.append(its)
+        else:
+            rows += [its[ROW.size * place : ROW.size * (place + 1)] or _NO_ROW for place in places]
+    sizes: list[int] = np.frombuffer(b"".join(rows), ROW_DTYPE)["size"].tolist()
+    return sizes
+
+
+def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
+    """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate."""
+    seen: set[str] = set()
+    for entry in entries:
+        repeated: list[int] = []
+        for info in entry.info.rollouts if entry.info else ():
+            if info.rollout_id in seen:
+                repeated.append(info.length)
+            seen.add(info.rollout_id)
+        amounts = [entry.rollouts - len(repeated), entry.tokens - sum(repeated)]
+        dropped = [Reason.DUPLICATE, len(repeated), sum(repeated)] if repeated else []
+        yield [entry.entry_id, *amounts, int(bool(repeated)), *dropped]

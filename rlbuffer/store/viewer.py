@@ -1,0 +1,833 @@
+"""All that can be seen of a run: its account, its pool, its steps, their payloads, and who works for it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import redis
+
+from rlbuffer.config.batcher import remembered_steps
+from rlbuffer.errors import (
+    NotFound,
+    PayloadError,
+    RlbufferError,
+    RunDamaged,
+    RunGone,
+    SchemaMismatch,
+    ServerUnsuitable,
+    StepRetired,
+)
+from rlbuffer.packing.arena import Arena
+from rlbuffer.records.checks import MAX_COUNT
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.hand import Hand
+from rlbuffer.store.keys import RUNS, SCHEMA, Keys
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.pool import pool_entries
+from rlbuffer.store.received import FETCH_BYTES, Checksum, FieldMemory, FieldReply, FieldRequest, InPlace, Received
+from rlbuffer.store.records import (
+    Attempt,
+    HistoryOf,
+    HistoryPage,
+    Ledger,
+    Meta,
+    PartRollout,
+    PoolEntry,
+    Sources,
+    StepBytes,
+    StepPart,
+    policy_of,
+)
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.receiving import receive_fields
+from rlbuffer.store.session import (
+    BLOCK_SECONDS,
+    DEFAULT_PATIENCE_SECONDS,
+    LAST_IN_STEP,
+    MINIMUM_TOMBSTONE_MS,
+    Fields,
+    Session,
+    answers,
+    number,
+    raise_first,
+    ranged,
+    sound,
+    text,
+)
+from rlbuffer.store.step_format import decode_header, decode_part
+from rlbuffer.wire import payload
+
+MAX_HISTORY_BYTES = 4 * 2**20
+"""Largest history record or config that is decoded: a rewind names 5,000 groups, of up to 300 bytes each."""
+MAX_STATE_BYTES = 64 * 2**20
+"""Largest state of the batcher that is decoded."""
+HEADERS_PER_READ = 64
+"""Headers per read."""
+LEAST_WINDOW_BYTES = 2**20
+"""Payload bytes asked for at once where the server holds no more: it must hold as many."""
+MOST_CUTS = 3
+"""Times in a row that a connection breaks in the same answer of the same server before that is its limit."""
+GARBAGE_PAGE = 2000
+"""Members of the list of garbage per read."""
+MAX_EVALUATION_BYTES = 2**20
+"""Largest result that is decoded."""
+MAX_HEARTBEAT_BYTES = 2**20
+"""Largest heartbeat that is decoded."""
+NAMED_DAMAGED = 10_000
+"""Damaged rollouts of a step that are named."""
+WISH_FIELDS = ("asked", "draining")
+"""Fields of `meta`: how many wishes there were, and since when the run drains."""
+_END = re.compile(r"=?([0-9]{1,15})\Z")
+"""Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
+_log = logging.getLogger(__name__)
+
+
+class _Cut(Exception):
+    """The connection broke in the middle of an answer, and the server is the same."""
+
+
+class Viewer(Session):
+    """A run as it is seen: any process may call all of it at any time, and nothing in it writes.
+
+    The steps stream has ``<s>-0``, the header of step s, and ``<s>-<r+1>``, the part of planned rank r.
+    """
+
+    _window: int = FETCH_BYTES
+    """Payload bytes asked for at once; it never grows."""
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._arena = Arena()
+        """Memory that payloads are received into."""
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def server(self) -> Mapping[str, Any]:
+        """Facts, as Connection.describe says: name, version, address, embedded, sizes in bytes, unfreed, policy."""
+        return self.connection.describe()
+
+    def losses(self) -> int:
+        """Times that this process lost the server; it may have come back without its newest writes."""
+        return self.connection.losses
+
+    def errors(self) -> Mapping[str, int]:
+        """Kind of call -> attempts of this process that the server did not answer, or refused, since it connected."""
+        return dict(self.connection.failures)
+
+    def now(self) -> float:
+        """The server's clock, Unix seconds."""
+        seconds, micros = self.look(lambda client: client.time())
+        return int(seconds) + int(micros) / 1e6
+
+    def meta(self) -> Meta:
+        """The run's meta. Raises RunGone; RunDamaged when other keys of it are there without it; SchemaMismatch."""
+        fields = self.look(lambda client: client.hgetall(self.keys.meta))
+        if not fields:
+            fields, *there = self.look(self._meta_and_content)  # at one moment: it may just be begun
+            left = [key for key, is_there in zip(self._content(), there, strict=True) if is_there]
+            if not fields and left:
+                raise self._damaged(left)
+        if not fields:
+            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
+        meta = parse_meta(fields)
+        if meta.schema != SCHEMA:
+            raise SchemaMismatch(
+                f"run {self.run!r} was written with schema {meta.schema}, this version of rlbuffer reads schema "
+                f"{SCHEMA}: use another run name, or the version that wrote it ({self.keys.meta})",
+                schema=meta.schema,
+            )
+        self.tombstone_ms, self.tombstone_steps = tombstone_ms(meta.config), tombstone_steps(meta.config)
+        return meta
+
+    def has_ended(self) -> bool:
+        """True when every env is done, everything is trained, and nothing was pushed since: a cheap look."""
+
+        def look(client: Any) -> list[Any]:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.hexists(self.keys.meta, "ended")
+                pipe.xlen(self.keys.pool)
+                return list(pipe.execute())
+
+        ended, pending = self.look(look)
+        return bool(ended) and not pending
+
+    def _content(self) -> tuple[str, ...]:
+        """Keys that are written only while the run has a meta."""
+        keys = self.keys
+        run = keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
+        return *run, keys.restoring
+
+    def _meta_and_content(self, client: Any) -> list[Any]:
+        with client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self.keys.meta)
+            for key in self._content():
+                pipe.exists(key)
+            return list(pipe.execute())
+
+    def _damaged(self, left: Sequence[str]) -> RunDamaged:
+        return RunDamaged(
+            f"run {self.run!r} has no meta ({self.keys.meta}), but {', '.join(left)} is there: it would begin anew at "
+            f"step 0 beside that. With {self.keys.restoring} it is being restored, or its restore was stopped: "
+            f"`rlbuffer runs restore FILE` again. Otherwise `rlbuffer runs reset {self.run} --yes` removes what is left"
+        )
+
+    def runs(self) -> Mapping[str, float]:
+        """Run -> Unix seconds when it was last opened; the most recent first."""
+        reply = self.look(lambda client: client.zrange(RUNS, 0, -1, desc=True, withscores=True))
+        return {text(run): float(seconds) for run, seconds in reply}
+
+    def ledger(self) -> Ledger:
+        """The whole account."""
+        return parse_ledger(self.look_at(lambda client: client.hgetall(self.keys.ledger), {}))
+
+    def history(self, count: int = 1000, *, of: HistoryOf = "history") -> list[Mapping[str, Any]]:
+        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
+        the trainer measured in its steps (:meth:`add_record`)."""
+        key = self.keys.history if of == "history" else self.keys.records
+        reply = self.look(lambda client: client.xrevrange(key, count=count))
+        return [
+            {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
+            for entry_id, fields in ranged(reply)
+        ]
+
+    def wishes(self) -> tuple[int, bool]:
+        """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
+        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, WISH_FIELDS))
+        return int(asked or 0), draining is not None
+
+    def is_led(self) -> bool:
+        """True when a batcher holds the lease."""
+
+        def look(client: Any) -> list[Any]:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.hget(self.keys.lease, "until")
+                pipe.time()
+                return list(pipe.execute())
+
+        until, (seconds, micros) = self.look(look)
+        return int(until or 0) > int(seconds) * 1000 + int(micros) // 1000
+
+    def sources(self) -> Sources:
+        """The sources that may still send something. A field that is not rlbuffer's counts as an env without an end."""
+
+        def look(client: Any) -> list[Any]:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.hgetall(self.keys.ends)
+                pipe.hgetall(self.keys.numbers)
+                return list(pipe.execute())
+
+        written, taken = self.look(look)
+        given, numbers = ({text(k): text(v) for k, v in fields.items()} for fields in (written, taken))
+        ends = {env: int(match[1]) for env, end in given.items() if (match := _END.match(end))}
+        over = [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
+
+        def count(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for env in over:
+                    pipe.zcard(self.keys.tickets(env))
+                return list(pipe.execute())
+
+        # Numbers are given before they are out, and none is given any more: that order makes the answer certain.
+        done = frozenset(env for env, out in zip(over, self.look(count) if over else (), strict=True) if not out)
+        expected = frozenset(name[8:-1] for name in given if name.startswith("[worker."))
+        known = {env for env in (*given, *numbers) if not env.startswith("[")}
+        said = frozenset(env for env in done if given[env].startswith("="))
+        others = frozenset(known - done)
+        return Sources(done=done, said=said, open=others, expected=expected, ends=ends, written=written)
+
+    def paused(self) -> frozenset[str]:
+        """Envs that an operator has paused."""
+        return frozenset(text(env) for env in self.look(lambda client: client.zrange(self.keys.paused, 0, -1)))
+
+    def allowances(self) -> Mapping[str, int]:
+        """Tickets that may be out, by env."""
+        reply = self.look(lambda client: client.hgetall(self.keys.allowance))
+        return {text(env): int(n) for env, n in reply.items()}
+
+    def tickets_out(self) -> Mapping[str, int]:
+        """Tickets that are out and have not expired, by env; only envs that have some."""
+        keys = self.keys
+        envs = [text(env) for env in self.look(lambda client: client.hkeys(keys.numbers))]
+
+        def count(client: Any) -> list[Any]:
+            seconds, micros = client.time()
+            now = int(seconds) * 1000 + int(micros) // 1000
+            with client.pipeline(transaction=False) as pipe:
+                for env in envs:
+                    pipe.zcount(keys.tickets(env), f"({now}", "+inf")
+                return list(pipe.execute())
+
+        counts = self.look(count) if envs else []
+        return {env: int(n) for env, n in sorted(zip(envs, counts, strict=True)) if n}
+
+    # -- the pool and what belongs to it ------------------------------------------------------------------------------
+
+    def read_pool(
+        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, keeps: bool = False
+    ) -> list[PoolEntry]:
+        """INGEST: entries after the cursor, each once, in the order of their pushes. In a cluster `keeps` makes their
+        payloads permanent. Blocks at most `block_seconds` on a connection of its own."""
+        return pool_entries(self.keys, self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds))
+
+    def load_state(self) -> Mapping[str, Any] | None:
+        """The batcher's state as after the last step; None before the first."""
+        data = self.look(lambda client: client.get(self.keys.state))
+        if data is None:
+            return None
+        state: Mapping[str, Any] = payload.loads(data, limit=MAX_STATE_BYTES)
+        return state
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def headers(
+        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
+    ) -> Iterator[StepHeader]:
+        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out.
+
+        One that cannot be read is added to `problems`; None: PayloadError.
+        """
+        retired, newest = self._bounds()
+        low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
+        for start in range(low, high + 1, HEADERS_PER_READ):
+            steps = range(start, min(start + HEADERS_PER_READ, high + 1))
+
+            def read(client: Any, steps: range = steps) -> list[Any]:
+                with client.pipeline(transaction=False) as pipe:
+                    for step in steps:
+                        pipe.xrange(self.keys.steps, f"{step}-0", f"{step}-0")
+                    return list(pipe.execute())
+
+            for reply in self.look(read):
+                for entry_id, fields in ranged(reply):
+                    try:
+                        with self._reading(int(entry_id.split("-")[0])):
+                            header = header_of(fields)[0]
+                    except PayloadError as error:
+                        if problems is None:
+                            raise
+                        problems.append(error)
+                        continue
+                    yield header
+
+    def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
+        """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
+        if step < 1:
+            raise NotFound(f"steps start at 1, there is no step {step}")
+        deadline = time.monotonic() + block_seconds
+        after = f"{step - 1}-{LAST_IN_STEP}"
+        left = 0.0
+        while True:
+            entries = self.stream(self.keys.steps, after, count=1, block_seconds=min(left, BLOCK_SECONDS))
+            if entries:
+                entry_id, fields = entries[0]
+                if entry_id == f"{step}-0":
+                    with self._reading(step):
+                        return header_of(fields)[0]
+                raise self._retired(step)
+            if left == 0.0 and step <= self._retired_step():
+                raise self._retired(step)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+
+    def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
+        """Parts of the given planned ranks, or all, in their order. Raises StepRetired, NotFound, PayloadError."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                if ranks is None:
+                    pipe.xrange(self.keys.steps, f"{step}-1", f"{step}-{LAST_IN_STEP}")
+                else:
+                    for rank in ranks:
+                        pipe.xrange(self.keys.steps, f"{step}-{rank + 1}", f"{step}-{rank + 1}")
+                return list(pipe.execute())
+
+        replies = self.look(read)
+        ranges = [ranged(reply) for reply in replies]
+        if any(not entries for entries in ranges):
+            if step <= self._retired_step():
+                raise self._retired(step)
+            which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
+            raise NotFound(f"run {self.run!r} has no {which}")
+        with self._reading(step):
+            return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Says of a step that cannot be read what to do: nobody can train it, now or later."""
+        try:
+            yield
+        except PayloadError as error:
+            raise PayloadError(
+                f"step {step} of run {self.run!r} cannot be read: {error}. Take it back, and what follows it, "
+                f"with `rlbuffer runs void {step}`"
+            ) from None
+
+    def _bounds(self) -> tuple[int, int]:
+        retired, step = self.look(lambda client: client.hmget(self.keys.meta, ["retired", "step"]))
+        return int(retired or 0), int(step or 0)
+
+    def _retired_step(self) -> int:
+        return self._bounds()[0]
+
+    def _retired(self, step: int) -> StepRetired:
+        retired = self._retired_step()
+        reason = self.early_reason(step)
+        why = f"trained and retired early ({reason})" if reason else "trained, checkpointed and retired"
+        return StepRetired(
+            f"step {step} of run {self.run!r} was {why}: steps up to {retired} are gone, resume from a newer checkpoint"
+        )
+
+    # -- payloads --------------------------------------------------------------------------------------------------
+
+    def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
+        """The encoded rollouts, None where missing. Not verified: `wire.decode_rollout` does that."""
+        values: dict[tuple[str, str], bytes | None] = {}
+        sizes = _sizes(refs).items()
+        request = {key: [(field, size, ()) for field, size in its.items()] for key, its in sizes}
+        for part, replies in self._in_windows(request, _asked):
+            for (key, its), reply in zip(part.items(), replies, strict=True):
+                names = [(key, field) for field, _, _ in its]
+                values |= zip(names, reply or [None] * len(names), strict=True)
+        return [values[ref.payload_key, str(ref.index)] for ref in refs]
+
+    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
+        """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
+        sizes = _sizes(refs)
+        total = sum(size for fields in sizes.values() for size in fields.values())
+        block, at = self._arena.block(total)((total,), np.uint8).data, 0
+        request: dict[str, list[FieldMemory]] = {key: [] for key in sizes}
+        for key, fields in sizes.items():
+            for field, size in fields.items():
+                request[key].append((field, size, [block[at : at + size]]))
+                at += size
+        received, groups = self.receive_pushed(request, len)  # whoever decodes them computes their checksums
+        values: dict[tuple[str, str], bytes | memoryview | None] = {}
+        for key, its in request.items():
+            arrived = received[key]
+            for n, (field, _, (memory,)) in enumerate(its):
+                values[key, field] = memory.toreadonly() if isinstance(arrived, InPlace) else arrived[n]
+        return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
+
+    def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
+        """Fields of pushes by payload key, received into the memory that the request names if they have its sizes, with
+        the `checksum` of each, else as values; and the encoded group part of each push."""
+
+        def read(client: Any, part: FieldRequest) -> list[Any]:
+            if self.connection.is_memory or not isinstance(client, redis.Redis):  # a model has no socket
+                return _asked(client, part, "group")
+            return sound(receive_fields(client, part, "group", checksum))
+
+        values: dict[str, Received] = {}
+        groups: dict[str, bytes | None] = {}
+        for part, replies in self._in_windows(request, read):
+            for (key, its), reply in zip(part.items(), replies, strict=False):
+                arrived = reply or [None] * len(its)
+                values[key] = _joined(values[key], arrived, request[key]) if key in values else arrived
+            groups |= zip(part, replies[len(part) :], strict=True)
+        return values, groups
+
+    def _in_windows(
+        self, request: FieldRequest, read: Callable[[Any, FieldRequest], list[Any]]
+    ) -> Iterator[tuple[FieldRequest, list[Any]]]:
+        """Reads fields, as many bytes at once as the server holds for a client. -> parts of the request, with replies.
+
+        A server closes the connection of a client for which it holds more than its ``client-output-buffer-limit``. So
+        where a connection breaks in the middle of an answer, and the same process answers again, half as much is asked
+        for at once, from then on.
+
+        Raises:
+            ServerUnsuitable: it breaks again and again where less cannot be asked for.
+        """
+        left, breaks = [(key, field) for key, its in request.items() for field in its], 0
+        while left:
+            part, count, size = _first(left, self._window)
+            try:
+                replies = self._uncut(read, part)
+            except _Cut:
+                if count > 1 and size > LEAST_WINDOW_BYTES:
+                    self._window = max(size // 2, LEAST_WINDOW_BYTES)
+                    _log.warning(
+                        "the server at %s closed the connection while it sent %d bytes: at most %d are asked for at "
+                        "once from now on. Its client-output-buffer-limit may be too low",
+                        *(self.connection.address, size, self._window),
+                    )
+                    continue
+                breaks += 1
+                if breaks < MOST_CUTS:
+                    continue
+                raise ServerUnsuitable(
+                    f"the server at {self.connection.address} closes the connection each time that it sends "
+                    f"{'rollout' if count == 1 else f'{count} rollouts,'} {left[0][1][0]} of {left[0][0]} "
+                    f"({size} bytes), and less cannot be asked for. Its client-output-buffer-limit for normal clients "
+                    f"is too low: it must be well above {size} bytes, as with `CONFIG SET client-output-buffer-limit "
+                    '"normal 0 0 0"`, which is the default'
+                ) from None
+            yield part, replies
+            left, breaks = left[count:], 0
+
+    def _uncut(self, read: Callable[[Any, FieldRequest], list[Any]], part: FieldRequest) -> list[Any]:
+        """Reads a part. Raises _Cut where the connection broke, and the same process answers again."""
+        server, is_cut = self.server_id(), False
+
+        def ask(client: Any) -> list[Any]:
+            nonlocal server, is_cut
+            before, server = server, self.server_id()
+            if is_cut and server == before:
+                raise _Cut
+            try:
+                return read(client, part)
+            except redis.ConnectionError:
+                is_cut = True
+                raise
+
+        return self.look(ask)
+
+    def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
+        """The encoded group part (answer, metadata) of each push, None where there is none."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in payload_keys:
+                    pipe.hget(key, "group")
+                return answers(pipe)
+
+        return self.look(read) if payload_keys else []
+
+    # -- the trainer and other processes -----------------------------------------------------------------------------
+
+    def trainer(self) -> Attempt:
+        """The registered attempt (number 0 before the first), the announced versions, and the server's time."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(self.keys.trainer)
+                pipe.hgetall(self.keys.policy)
+                pipe.time()
+                return list(pipe.execute())
+
+        fields, versions, (seconds, micros) = self.look(read)
+        now = int(seconds) + int(micros) / 1e6
+        if not fields:
+            return Attempt(number=0, announced=versions)
+
+        def whole(name: bytes) -> int:
+            value = number(fields.get(name, b"0"))
+            if value is None:
+                raise RunDamaged(
+                    f"{self.keys.trainer} of run {self.run!r} holds {text(fields[name][:64])!r} as {text(name)}, "
+                    "which is no whole number: start the trainer again, which writes a new one"
+                )
+            return value
+
+        return Attempt(
+            number=whole(b"number"),
+            world_size=whole(b"world_size"),
+            resume_step=whole(b"resume"),
+            epoch=whole(b"epoch"),
+            trained=whole(b"trained"),
+            digest=text(fields.get(b"digest", b"")),
+            oldest_kept=whole(b"oldest_kept"),
+            at=whole(b"at"),
+            checkpoint=whole(b"checkpoint"),
+            seen_ms=whole(b"seen"),
+            claim=fields.get(b"claim", b""),
+            server=text(fields.get(b"server", b"")),
+            hand=Hand.of(fields.get(b"hand", b"")),
+            seen_seconds_ago=abs(now - whole(b"seen") / 1000),  # later than now: before the clock was set back
+            announced=versions,
+        )
+
+    def policy(self, adapter: str = "") -> PolicyVersion:
+        """The current version; version -1 when none was announced."""
+        return policy_of(adapter, self.look(lambda client: client.hget(self.keys.policy, adapter)))
+
+    def damaged_in(self, first: int, last: int) -> dict[int, int]:
+        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
+        steps = range(first, last + 1)
+
+        def count(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for step in steps:
+                    pipe.zcount(self.keys.damaged, step, step)
+                return answers(pipe)
+
+        counts = self.look(count) if steps else []
+        return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
+
+    def damaged_of(self, step: int) -> list[str]:
+        """Damaged rollouts of a step, each as ``<group> <rollout>``; some of them, where there are many."""
+        names = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
+        return [text(name).partition(" ")[2] for name in names]
+
+    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
+        """Name -> its last record, with ``seconds_ago`` added by the server's clock; anything else is left out.
+
+        Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
+        """
+        key = self.keys.heartbeats(kind)
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(key)
+                pipe.time()
+                return answers(pipe)
+
+        fields, (seconds, micros) = self.look(read)
+        now = int(seconds) + int(micros) / 1e6
+        out = {}
+        for name, value in sorted((fields or {}).items()):
+            beat = heartbeat_of(value)
+            if beat is not None:
+                at, record = beat
+                out[text(name)] = {**record, "seconds_ago": abs(now - at / 1000)}
+        return out
+
+    def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
+        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
+
+        A line's results take the place of those that earlier lines have from its first version on; above the run's last
+        step there are none of earlier lines. `limit`: newest entries that are looked at.
+        """
+        newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
+        now, step = self._place()
+        entries: list[tuple[int, dict[str, Any]]] = []
+        firsts: dict[str, dict[int, int]] = {}
+        """Env -> line -> its first version."""
+        for entry_id, fields in reversed(ranged(newest)):
+            result = evaluation_of(entry_id, fields)
+            line = number(fields.get(b"line")) or 0
+            # Of a line that a rewind ended: before anything is evaluated again, this alone tells what was taken back.
+            if result is not None and (line >= now or result["version"] <= step):
+                entries.append((line, result))
+                lines = firsts.setdefault(result["env"], {})
+                lines[line] = min(lines.get(line, result["version"]), result["version"])
+        results: dict[tuple[str, int], dict[str, Any]] = {}
+        for line, result in entries:
+            env, version = result["env"], result["version"]
+            if not any(later > line and first <= version for later, first in firsts[env].items()):
+                results.setdefault((env, version), result)
+        return list(results.values())
+
+    def _line(self) -> int:
+        """The epoch in which version numbers began to mean what they mean now."""
+        return self._place()[0]
+
+    def _place(self) -> tuple[int, int]:
+        """The line of versions, and the run's last step."""
+        line, since, step = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since", "step"]))
+        return int(line or since or 0), int(step or 0)
+
+    # -- archive ---------------------------------------------------------------------------------------------------
+
+    def read_step_bytes(self, step: int) -> StepBytes | None:
+        """A live step as it stands; None when it was retired, taken back, or never committed. Raises PayloadError."""
+        first, last = f"{step}-0", f"{step}-{LAST_IN_STEP}"
+        entries = ranged(self.look(lambda client: client.xrange(self.keys.steps, first, last)))
+        if not entries or entries[0][0] != first:
+            return None
+        fields = entries[0][1]
+        return StepBytes(
+            step=step,
+            digest=text(fields.get(b"digest", b"")),
+            committed_ms=number(fields.get(b"at")) or 0,
+            header=fields.get(b"header", b""),
+            parts=tuple(part.get(b"part", b"") for _, part in entries[1:]),
+            decoded=tuple(part_of(entry_id, part, self.keys) for entry_id, part in entries[1:]),
+        )
+
+    def read_history(self, after: str, *, count: int = 1000, of: HistoryOf = "history") -> HistoryPage:
+        """Records of the history, or of the trainer, behind the id `after` ("0-0": from the first that is there), the
+        oldest first."""
+        key = self.keys.history if of == "history" else self.keys.records
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.xrange(key, f"({after}", "+", count=count)
+                pipe.xrange(key, after, after)
+                pipe.xinfo_stream(key)
+                return list(pipe.execute(raise_on_error=False))
+
+        reply, here, facts = self.look(read)
+        raise_first([reply, here])  # of a history that never was there are no facts
+        # The stream is trimmed at its front. Where it never was, nothing is lost, whatever is not there.
+        is_trimmed = isinstance(facts, dict) and int(facts.get("entries-added", 0)) > int(facts.get("length", 0))
+        records = []
+        for entry_id, fields in ranged(reply):
+            try:
+                record = payload.loads(fields.get(b"record", b""), limit=MAX_HISTORY_BYTES)
+            except PayloadError as error:
+                record = {"detail": str(error)}
+            records.append((entry_id, record if isinstance(record, dict) else {}))
+        return HistoryPage(records=tuple(records), is_cut=is_trimmed and not here)
+
+    def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
+        """Group id -> payload keys of its pushes that left the pool and were not swept yet."""
+        groups = frozenset(group_ids)
+        keys: dict[str, list[str]] = {}
+        prefix = self.keys.payload_prefix
+        at = 0
+        while members := self._garbage(at) if groups else []:
+            for key in members:
+                group_id = key.removeprefix(prefix).rpartition(":")[0]
+                if group_id in groups and key.startswith(prefix):
+                    keys.setdefault(group_id, []).append(key)
+            at += len(members)
+        return keys
+
+    def _garbage(self, start: int) -> list[str]:
+        last = start + GARBAGE_PAGE - 1
+        return [text(key) for key in self.look(lambda client: client.zrange(self.keys.garbage, start, last))]
+
+    def read_push_payload(self, payload_key: str) -> Mapping[str, bytes]:
+        """Every field of a push's payload: rollout i is ``str(i)``, answer and metadata ``group``. Empty when gone."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(payload_key)
+                return answers(pipe)
+
+        (fields,) = self.look(read)
+        return {text(name): value for name, value in (fields or {}).items()}
+
+
+def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
+    """The meta hash as a record; what is missing is 0 or empty."""
+
+    def number(name: bytes) -> int:
+        return int(fields.get(name, 0))
+
+    config = fields.get(b"config")
+    return Meta(
+        schema=number(b"schema"),
+        epoch=number(b"epoch"),
+        step=number(b"step"),
+        digest=text(fields.get(b"digest", b"")),
+        retired=number(b"retired"),
+        config=payload.loads(config, limit=MAX_HISTORY_BYTES) if config else {},
+        config_digest=text(fields.get(b"config_digest", b"")),
+        error=text(fields.get(b"error", b"")),
+        since=int(fields.get(b"since") or number(b"epoch")),
+        checkpoint_now=b"checkpoint_now" in fields,
+        revision=number(b"revision"),
+        asked=number(b"asked"),
+        wanted=payload.loads(fields[b"wanted"], limit=MAX_HISTORY_BYTES) if b"wanted" in fields else {},
+        wanted_digest=text(fields.get(b"wanted_digest", b"")),
+        refused=text(fields.get(b"refused", b"")),
+        draining_ms=number(b"draining"),
+        ended=number(b"ended") if b"ended" in fields else None,
+        early=number(b"early"),
+        early_ms=number(b"early_at"),
+        created=number(b"created"),
+    )
+
+
+def tombstone_ms(config: Mapping[str, Any]) -> int:
+    """The time that tombstones are kept: late parts of a group can come for as long as the group could have waited."""
+    timeout = config.get("group_timeout_seconds")
+    milliseconds = 2000 * timeout if isinstance(timeout, int | float) else 0
+    return max(MINIMUM_TOMBSTONE_MS, round(min(milliseconds, MAX_COUNT)))
+
+
+def tombstone_steps(config: Mapping[str, Any]) -> int:
+    """Number of steps that tombstones are kept for: as many as could train what was sampled before."""
+    ages = [config.get("max_age"), *(env.get("max_age") for env in dict(config.get("envs") or {}).values())]
+    return remembered_steps(max((age for age in ages if isinstance(age, int)), default=0))
+
+
+def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:
+    """A header entry decoded, and the age limits it was committed under. Raises PayloadError."""
+    at = fields.get(b"at", b"0")
+    return decode_header(
+        fields.get(b"header", b""), digest=text(fields.get(b"digest", b"")), committed_ms=int(at) if at.isdigit() else 0
+    )
+
+
+def part_of(entry_id: str, fields: Fields, keys: Keys) -> StepPart:
+    """A part entry decoded. Raises PayloadError, also when it is another part than its id says."""
+    part = decode_part(fields.get(b"part", b""), prefix=keys.payload_prefix)
+    if entry_id != f"{part.step}-{part.rank + 1}":
+        raise PayloadError(f"step part {entry_id} says that it is rank {part.rank} of step {part.step}")
+    return part
+
+
+def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
+    """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
+    env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
+    try:
+        record = payload.loads(fields.get(b"record", b""), limit=MAX_EVALUATION_BYTES)
+    except PayloadError:
+        return None
+    if not env or version is None or not isinstance(record, dict):
+        return None
+    return {**record, "env": env, "version": version, "at": int(entry_id.partition("-")[0]) / 1000}
+
+
+def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Server ms and the record of a heartbeat; None when it is none."""
+    at, _, data = value.partition(b" ")
+    milliseconds = number(at)
+    try:
+        record = payload.loads(data, limit=MAX_HEARTBEAT_BYTES)
+    except PayloadError:
+        return None
+    if milliseconds is None or not isinstance(record, dict):
+        return None
+    return milliseconds, record
+
+
+def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:
+    """Payload key -> field -> bytes that its push announced."""
+    sizes: dict[str, dict[str, int]] = {}
+    for ref in refs:
+        sizes.setdefault(ref.payload_key, {})[str(ref.index)] = ref.info.size
+    return sizes
+
+
+def _asked(client: Any, asked: FieldRequest, *further: str) -> list[Any]:
+    """The replies to an HMGET for each key, and then to an HGET of each further field."""
+    with client.pipeline(transaction=False) as pipe:
+        for key, its in asked.items():
+            pipe.hmget(key, [field for field, _, _ in its])
+        for field in further:
+            for key in asked:
+                pipe.hget(key, field)
+        return answers(pipe)
+
+
+def _first(fields: Sequence[tuple[str, FieldMemory]], window: int) -> tuple[FieldRequest, int, int]:
+    """As many of these as fit into `window` bytes, at least one. -> a request for them, their number, their bytes."""
+    part: dict[str, list[FieldMemory]] = {}
+    count = size = 0
+    for key, field in fields:
+        if count and size + field[1] > window:
+            break
+        part.setdefault(key, []).append(field)
+        count, size = count + 1, size + field[1]
+    return part, count, size
+
+
+def _joined(first: Received, then: Received, fields: Sequence[FieldMemory]) -> Received:
+    """The first of these fields of a hash, and those that came in the answer behind them."""
+    if isinstance(first, InPlace) and isinstance(then, InPlace):
+        return InPlace([*first.checksums, *then.checksums])
+    had = len(first.checksums if isinstance(first, InPlace) else first)
+    return [*_copied(first, fields), *_copied(then, fields[had:])]
+
+
+def _copied(arrived: Received, fields: Sequence[FieldMemory]) -> Sequence[bytes | None]:
+    if not isinstance(arrived, InPlace):
+        return arrived
+    return [b"".join(memory) for (_, _, memory), _ in zip(fields, arrived.checksums, strict=False)]
+
+
+def _number(value: str) -> float:
+    """A ticket number; what is none is below every end."""
+    return int(value) if value.isdecimal() else float("-inf")

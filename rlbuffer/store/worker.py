@@ -1,0 +1,191 @@
+"""What a worker does: it takes tickets, pushes, notes visits, and evaluates.
+
+A ticket is leave to sample, by number, so that an epoch of prompts is neither skipped nor doubled. The notes on how the
+groups of a prompt went decide which prompts are sampled, and nothing else. An evaluation is one per policy version and
+env, whoever made it, beside the account and never in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis
+
+from rlbuffer.errors import EnvDone, ServerRefused, WrongAnswer
+from rlbuffer.store.member import beat_args
+from rlbuffer.store.producer import ProducerStore
+from rlbuffer.store.records import Asked, policy_of
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, raise_first, text
+from rlbuffer.store.viewer import WISH_FIELDS
+from rlbuffer.wire import payload
+
+LONGEST_TICKET_SECONDS = 900.0
+"""Longest that a ticket may be out without being renewed."""
+_LONGEST_MS = round(1000 * LONGEST_TICKET_SECONDS)
+MOST_VISITS = 100_000
+"""Prompts of an env that are remembered, about 100 bytes each: an env that repeats none would fill the server."""
+FORGOTTEN_AT_ONCE = 1000
+"""Most that one note takes out: a run of before there was a limit comes down to it note by note."""
+KEPT_EVALUATIONS = 10_000
+"""Results kept, about."""
+KNOWN_MS = 7 * 86_400_000
+"""Milliseconds that the server remembers that a version was evaluated."""
+_DONE = b"done"
+
+
+class WorkerStore(ProducerStore):
+    """A run for a worker."""
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._evaluated: dict[tuple[str, int], int] = {}
+        """(env, version) -> the line of versions in which this process took its evaluation."""
+
+    # -- tickets ---------------------------------------------------------------------------------------------------
+
+    def take_tickets(
+        self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
+    ) -> list[int]:
+        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out. Raises EnvDone.
+
+        `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more.
+        """
+        # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
+        return self._numbers(env, self.move("ticket", *self._take(env, n, ttl_seconds, size, section)))
+
+    def ask(
+        self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
+    ) -> Asked:
+        """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
+        at the wishes. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
+        telemetry, ticket = self.script("telemetry"), self.script("ticket")
+        keys, args = self._take(env, n, ttl_seconds, size, section)
+        note = beat_args(worker, beat)
+
+        def send() -> list[Any]:
+            with self.client.pipeline(transaction=False) as pipe:
+                pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *note)
+                pipe.evalsha(ticket.sha, len(keys), *keys, *args)
+                pipe.hget(self.keys.policy, "")
+                pipe.hmget(self.keys.meta, WISH_FIELDS)
+                heard, *replies = pipe.execute(raise_on_error=False)
+            if isinstance(replies[0], redis.exceptions.NoScriptError):
+                replies[0] = ticket(keys, args)  # loads it
+            raise_first(replies)
+            return [not isinstance(heard, Exception), *replies]  # whatever is wrong with a heartbeat is its own trouble
+
+        heard, reply, policy, (_, draining) = self.connection.call(
+            send, patience_seconds=self.patience_seconds, op="ticket"
+        )
+        return Asked(
+            numbers=tuple(self._numbers(env, reply)),
+            policy=policy_of("", policy),
+            is_draining=draining is not None,
+            is_heard=heard,
+        )
+
+    def _take(
+        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Keys and arguments of TICKET."""
+        keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
+        return keys, ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section, _LONGEST_MS)
+
+    def _numbers(self, env: str, reply: Sequence[Any]) -> list[int]:
+        if reply and not isinstance(reply[0], int):
+            raise EnvDone(f"env {env} of run {self.run!r} is done: it has given all its tickets, and none is out")
+        return [int(number) for number in reply]
+
+    def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
+        """Keeps tickets out; one that was closed meanwhile stays closed."""
+        if numbers:
+            self.move("keep", (self.keys.tickets(env),), (max(1, round(1000 * ttl_seconds)), *numbers))
+
+    def release_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Gives tickets back unused: they are taken again first."""
+        if numbers:
+            self.move("keep", (self.keys.tickets(env),), (0, *numbers))
+
+    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
+        if numbers:
+            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
+            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
+
+    def say_done(self, env: str, *, epoch: int) -> None:
+        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
+        reply = self._say_done("done", epoch, env)
+        if text(reply[0]) == "GONE":
+            raise self.gone(reply, epoch)
+
+    # -- visits ----------------------------------------------------------------------------------------------------
+
+    def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
+        """The last note on each prompt; "" for one not met yet."""
+        if not prompt_ids:
+            return []
+        reply = self.look(lambda client: client.hmget(self.keys.visits(env), list(prompt_ids)))
+        return ["" if value is None else text(value) for value in reply]
+
+    def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
+        """Replaces the note on a prompt. Of two at once one is lost; of too many prompts some are forgotten."""
+        key = self.keys.visits(env)
+
+        def note(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hset(key, prompt_id, marks)
+                pipe.hlen(key)
+                return list(pipe.execute())
+
+        surplus = min(self.look(note)[1] - MOST_VISITS, FORGOTTEN_AT_ONCE)
+        others = self.look(lambda client: client.hrandfield(key, surplus)) if surplus > 0 else []
+        if others:
+            self.look(lambda client: client.hdel(key, *others))
+
+    # -- evaluations -----------------------------------------------------------------------------------------------
+
+    def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
+        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
+
+        A claim lapses after `ttl_seconds`; asked again by the same owner, it is prolonged.
+        """
+        line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
+        key = self.keys.evaluating(env, version, line)
+        self._evaluated[env, version] = line
+
+        def claim(client: Any) -> bool:
+            if client.set(key, owner, nx=True, px=milliseconds):
+                return True
+            holder = client.get(key)
+            if holder == owner.encode():
+                return bool(client.pexpire(key, milliseconds))
+            if holder not in (None, _DONE):  # a clock that was set back since lets it run for longer than it was given
+                client.pexpire(key, milliseconds, lt=True)
+            return False
+
+        return self.look(claim)
+
+    def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
+        """Gives a claim back: what was sampled does not count."""
+        key = self.keys.evaluating(env, version, self._evaluated.get((env, version), 0))
+
+        def release(client: Any) -> None:
+            if client.get(key) == owner.encode():
+                client.delete(key)
+
+        self.look(release)
+
+    def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
+        """Keeps a result; the first one of a version and env counts. Raises ServerRefused when the stream is jammed."""
+        # Repeated after a lost reply it may be there twice: the first one counts.
+        line = self._evaluated.get((env, version)) or self._line()
+        fields = {"env": env, "version": version, "line": line, "record": payload.dumps(dict(record))}
+
+        try:
+            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT_EVALUATIONS, approximate=True))
+        except WrongAnswer as error:
+            raise ServerRefused(f"{self.keys.eval} takes no result: {error}") from None
+        # Not before: done is what has a result.
+        self.look(lambda client: client.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS))

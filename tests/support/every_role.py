@@ -1,0 +1,31 @@
+"""A store of all roles at once, for tests in which one process plays them all."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.records import Report
+from rlbuffer.store.scorer import ScorerStore
+from rlbuffer.store.trainer import TrainerStore
+from rlbuffer.store.verify.verify import verify
+from rlbuffer.store.worker import WorkerStore
+
+T = TypeVar("T")
+
+
+class EveryRole(WorkerStore, ScorerStore, LeaderStore, TrainerStore, OperatorStore):
+    """Nothing of its own but what `Buffer.verify` does."""
+
+    def verify(self) -> Report:
+        """Recomputes the ledger and every invariant that can be seen from outside."""
+        return verify(self)
+
+
+def stands_in(store: T, buffer: Buffer) -> T:
+    """Whatever role somebody asks the buffer for, `store` is what they get. -> it."""
+    buffer.store = store
+    buffer.role = lambda role: store
+    return store
