@@ -119,12 +119,12 @@ TESTS = {
     ),
     "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
     "rlbuffer/store/verify/written.py": ("tests/integration/whole/test_hostile_writes.py",),
-    "rlbuffer/store/moves/push.py": (
+    "rlbuffer/store/producer.py": (
         "tests/integration/store/test_push.py",
         "tests/integration/client/test_push_many.py",
         "tests/integration/whole/test_clusters.py",
     ),
-    "rlbuffer/store/moves/recovery.py": tuple(map(in_room, SCRIPTS["void"])),
+    "rlbuffer/store/operator.py": tuple(map(in_room, SCRIPTS["void"])),
     "rlbuffer/store/server/answers.py": (
         "tests/integration/store/test_foreign_answers.py",
         "tests/integration/store/test_passwords.py",

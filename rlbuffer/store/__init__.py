@@ -1,6 +1,6 @@
-"""The run on the server: keys, scripts and one module per concern. Nothing above this room names a Redis command.
+"""The run on the server, for each role: what a user of deploy/users.acl may do. Nothing above names a Redis command.
 
-`moves` are the changes of a run, each one script; `scripts` the Lua files (a push is `moves/push`, which sends the
-payload, then `scripts/push.lua`); `server` the connection and the embedded server; `dump` and `verify` what they say.
-Open first: `protocol`, then `keys`.
+`viewer` has all that can be read; `worker`, `scorer` (over `producer`: pushes), `leader`, `trainer` and `operator` what
+each changes (over `member`: what every process may do). A change is one of the Lua files in `scripts`; `server` has the
+connection and the embedded server; `dump` and `verify` are what they say. Open first: `session`, then `viewer`.
 """

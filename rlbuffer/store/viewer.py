@@ -269,11 +269,9 @@ class Viewer(Session):
 
     # -- the pool and what belongs to it ------------------------------------------------------------------------------
 
-    def read_pool(
-        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, keeps: bool = False
-    ) -> list[PoolEntry]:
-        """INGEST: entries after the cursor, each once, in the order of their pushes. In a cluster `keeps` makes their
-        payloads permanent. Blocks at most `block_seconds` on a connection of its own."""
+    def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
+        """Entries after the cursor, each once, in the order of their pushes. Blocks at most `block_seconds` on a
+        connection of its own."""
         return pool_entries(self.keys, self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds))
 
     def load_state(self) -> Mapping[str, Any] | None:
