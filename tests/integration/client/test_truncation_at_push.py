@@ -22,7 +22,7 @@ DROPS = rlbuffer.BatcherConfig(10)
 def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
     url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
     with rlbuffer.connect(url, run=f"cut-{uuid.uuid4().hex[:8]}") as made:
-        made.store.open_run()
+        made.role(LeaderStore).open_run()
         yield made
 
 

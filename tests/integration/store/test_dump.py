@@ -27,13 +27,15 @@ import sys, time
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store import dump
+from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.session import open_store
 def half(keys):
     if keys == 3:
         print("half", flush=True)
         time.sleep(600)
 what, url, run, home, file = sys.argv[1:]
-getattr(dump, what)(open_store(EveryRole, url, run=run, home=Path(home), server=ServerSettings()), Path(file), half)
+store = open_store(OperatorStore, url, run=run, home=Path(home), server=ServerSettings())
+getattr(dump, what)(store, Path(file), half)
 """
 
 

@@ -28,9 +28,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import EntryUse, RolloutRef
-from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Claim, TrainedStep
-from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -372,7 +370,7 @@ def bare(tmp_path: Path) -> Iterator[Run]:
 
 def test_a_version_below_zero_cannot_be_announced(bare: Run) -> None:
     with pytest.raises(ValueError) as caught:
-        bare.role(TrainerStore).announce(attempt(bare), PolicyVersion(version=-1))
+        bare.store.announce(attempt(bare), PolicyVersion(version=-1))
     assert str(caught.value) == "policy version -1 must not be negative"
 
 
@@ -426,7 +424,7 @@ def test_an_entry_that_changed_since_it_was_read_stops_a_recovery(bare: Run) -> 
     claim = encode_claim(Claim(step=1, epoch=bare.meta.epoch, digest="d", steps=(lost,)))
     bare.client.hset(bare.store.keys.trainer, mapping={"number": 1, "claim": claim})
     with pytest.raises(RlbufferError) as caught:
-        bare.role(LeaderStore).recover(bare.token, bare.store.trainer(), [replace(entry, rollouts=5)])
+        bare.store.recover(bare.token, bare.store.trainer(), [replace(entry, rollouts=5)])
     assert str(caught.value) == (
         f"pool entry {entry.entry_id} holds 2 rollouts and {entry.tokens} tokens, which is not what was read before"
     )
