@@ -43,9 +43,9 @@ def test_the_run_opened_last_is_shown_unless_one_was_named(
     url: str, buffer: Buffer, call: Call, tmp_path: Path
 ) -> None:
     with rlbuffer.connect(url, run="default") as older:
-        older.store.open_run()
+        older.role(Member).open_run()
     with rlbuffer.connect(url, run="newest") as newest:
-        newest.store.open_run()
+        newest.role(Member).open_run()
         code, out, err = call("inspect")
         assert (code, out.startswith('run "newest" on ')) == (0, True)
         assert err == 'showing run "newest", the one opened last (--run chooses another)\n'

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import waits
-from every_role import EveryRole
 from store_runs import Run
 
 import rlbuffer
@@ -102,7 +101,7 @@ def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     run.step("a.0")
     with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as buffer:
-        store = buffer.role(EveryRole)
+        store = buffer.store
         (one,) = (record for record in store.history() if record["event"] == "step")
         now = float(round(store.now()))
         store.now = lambda: now  # type: ignore[method-assign]

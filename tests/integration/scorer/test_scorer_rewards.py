@@ -20,6 +20,7 @@ from rlbuffer.process import heartbeat
 from rlbuffer.run import members
 from rlbuffer.scorer import loop
 from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.testing import make_group
 
 
@@ -136,7 +137,7 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
     stage = stages("judged")
     stage.writer.push(unscored(1))
     (entry,) = stage.buffer.store.read_pool()
-    real, seen = stage.buffer.store.read_payloads, []
+    real, seen = stage.buffer.role(ScorerStore).read_payloads, []
 
     def slow(refs: Any) -> Any:
         seen.append(refs)
@@ -144,13 +145,13 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
             eventually(lambda: not stage.waiting_groups())
         return real(refs)
 
-    stage.buffer.store.read_payloads = slow
+    stage.buffer.role(ScorerStore).read_payloads = slow
     stage.start("first")
     eventually(lambda: seen)
     stage.start("second")
     assert eventually(lambda: stage.told("late")) == [ScoredLate(group_id="a.1")]
     stage.finish()
-    del stage.buffer.store.read_payloads
+    del stage.buffer.role(ScorerStore).read_payloads
     assert stage.raised is None
     assert len(stage.told("scored")) == 1
     (scored,) = stage.buffer.store.read_pool()
