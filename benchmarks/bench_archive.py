@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ArchiveSettings, RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
+from rlbuffer.process.logs import heard
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
@@ -99,13 +100,14 @@ def committed(store: EveryRole, low: int, high: int) -> int:
     config = BatcherConfig(row_tokens=8192, step_groups=STEP_GROUPS, lookahead=STEPS + 1, max_age=10**6)
     stop = threading.Event()
 
-    def hear(event: BatcherEvent) -> None:
-        if isinstance(event, LeaderReady):
+    def hear(line: dict[str, Any]) -> None:
+        if line["event"] == "ready":
             store.report(number, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
-        if isinstance(event, StepCommitted) and event.header.step == STEPS:
+        if line["event"] == "step" and line["step"] == STEPS:
             stop.set()
 
-    Daemon(Buffer(store, settings=RunSettings()), config, on_event=hear).run(stop)
+    with heard("rlbuffer.daemon", hear):
+        Daemon(Buffer(store, settings=RunSettings()), config).run(stop)
     return sum(header.tokens for header in store.headers())
 
 

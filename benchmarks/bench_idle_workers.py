@@ -27,7 +27,6 @@ from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import READER_BLOCK_SECONDS
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
-from rlbuffer.events.worker import VersionLoaded, WorkerEvent
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.session import open_store
@@ -167,8 +166,12 @@ class NoSampler:
     version, vocab_size, context = -1, 1 << 30, 0
     wants_batches, is_ours = False, True
 
+    def __init__(self, heard: Any) -> None:
+        self._heard = heard
+
     async def load(self, policy: PolicyVersion) -> None:
         self.version = policy.version
+        self._heard.put((time.monotonic(), ""))
 
     async def sample(self, *args: Any, **options: Any) -> list[Completion]:
         raise NotImplementedError
@@ -179,11 +182,6 @@ class NoSampler:
 
 def idle_worker(begin: threading.Event, home: Path, number: int, heard: Any) -> None:
     """A worker whose tickets never come. It says when it is connected, and when it has its first version."""
-
-    def hear(event: WorkerEvent) -> None:
-        if isinstance(event, VersionLoaded):
-            heard.put((time.monotonic(), ""))
-
     try:
         with Buffer(open_(home), settings=RunSettings()) as buffer:
             buffer.store.meta()
@@ -195,9 +193,8 @@ def idle_worker(begin: threading.Event, home: Path, number: int, heard: Any) -> 
                 f"worker-{number}",
                 WorkerSettings(env="vcopy"),
                 stop=threading.Event(),
-                on_event=hear,
                 env=make_env("vcopy"),
-                sampler=NoSampler(),
+                sampler=NoSampler(heard),
             )
     except Exception as error:  # what it meets is what is measured
         heard.put((time.monotonic(), f"{type(error).__name__}: {error}"))

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bench_batcher import GROUP_SIZE
 from benchmarks.bench_leader import Cost, fill, spent
@@ -23,7 +24,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.daemon.loop import LEASE_SECONDS
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StepCommitted, StepWaits
+from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.session import open_store
 
@@ -80,20 +81,21 @@ def measure() -> tuple[Cost, int]:
         store.announce(number, PolicyVersion(version=0))
         stop, lost, marks = threading.Event(), [], [spent(store)]
 
-        def hear(event: BatcherEvent) -> None:
-            if isinstance(event, LeaderReady):
+        def hear(line: dict[str, Any]) -> None:
+            if line["event"] == "ready":
                 # The trainer's word, so that the leader need not wait for it.
                 store.report(number, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
                 marks[0] = spent(store)
-            elif isinstance(event, LeadLost):
-                lost.append(event.reason)
-            elif isinstance(event, StepCommitted) and event.header.step == STEPS:
+            elif line.get("state") == "lost":
+                lost.append(line["reason"])
+            elif line["event"] == "step" and line["step"] == STEPS:
                 marks.append(spent(store))
                 stop.set()
-            elif isinstance(event, StepWaits):
-                raise RuntimeError(f"the benchmark's pool makes no step: {event.waiting}")
+            elif line["event"] == "waiting":
+                raise RuntimeError(f"the benchmark's pool makes no step: {line['text']}")
 
-        Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=hear).run(stop)
+        with heard("rlbuffer.daemon", hear):
+            Daemon(Buffer(store, settings=RunSettings()), CONFIG).run(stop)
         return marks[1] - marks[0], len(lost)
     finally:
         store.close()

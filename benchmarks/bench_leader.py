@@ -27,7 +27,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
+from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.session import open_store
@@ -177,17 +177,18 @@ def measure(pool: int, *, groups: int = STEP_GROUPS, warm: int = WARM, steps: in
         store.announce(attempt, PolicyVersion(version=0))
         stop, marks = threading.Event(), {}
 
-        def hear(event: BatcherEvent) -> None:
-            if isinstance(event, StepCommitted) and event.header.step in (1, warm, warm + steps):
-                marks[event.header.step] = spent(store)
-            if isinstance(event, StepCommitted) and event.header.step == warm + steps:
+        def hear(line: dict[str, Any]) -> None:
+            if line["event"] == "step" and line["step"] in (1, warm, warm + steps):
+                marks[line["step"]] = spent(store)
+            if line["event"] == "step" and line["step"] == warm + steps:
                 stop.set()
-            if isinstance(event, LeaderReady):
+            if line["event"] == "ready":
                 # The trainer's word, so that the leader need not wait for it.
                 store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
 
         begun = spent(store)
-        Daemon(Buffer(store, settings=RunSettings()), config, on_event=hear).run(stop)
+        with heard("rlbuffer.daemon", hear):
+            Daemon(Buffer(store, settings=RunSettings()), config).run(stop)
         return marks[1] - begun, marks[warm + steps] - marks[warm]
     finally:
         store.close()

@@ -137,7 +137,7 @@ def _train_recorded(settings: RunSettings, groups: Sequence[Group], train: objec
         writer = buffer.writer("bench")
         for group in groups:
             writer.push(group)
-        daemon = Daemon(buffer, settings.batcher, on_event=lambda event: None)
+        daemon = Daemon(buffer, settings.batcher)
         batcher = threading.Thread(target=daemon.run, args=(stop,))
         batcher.start()
         try:

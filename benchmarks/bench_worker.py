@@ -11,7 +11,9 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
-from rlbuffer.events.worker import GroupPushed, WorkerEvent
+from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
@@ -90,7 +92,7 @@ class Plain:
 
 
 class Watch:
-    """Hears the worker's events and takes the times between two groups."""
+    """Hears what the worker logs and takes the times between two groups."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -98,8 +100,8 @@ class Watch:
         self.begun = self.ended = (0.0, 0.0)
         """(CPU seconds, wall seconds)."""
 
-    def __call__(self, event: WorkerEvent) -> None:
-        if not isinstance(event, GroupPushed):
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        if line["event"] != "group":
             return
         self.groups += 1
         if self.groups == WARM:
@@ -155,15 +157,9 @@ def measured(home: Path, in_flight: int) -> tuple[int, float, float]:
         attempt = store.attempt(uuid="bench", world_size=1, resume_step=0).number
         store.announce(attempt, PolicyVersion(version=0))
         store.set_allowances(token, {Plain.name: 10**6})
-        run_worker(
-            buffer,
-            "bench",
-            WorkerSettings(env="vcopy", group_size=GROUP_SIZE, groups_per_batch=in_flight),
-            stop=stop,
-            on_event=watch,
-            env=Plain(),
-            sampler=Instant(),
-        )
+        options = WorkerSettings(env="vcopy", group_size=GROUP_SIZE, groups_per_batch=in_flight)
+        with heard("rlbuffer.worker", watch):
+            run_worker(buffer, "bench", options, stop=stop, env=Plain(), sampler=Instant())
         store.delete_run()
     cpu, wall = (end - start for start, end in zip(watch.begun, watch.ended, strict=True))
     return in_flight, cpu / GROUPS, wall / GROUPS

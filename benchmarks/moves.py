@@ -21,7 +21,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted, StepWaits
+from rlbuffer.process.logs import heard
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
@@ -148,16 +148,17 @@ def commit(
     config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={env: 1.0})
     stop = threading.Event()
 
-    def hear(event: BatcherEvent) -> None:
-        if isinstance(event, LeaderReady):
+    def hear(line: dict[str, Any]) -> None:
+        if line["event"] == "ready":
             # The trainer's word, so that the leader need not wait for it.
             store.report(attempt, epoch=store.meta().epoch, trained=step - 1, digest=digest, oldest_kept=step - 1)
-        elif isinstance(event, StepCommitted):
+        elif line["event"] == "step":
             stop.set()
-        elif isinstance(event, StepWaits):
-            raise RuntimeError(f"the benchmark's pool makes no step: {event.waiting}")
+        elif line["event"] == "waiting":
+            raise RuntimeError(f"the benchmark's pool makes no step: {line['text']}")
 
-    Daemon(Buffer(store, settings=RunSettings()), config, on_event=hear).run(stop)
+    with heard("rlbuffer.daemon", hear):
+        Daemon(Buffer(store, settings=RunSettings()), config).run(stop)
 
 
 def plain_client(client: redis.Redis) -> redis.Redis:

@@ -25,7 +25,6 @@ from rlbuffer.errors import (
     RlbufferError,
     StepRetired,
 )
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StandingBy, StepCommitted, StepWaits
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
@@ -52,21 +51,9 @@ def batcher(host: Host, process: Process) -> None:
     """The process of `rlbuffer serve`."""
     buffer = Buffer(host.store(process, Viewer), settings=RunSettings())
 
-    def emit(event: BatcherEvent) -> None:
-        host.world.reasons.heard(process, event)
-        match event:
-            case StepWaits():
-                host.world.sentence = str(event.waiting)
-            case LeaderReady():
-                host.world.note(f"{process.name}: {event.event}  {event.step}")
-            case StepCommitted():
-                host.world.note(f"{process.name}: {event.event}  {event.header.step}")
-            case StandingBy() | LeadLost():
-                host.world.note(f"{process.name}: {event.event} {event.state} ")
-
     plan = host.world.plan
     # Started again, it goes on with what an operator has made of the settings, as a supervisor's does.
-    daemon = Daemon(buffer, plan.config, on_event=emit, lease_seconds=plan.lease_seconds, follows=True)
+    daemon = Daemon(buffer, plan.config, lease_seconds=plan.lease_seconds, follows=True)
     stop, world = Event(host.world.scheduler), host.world
     if plan.stops and not world.network.is_healed:
         world.scheduler.after(world.dice.uniform(0.5, 3.0), stop.set)

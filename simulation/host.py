@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
-from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.store.session import Role
 from simulation.invariants import Invariants
 from simulation.network import Network, SimulatedConnection
@@ -22,7 +21,7 @@ AWAY = (ServerUnreachable, ServerRefused)
 class Listener(Protocol):
     """Hears what batchers say of themselves (:class:`simulation.reasons.Reasons`)."""
 
-    def heard(self, process: Process, event: BatcherEvent) -> None:
+    def heard(self, process: Process, line: Mapping[str, Any]) -> None:
         """A batcher has said it of itself."""
 
 

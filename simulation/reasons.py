@@ -8,8 +8,8 @@ is judged until the leader has been undisturbed for some turns.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from rlbuffer.events.batcher import BatcherEvent, LeadLost, TakenOver
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.heartbeats import waiting_of
 from rlbuffer.store.claim import ATTEMPT_SECONDS
@@ -64,11 +64,11 @@ class Reasons:
             if fault in ("late", "twice"):
                 self._late_until = self._world.scheduler.now + LATEST_SECONDS + OLD_SECONDS
 
-    def heard(self, process: Process, event: BatcherEvent) -> None:
+    def heard(self, process: Process, line: Mapping[str, Any]) -> None:
         """A batcher has said it of itself."""
-        if isinstance(event, TakenOver):
+        if line["event"] in ("ready", "read again"):
             self._leader, self._faults = process, self._faults + 1
-        elif isinstance(event, LeadLost) and self._leader is process:
+        elif line.get("state") == "lost" and self._leader is process:
             self._leader = None
 
     def look(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rlbuffer.process.logs import heard
 from rlbuffer.store.keys import Keys
 from simulation import verdict
 from simulation.actors import Trainer, Worker, batcher
@@ -134,7 +135,7 @@ class World:
             **self.plan.constants(),
             ("rlbuffer.daemon.pending", "Batcher"): planner(self),
         }
-        with installed(self.scheduler, self.dice, constants):
+        with installed(self.scheduler, self.dice, constants), heard("rlbuffer.daemon", self._heard):
             try:
                 self._begin()
                 self._run(
@@ -155,6 +156,20 @@ class World:
             branches=_ENGINE[0].entered(),
             log=self._log.lines() if self.invariants.violation or self._keep_all else (),
         )
+
+    def _heard(self, line: Mapping[str, Any]) -> None:
+        """A batcher has logged it."""
+        task = self.scheduler.current
+        if task is None:
+            return
+        self.reasons.heard(task.process, line)
+        match line["event"]:
+            case "waiting":
+                self.sentence = line["text"]
+            case "ready" | "step":
+                self.note(f"{task.process.name}: {line['event']}  {line['step']}")
+            case "leader":
+                self.note(f"{task.process.name}: {line['event']} {line['state']} ")
 
     def note(self, sentence: str) -> None:
         """A line of the log that is no event of the server."""

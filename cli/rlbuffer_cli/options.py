@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,22 @@ common = common_with(config="./rlbuffer.toml where there is one", run="default")
 def redis_origin(loaded: Loaded) -> str:
     """The origin of the server's address, for error messages; "" for the embedded server."""
     return loaded.source("redis_url") if loaded.settings.redis_url else ""
+
+
+@contextmanager
+def writing(display: str, write: Callable[[str], None] | None = None, *, clock: bool = True) -> Iterator[None]:
+    """Writes what this process logs while the block runs; the line of a start is taken away by the first one."""
+    from rlbuffer.process import logs
+
+    def line(text: str) -> None:
+        clear()
+        (write or logs.to_stdout)(text)
+
+    logs.start(display, clock=clock, write=line)
+    try:
+        yield
+    finally:
+        logs.stop()
 
 
 def choose_display(display: str) -> str:

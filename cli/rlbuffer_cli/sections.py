@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import writing
 from rlbuffer_cli.starting import starting
-
-if TYPE_CHECKING:
-    from rlbuffer.events.event import Event
 
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
-
-AnEvent = TypeVar("AnEvent", bound="Event")
 
 
 def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
@@ -55,11 +47,9 @@ def run_alone(
     replica: int,
     replicas: int,
     display: str,
-    narrator: Callable[[Callable[[str], None]], Callable[[AnEvent], None]],
-    work: Callable[[str, threading.Event, Callable[[AnEvent], None]], int],
+    work: Callable[[str, threading.Event], int],
 ) -> int:
-    """Runs `work` (process name, stop, on_event) until a signal sets `stop`. -> its exit code."""
-    from rlbuffer.events.event import as_object
+    """Runs `work` (process name, stop) until a signal sets `stop`. -> its exit code."""
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.process.watchdog import ended_when_stuck
@@ -69,15 +59,7 @@ def run_alone(
     name_process(f"{kind} {title}")
     share_cores(SHARING)
     stop = threading.Event()
-    narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
-
-    def on_event(event: AnEvent) -> None:
-        if display == "json":
-            echo(json.dumps(as_object(event), default=str))
-        elif display != "none":
-            narrate(event)
-
     starting(f"{kind} {title}: loading what it works with (torch, the model)")
-    with stop_on_signals(stop), ended_when_stuck(stop):
-        code = work(title, stop, on_event)
+    with stop_on_signals(stop), ended_when_stuck(stop), writing(display):
+        code = work(title, stop)
     return 0 if code == members.DONE else code

@@ -10,9 +10,9 @@ from typing import Any
 from rlbuffer.archive.rows import Source
 from rlbuffer.archive.writer import ArchiveWriter, history_rows
 from rlbuffer.errors import PayloadError
-from rlbuffer.events.history import Dropped
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.history import Dropped
 from rlbuffer.store.received import FETCH_BYTES
 from rlbuffer.store.records import PartRollout, StepBytes
 from rlbuffer.store.viewer import Viewer

@@ -29,11 +29,11 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
-from rlbuffer.events.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
+from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.records import StepPart
 from rlbuffer.store.step_format import decode_header, decode_part

@@ -34,9 +34,9 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import ArchiveError
-from rlbuffer.events.history import VOID_FIELDS
 from rlbuffer.process.files import rename_for_good
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.history import VOID_FIELDS
 from rlbuffer.store.records import Meta, StepBytes
 
 _NO_DICTIONARY = frozenset({"tokens", "loss_mask", "logprobs", "columns", "attachments", "details", "raw"})

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlbuffer.client.views import PendingGroup, counted, pool_pages
-from rlbuffer.events.history import Committed, Dropped, RetiredEarly
+from rlbuffer.store.history import Committed, Dropped, RetiredEarly
 from rlbuffer.store.pool import CLOSING_REASONS
 from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.store.viewer import Viewer

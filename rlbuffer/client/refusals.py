@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
-from rlbuffer.process.lasting import Lasting
+from rlbuffer.process.logs import Lasting
 from rlbuffer.records.waiting import Problem, Wait, Waiting
 from rlbuffer.state.heartbeats import batcher_waiting, run_problems
 from rlbuffer.store.viewer import Viewer

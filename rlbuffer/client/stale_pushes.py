@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.errors import ServerUnsuitable
-from rlbuffer.events.history import Dropped
 from rlbuffer.records.states import Reason
+from rlbuffer.store.history import Dropped
 from rlbuffer.store.viewer import Viewer
 
 LEAST_PUSHED, MOST_STALE = 200, 0.2

@@ -12,10 +12,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.events.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
+from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.records import PartRollout, PoolEntry, StepPart
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata_pages import scored_rewards

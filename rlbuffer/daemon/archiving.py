@@ -10,6 +10,7 @@ be written holds retirement, and nothing else: what gives way when the server's 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon.memory_rules import WATCH_SHARE, archive_stuck
-from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
-from rlbuffer.events.batcher import ArchiveStuck, ArchiveWritten
+from rlbuffer.process.logs import fields
 from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.records import Meta
 from rlbuffer.store.viewer import Viewer
@@ -30,6 +31,7 @@ from rlbuffer.store.viewer import Viewer
 if TYPE_CHECKING:
     from rlbuffer.archive.writer import ArchiveWriter
 
+_log = logging.getLogger(__name__)
 ARCHIVE_POLL_SECONDS = 1.0
 """Seconds between looks at whether there is a file's worth of steps."""
 LONGEST_RETRY_SECONDS = 30.0
@@ -46,15 +48,13 @@ class Archiving:
     Args:
         open_store: connects to the run once more.
         settings: `dir` may be None: then nothing is kept, and everything may go.
-        emit: takes events.
     """
 
-    def __init__(self, open_store: Callable[[], Viewer], settings: ArchiveSettings, emit: Emit) -> None:
+    def __init__(self, open_store: Callable[[], Viewer], settings: ArchiveSettings) -> None:
         self._open_store = open_store
         self._settings = settings
         self.folder = None if settings.dir is None else settings.dir.expanduser().absolute()
         """The archive's directory on this machine; None: nothing is kept."""
-        self._emit = emit
         self._wake = threading.Event()
         self._is_hurried = self._is_closing = self._is_void = False
         self._through = 0
@@ -182,7 +182,9 @@ class Archiving:
         self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         if self._trouble:
             self._trouble = ""
-            self._emit(ArchiveWritten(step=step, steps=steps, records=records))
+            text, own = "the archive is written again: %s, up to step %d", {"steps": steps, "records": records}
+            extra = fields("archive", state="written", step=step, **own)
+            _log.info(text, plural(steps, "step"), step, extra=extra)
 
     def _stuck(self, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -193,4 +195,5 @@ class Archiving:
         self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
         if trouble != self._trouble:
             self._trouble = trouble
-            self._emit(ArchiveStuck(sentence=archive_stuck(trouble, waits=self._settings.when_full == "wait")))
+            text = archive_stuck(trouble, waits=self._settings.when_full == "wait")
+            _log.warning("%s", text, extra=fields("archive", state="stuck"))

@@ -6,15 +6,15 @@ into every step with that, so after the first damaged one the leader reads what 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
-from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
-from rlbuffer.events.batcher import PayloadsDamaged
 from rlbuffer.packing.further_columns import Columns, ColumnSpec
+from rlbuffer.process.logs import fields
 from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import printable
@@ -22,6 +22,7 @@ from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.store.viewer import Viewer
 
+_log = logging.getLogger(__name__)
 WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""
 RANK_FRESH_SECONDS = 10.0
@@ -31,9 +32,8 @@ RANK_FRESH_SECONDS = 10.0
 class Doubts:
     """The bad payloads that one leader knows of. `step`: the last one that is committed."""
 
-    def __init__(self, store: Viewer, emit: Emit, step: int) -> None:
+    def __init__(self, store: Viewer, step: int) -> None:
         self._store = store
-        self._emit = emit
         self._known = self._counts(step)
         self._found_at: int | None = None
         """Last committed step when a look into payloads found a bad one."""
@@ -44,7 +44,7 @@ class Doubts:
         for damaged, count in counts.items():
             if count > self._known.get(damaged, 0):
                 problem = Problem(kind=Trouble.DAMAGED, step=damaged, count=count, detail=self._whose(damaged))
-                self._emit(PayloadsDamaged(step=damaged, rollouts=count, sentence=str(problem)))
+                _log.warning("%s", problem, extra=fields("damaged", step=damaged, rollouts=count))
         self._known = counts
         if self._found_at is not None and step >= self._found_at + WATCHED_STEPS:
             self._found_at = None

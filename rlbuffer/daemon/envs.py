@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import RlbufferError
-from rlbuffer.events.batcher import EnvBack, EnvPaused, EnvResumed, EnvSilent
+from rlbuffer.process.logs import fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
 
+_log = logging.getLogger(__name__)
 PAUSED_SECONDS = 0.5
 """Seconds between the leader's looks at the paused envs."""
 
@@ -20,11 +21,10 @@ PAUSED_SECONDS = 0.5
 class EnvWatch:
     """Tells the batcher of pauses and the people of silences."""
 
-    def __init__(self, store: Viewer, config: BatcherConfig, batcher: Batcher, emit: Emit) -> None:
+    def __init__(self, store: Viewer, config: BatcherConfig, batcher: Batcher) -> None:
         self._store = store
         self._config = config
         self._batcher = batcher
-        self._emit = emit
         self._paused: frozenset[str] = frozenset()
         self._paused_at = float("-inf")
         self._dead: frozenset[str] = frozenset()
@@ -37,10 +37,10 @@ class EnvWatch:
         paused = self._store.paused()
         for env in sorted(paused - self._paused):
             self._batcher.pause(env)
-            self._emit(EnvPaused(env=env))
+            _log.info("%s is paused: steps go on without it", env, extra=fields("env", env=env, state="paused"))
         for env in sorted(self._paused - paused):
             self._batcher.resume(env)
-            self._emit(EnvResumed(env=env))
+            _log.info("%s takes part again", env, extra=fields("env", env=env, state="resumed"))
         self._paused, self._paused_at = paused, now
 
     def report_silent(self, dead: Mapping[str, float], step: int) -> None:
@@ -55,10 +55,11 @@ class EnvWatch:
         """
         for env in sorted(dead.keys() - self._dead):
             sentence = str(Waiting(kind=Wait.ENV_DEAD, env=env, step=step, seconds=dead[env]))
-            self._emit(EnvSilent(env=env, seconds=dead[env], sentence=sentence))
+            own = fields("env", env=env, state="dead", seconds=dead[env])
+            _log.warning("%s", sentence, extra=own)
             if self._config.on_dead_env == "stop":
                 raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
         for env in sorted(self._dead - dead.keys()):
             if env not in self._paused:
-                self._emit(EnvBack(env=env))
+                _log.info("%s is back", env, extra=fields("env", env=env, state="back"))
         self._dead = frozenset(dead)

@@ -18,14 +18,13 @@ import numpy as np
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
-from rlbuffer.events.batcher import BatcherEvent, GroupDropped, LeadLost, StandingBy, StepCommitted
 from rlbuffer.metrics.histogram import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Histogram, as_json
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, Labels
 from rlbuffer.metrics.moments import Moments, merged, moments_of, spread
 from rlbuffer.metrics.registry import FOLDER, SERVE, Values
 from rlbuffer.records.info import IS_TRUNCATED, ROW, GroupInfo
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata_pages import names_of
@@ -146,17 +145,12 @@ class Figures:
         """A step was committed, `seconds` after the first look at the pool."""
         if self._batcher is not None:
             ready = {env: pool.ready_groups for env, pool in self._batcher.pools.items()}
+            self._closed[header.closed_by] += 1
             self._note(_Step(plan, entries, header, seconds, ready))
 
-    def heard(self, event: BatcherEvent) -> None:
-        """Takes an event of this process."""
-        match event:
-            case GroupDropped(drop=drop):
-                self._drops[drop.env, drop.reason] += 1
-            case LeadLost() | StandingBy():
-                self.lead(None)
-            case StepCommitted(header=header):
-                self._closed[header.closed_by] += 1
+    def drop(self, drop: Drop) -> None:
+        """A group was dropped."""
+        self._drops[drop.env, drop.reason] += 1
 
     def _note(self, note: _Push | _Step | GroupInfo) -> None:
         self._notes.append(note)

@@ -5,6 +5,7 @@ Its memory lives in this object alone. Forgetting everything is making another o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,16 +27,18 @@ from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.watches import WishWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
-from rlbuffer.events.batcher import LeaderReady, ReadAgain, RunEnded, RunRecovered
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.process.garbage_collection import without_garbage_collection
+from rlbuffer.process.logs import fields
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.state.text import plural
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt
 
+_log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 SWEEP_SECONDS = 5.0
@@ -108,16 +111,16 @@ class Leadership:
         self._pending = Pending(store, config, teller, token=self._token, needs_advantage=learns, **clock)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
-        self._doubts = Doubts(store, teller.emit, self._meta.step)
+        self._doubts = Doubts(store, self._meta.step)
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
         self._may_be_garbage = self._archive.folder is not None
         """An earlier leader may have left payloads to sweep, which wait until they are archived."""
-        self._envs = EnvWatch(store, config, self._pending.batcher, teller.emit)
+        self._envs = EnvWatch(store, config, self._pending.batcher)
         self._sources = SourceWatch(store, self._pending.batcher)
         self._memory = MemoryWatch(
-            store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
+            store, config, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
         )
         self._allowances: Mapping[str, int] = {}
         self._published = float("-inf")
@@ -157,17 +160,17 @@ class Leadership:
             self._pending.restore()
             while self._pending.ingest(block_seconds=0.0):
                 self._stay()
-        taken_over = LeaderReady if self._is_first else ReadAgain
-        self._teller.emit(
-            taken_over(
-                run=self._store.run,
-                step=self._meta.step,
-                epoch=self._meta.epoch,
-                pending=self._pending.count,
-                server=dict(self._store.server()),
-                forecast=forecast,
-            )
+        own = fields(
+            "ready" if self._is_first else "read again",
+            run=self._store.run,
+            step=self._meta.step,
+            epoch=self._meta.epoch,
+            pending=self._pending.count,
+            server=dict(self._store.server()),
+            forecast=forecast,
         )
+        level = logging.INFO if self._is_first else logging.DEBUG
+        _log.log(level, "serving run %r from step %d", self._store.run, self._meta.step, extra=own)
         self._memory.tell()
         self._teller.figures.lead(self._pending.batcher, self._config)
 
@@ -265,9 +268,7 @@ class Leadership:
         if known != step and not self._store.set_ended(self._token, step, self._sources.known.written):
             return False
         self.ended = step
-        self._teller.emit(
-            RunEnded(step=step, sentence=str(Waiting(kind=Wait.ENDED, step=step)), drops=self._teller.drops)
-        )
+        self._teller.ended(step)
         return True
 
     def _hears(self, trainer: Attempt) -> bool:
@@ -290,7 +291,16 @@ class Leadership:
         """
         outcome = self._store.recover(self._token, trainer, self._pending.entries())
         if outcome is not None:
-            self._teller.emit(RunRecovered(**outcome))
+            lost, groups = plural(outcome["forgotten"], "step"), plural(outcome["groups"], "group")
+            _log.warning(
+                "the server had lost %s that the trainer has trained: the run goes on after step %d in epoch %d; %s "
+                "will not be trained again",
+                lost,
+                outcome["step"],
+                outcome["epoch"],
+                groups,
+                extra=fields("recovery", **outcome),
+            )
             self._store.retire(self._token, int(outcome["step"]), since=self._losses)
 
     def _of_trainer(self, trainer: Attempt) -> Waiting:

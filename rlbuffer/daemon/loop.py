@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.revisions import Reread, Revisions
-from rlbuffer.daemon.teller import Emit, Teller
+from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import (
     ConfigError,
     LeaseLost,
@@ -32,14 +33,14 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.events.batcher import LeadLost, RunBeginsAgain, StandingBy
-from rlbuffer.process.lasting import Lasting
+from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Lease, Meta
 from rlbuffer.store.viewer import Viewer
 
+_log = logging.getLogger(__name__)
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
 BACKOFF_SECONDS = 0.5
@@ -56,7 +57,6 @@ class Daemon:
     Args:
         buffer: the run.
         config: what steps are made of.
-        on_event: called with every event (:mod:`rlbuffer.events.batcher`).
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
         reread: how the config is read again, and when.
@@ -68,7 +68,6 @@ class Daemon:
         buffer: Buffer,
         config: BatcherConfig,
         *,
-        on_event: Emit | None = None,
         replace_config: bool = False,
         follows: bool = False,
         reread: Reread | None = None,
@@ -79,11 +78,10 @@ class Daemon:
         self._trainer = buffer.settings.trainer
         if self._settings.archive.dir is not None:
             import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
-        self._teller = Teller(self._store, on_event or (lambda event: None))
+        self._teller = Teller(self._store)
         self._revisions = Revisions(
             self._store,
             config,
-            self._teller.emit,
             replace=replace_config,
             follows=follows,
             accepts=self._check_config,
@@ -129,14 +127,14 @@ class Daemon:
                             lease_seconds=self._lease_seconds,
                             say=self._teller.beat,
                         ) as keeper,
-                        Archiving(self._another_store, self._settings.archive, self._teller.emit) as archive,
+                        Archiving(self._another_store, self._settings.archive) as archive,
                     ):
                         self._lead(keeper, stop, archive)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 if isinstance(error, RunDamaged) and not self._has_opened:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
                 if self._lost.is_due(str(error), time.monotonic()):
-                    self._teller.emit(LeadLost(reason=str(error)))
+                    _lead_lost(error)
                 self._token = 0
                 stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
             except SchemaMismatch:
@@ -161,7 +159,7 @@ class Daemon:
             self._check_config(self._revisions.config)  # settings that are refused begin no run
         self._store.open_run()
         if self._has_opened and not is_there:
-            self._teller.emit(RunBeginsAgain(run=self._store.run, sentence=_begins_again(self._store.run)))
+            _log.warning("%s", _begins_again(self._store.run), extra=fields("begins again", run=self._store.run))
         self._has_opened = True
         self._revisions.check()
         said = ""
@@ -173,7 +171,8 @@ class Daemon:
                 return lease
             if lease.owner != said:
                 said = lease.owner
-                self._teller.emit(StandingBy(owner=lease.owner))
+                text = "standing by: another batcher leads this run (%s); takes over when it stops"
+                _log.info(text, lease.owner, extra=fields("leader", state="standby", owner=lease.owner))
             self._heed_hangup()
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return None
@@ -220,7 +219,6 @@ class Daemon:
         watch = MemoryWatch(
             self._store,
             config,
-            self._teller.emit,
             world_size=self._trainer.world_size,
             checkpoint_every=self._trainer.checkpoint.every,
         )
@@ -252,7 +250,7 @@ class Daemon:
             self._store.release_lease(self._owner)
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.
-            self._teller.emit(LeadLost(reason=str(error)))
+            _lead_lost(error)
 
     def _fail(self, error: Exception) -> None:
         """Tells every waiting rank at once, then lets the error out."""
@@ -261,7 +259,12 @@ class Daemon:
             self._teller.say_goodbye()
             self._store.release_lease(self._owner)
         except RlbufferError as second:
-            self._teller.emit(LeadLost(reason=str(second)))
+            _lead_lost(second)
+
+
+def _lead_lost(error: Exception) -> None:
+    own = fields("leader", state="lost", reason=str(error))
+    _log.warning("lost the lead: %s. Trying again.", error, extra=own)
 
 
 def _begins_again(run: str) -> str:

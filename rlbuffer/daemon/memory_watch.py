@@ -5,6 +5,7 @@ The decisions are :mod:`rlbuffer.daemon.memory_rules`'s; here they are carried o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,15 +25,16 @@ from rlbuffer.daemon.memory_rules import (
     steps_retired_early,
     stored_bytes,
 )
-from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Emit
+from rlbuffer.daemon.teller import TELEMETRY_SECONDS
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.batcher import CheckpointAsked, CheckpointsNeeded, MemoryTight, MemoryUnlimited, StepsRetiredEarly
+from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Meta
 
+_log = logging.getLogger(__name__)
 HURRY_SECONDS = 0.1
 """Seconds between looks at the server while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
 LAG_SECONDS = 5.0
@@ -50,18 +52,14 @@ class MemoryWatch:
     Args:
         store: the run.
         config: what steps are made of.
-        emit: takes events.
         world_size: ranks that the settings name; counts until a trainer has joined.
         checkpoint_every: steps between the trainer's checkpoints by the settings.
     """
 
-    def __init__(
-        self, store: LeaderStore, config: BatcherConfig, emit: Emit, *, world_size: int, checkpoint_every: int
-    ) -> None:
+    def __init__(self, store: LeaderStore, config: BatcherConfig, *, world_size: int, checkpoint_every: int) -> None:
         self._store = store
         self._losses = store.losses()
         self._config = config
-        self._emit = emit
         self._world_size = world_size
         self._checkpoint_every = checkpoint_every
         self._pressure = Pressure()
@@ -127,17 +125,13 @@ class MemoryWatch:
         limit = self._limit()
         if limit == 0:
             assumed = assumed_limit(0, int(self._store.server()["machine"]))
-            self._emit(MemoryUnlimited(limit=assumed, sentence=no_limit(assumed)))
+            _warn(no_limit(assumed), "unlimited", limit=assumed)
         forecast = self._forecast(self._world_size)
         if forecast is not None and not forecast.fits:
             sentence = does_not_fit(forecast, self._config, world_size=self._world_size)
-            self._emit(MemoryTight(sentence=f"{sentence[:1].upper()}{sentence[1:]}."))
+            _warn(f"{sentence[:1].upper()}{sentence[1:]}.", "tight")
         elif forecast is not None and forecast.kept_steps < self._checkpoint_every:
-            self._emit(
-                CheckpointsNeeded(
-                    steps=forecast.kept_steps, sentence=checkpoints_often(forecast, self._checkpoint_every)
-                )
-            )
+            _warn(checkpoints_often(forecast, self._checkpoint_every), "often", steps=forecast.kept_steps)
 
     def joined(self, token: int, trainer: Attempt) -> None:
         """A trainer has joined: its world size decides.
@@ -196,16 +190,8 @@ class MemoryWatch:
         self.retired(up_to)
         if up_to > trainer.checkpoint:
             self._pressure.must_ask()
-        self._emit(
-            StepsRetiredEarly(
-                first=first,
-                last=up_to,
-                used=used,
-                limit=limit,
-                checkpoint=trainer.checkpoint,
-                sentence=steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint),
-            )
-        )
+        text, newest = steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint), trainer.checkpoint
+        _warn(text, "retired early", first=first, last=up_to, used=used, limit=limit, checkpoint=newest)
         return True
 
     def retired(self, up_to: int) -> None:
@@ -230,8 +216,7 @@ class MemoryWatch:
         """A step is committed."""
         self._note(header, retired=meta.retired)
         if header.checkpoint_now and header.step == self._marked:
-            sentence = checkpoint_asked(header.step)
-            self._emit(CheckpointAsked(step=header.step, sentence=sentence))
+            _warn(checkpoint_asked(header.step), "checkpoint", step=header.step)
 
     @property
     def share(self) -> float:
@@ -270,3 +255,7 @@ class MemoryWatch:
         self._is_assumed = not int(facts["maxmemory"])
         limit = assumed_limit(int(facts["maxmemory"]), int(facts["machine"]))
         self._pressure.look(int(facts["used_memory"]), limit)
+
+
+def _warn(text: str, state: str, **values: int) -> None:
+    _log.warning("%s", text, extra=fields("memory", state=state, **values))

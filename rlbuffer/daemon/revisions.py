@@ -8,6 +8,7 @@ config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has ta
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from typing import Any
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import changes, check_change, config_digest
-from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import ConfigChanged, ConfigError
-from rlbuffer.events.batcher import SettingsAsked, SettingsRefused, SettingsTaken
+from rlbuffer.process.logs import fields
+from rlbuffer.records.states import SettingsState
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Meta
 
+_log = logging.getLogger(__name__)
 REVISION_TRIES = 5
 """Times that a re-read config is asked for when others ask at the same moment."""
 
@@ -42,7 +44,6 @@ class Revisions:
     Args:
         store: the run.
         config: what the process was started with.
-        emit: takes events about the settings.
         replace: `config` takes the place of what the run has.
         follows: go on with what the run has; `config` is only for a run that has none.
         accepts: raises ConfigError for a wanted config that cannot be led with here: the old one goes on.
@@ -52,14 +53,12 @@ class Revisions:
         self,
         store: LeaderStore,
         config: BatcherConfig,
-        emit: Emit,
         *,
         replace: bool = False,
         follows: bool = False,
         accepts: Callable[[BatcherConfig], object] = load_selector,
     ) -> None:
         self._store = store
-        self._emit = emit
         self._replace = replace
         self._accepts = accepts
         self.config = config
@@ -134,11 +133,12 @@ class Revisions:
                     answer = operator.ask_config(config.as_dict(), config_digest(config), seen=meta)
                 except ConfigChanged:
                     continue
-                self._emit(SettingsAsked(state=answer))
+                text = "asked for, taken between two steps" if answer == SettingsState.ASKED else "nothing is new"
+                _log.info("settings: %s", text, extra=fields("config", state=answer))
                 return
-            self._emit(SettingsRefused(reason="others change the settings at this moment"))
+            _refused("others change the settings at this moment")
         except ConfigError as error:
-            self._emit(SettingsRefused(reason=str(error)))
+            _refused(str(error))
 
     def _adopt(self, token: int, meta: Meta) -> None:
         try:
@@ -147,7 +147,7 @@ class Revisions:
             check_change(meta.config, meta.wanted, step=meta.step)
         except (ConfigError, TypeError) as error:
             self._store.refuse_config(token, meta.wanted_digest, str(error))
-            self._emit(SettingsRefused(reason=str(error)))
+            _refused(str(error))
             return
         self._take(token, meta, meta.wanted, meta.wanted_digest, answers=meta.wanted_digest)
 
@@ -157,7 +157,9 @@ class Revisions:
         revision = self._store.set_config(token, config, digest, settles=answers)
         if meta.config and digest != meta.config_digest:
             edits = tuple(str(change) for change in changes(meta.config, config))
-            self._emit(SettingsTaken(revision=revision, step=meta.step + 1, changes=edits))
+            text = f"settings: revision {revision} from step {meta.step + 1} on: {'; '.join(edits)}"
+            own = {"revision": revision, "step": meta.step + 1, "changes": edits}
+            _log.info("%s", text, extra=fields("config", state=SettingsState.TAKEN, **own))
 
     def _other(self, meta: Meta) -> str:
         theirs = meta.wanted or meta.config
@@ -167,6 +169,11 @@ class Revisions:
             f"the run's: `rlbuffer config apply --config FILE`, or `rlbuffer serve --replace-config` to go on with "
             f"the new ones."
         )
+
+
+def _refused(reason: str) -> None:
+    own = fields("config", state=SettingsState.REFUSED, reason=reason)
+    _log.warning("settings: the old ones go on: %s", reason, extra=own)
 
 
 def has_refused(meta: Meta, digest: str) -> str:

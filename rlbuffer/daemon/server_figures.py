@@ -15,7 +15,6 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon.figures import Figures
-from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import RlbufferError
 from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.labels import Labels
@@ -116,7 +115,6 @@ def serve_metrics(
     figures: Figures,
     settings: RunSettings,
     errors: Callable[[], Mapping[str, int]],
-    tell: Emit,
     *,
     origin: str = "",
 ) -> Iterator[None]:
@@ -126,7 +124,7 @@ def serve_metrics(
         return
     values = ServeValues(figures, settings, errors, origin=origin)
     try:
-        with serving(settings, "serve", values, tell):
+        with serving(settings, "serve", values):
             yield
     finally:
         values.close()

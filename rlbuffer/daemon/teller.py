@@ -1,20 +1,21 @@
-"""The leader's messages while it runs: events for its own output, its heartbeat for everybody."""
+"""The leader's messages while it runs: what it logs, and its heartbeat for everybody."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.daemon.figures import Figures
-from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
-from rlbuffer.events.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.process.identity import identity
-from rlbuffer.process.lasting import Lasting
+from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.records.waiting import Problem, Waiting
+from rlbuffer.records.waiting import Problem, Wait, Waiting
+from rlbuffer.state.text import amount, percent
 from rlbuffer.store.member import Member
 
 TELEMETRY_SECONDS = 1.0
@@ -22,8 +23,11 @@ TELEMETRY_SECONDS = 1.0
 
 READ_RECORDS = 1000
 """Records of the history in which a new leader looks for the last steps."""
-
-Emit = Callable[[BatcherEvent], None]
+WAITING_SECONDS = 5.0
+"""What is waited for is said at most this often."""
+QUIET_SECONDS = 1.0
+"""Waiting shorter than this is normal and not worth a line."""
+_log = logging.getLogger(__name__)
 
 
 class Teller:
@@ -31,15 +35,15 @@ class Teller:
 
     Args:
         store: where the heartbeat is written.
-        emit: takes events.
     """
 
-    def __init__(self, store: Member, emit: Emit) -> None:
+    def __init__(self, store: Member) -> None:
         self._store = store
-        self._emit = emit
         self.figures = Figures()
         """What metrics are made of."""
         self._waiting: Waiting | None = None
+        self._waits_since = self._said_at = float("-inf")
+        """Monotonic: when the waiting began, and when it was last said."""
         self._lasting = Lasting()
         self._beat_at = float("-inf")
         """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
@@ -58,11 +62,6 @@ class Teller:
         """What the trainer measured in its newest steps, the newest first."""
         self._lesson: Problem | None = None
         """Nothing is to be learned from them."""
-
-    def emit(self, event: BatcherEvent) -> None:
-        """Something happened."""
-        self.figures.heard(event)
-        self._emit(event)
 
     def forget(self) -> None:
         """A new leadership: says again why there is no step, and counts drops from 0."""
@@ -86,12 +85,10 @@ class Teller:
         """
         own = [*own, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
-        if waiting is not None and waiting != self._waiting:
-            self.emit(StepWaits(waiting=waiting))
+        self._say_waiting(waiting, now)
         for problem in [*own, *others]:
             if self._lasting.is_due(problem.key, now):
-                self.emit(CureNeeded(problem=problem))
-        self._waiting = waiting
+                _log.warning("%s", problem, extra=fields("trouble", **problem.record()))
         self._state = {**beat, "problems": [problem.record() for problem in own]}
         key = None if waiting is None else waiting.key
         if key != self._key or now - self._beat_at > TELEMETRY_SECONDS:
@@ -99,6 +96,21 @@ class Teller:
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
             self.beat(waiting)
+
+    def _say_waiting(self, waiting: Waiting | None, now: float) -> None:
+        """Logs every other reason at DEBUG, and one that lasts as a line for people."""
+        if self._waiting is None:
+            self._waits_since = now
+        is_new, self._waiting = waiting != self._waiting, waiting
+        if waiting is None:
+            return
+        lasts = now - self._waits_since >= QUIET_SECONDS and now - self._said_at >= WAITING_SECONDS
+        is_due = lasts and self._lasting.is_due(waiting.key, now)
+        if is_due:
+            self._said_at = now
+        if is_new or is_due:
+            own = fields("waiting", **waiting.record(), sentence=str(waiting))
+            _log.log(logging.INFO if is_due else logging.DEBUG, "waiting: %s", waiting, extra=own)
 
     def beat(self, waiting: Waiting | None = None, *, has_stopped: bool = False) -> None:
         """Sends the leader's heartbeat. Safe from another thread."""
@@ -113,10 +125,13 @@ class Teller:
         self.beat(last, has_stopped=True)
 
     def dropped(self, drops: Iterable[Drop]) -> None:
-        """Groups were dropped: an event each, and counted for the next step's line."""
+        """Groups were dropped: counted for the next step's line."""
+        is_heard = _log.isEnabledFor(logging.DEBUG)
         for drop in drops:
             self.count(drop.reason, drop.rollouts, drop.tokens)
-            self.emit(GroupDropped(drop=drop))
+            self.figures.drop(drop)
+            if is_heard:
+                _log.debug("group %s is dropped: %s", drop.group_id, drop.reason, extra=fields("drop", drop))
 
     def count(self, reason: str, rollouts: int, tokens: int) -> None:
         """Adds to what was dropped since the last step."""
@@ -124,15 +139,17 @@ class Teller:
         totals[0] += rollouts
         totals[1] += tokens
 
-    @property
-    def drops(self) -> Mapping[str, Sequence[int]]:
-        """reason -> (rollouts, tokens) that were dropped since the last step."""
-        return self._drops
+    def ended(self, step: int) -> None:
+        """The run has ended after `step`."""
+        parts = str(Waiting(kind=Wait.ENDED, step=step)), drops_text(self._drops)
+        _log.info("%s", "  ".join(part for part in parts if part), extra=fields("ended", step=step, drops=self._drops))
 
     def step(self, header: StepHeader, build_ms: float, flat: int) -> None:
-        """A step was committed: one event with all that was dropped since the last one. `flat` of its groups teach
+        """A step was committed: one line with all that was dropped since the last one. `flat` of its groups teach
         nothing."""
-        self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops, flat=flat))
+        text = step_line(header, build_ms, self._drops, flat)
+        own = fields("step", header, build_ms=build_ms, drops=self._drops, flat=flat)
+        _log.info("%s", text, extra=own)
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
         self._steps.appendleft(figures)
         newest = self._store.history(1, of="records")  # a step or two behind, one for each that is committed
@@ -145,3 +162,40 @@ class Teller:
     def settled(self) -> None:
         """The drops since the last step have been reported."""
         self._drops = {}
+
+
+def step_line(header: StepHeader, build_ms: float, drops: Mapping[str, Sequence[int]], flat: int) -> str:
+    """A committed step for people; `drops` is reason -> (rollouts, tokens)."""
+    total = sum(env["tokens"] for env in header.envs.values()) or 1
+    parts = [
+        f"step {header.step}",
+        f"{amount(header.tokens)} tok",
+        f"fill {percent(header.fill)}",
+        f"groups {len(header.group_ids)}",
+        f"reward {header.reward:.2f}" if header.reward is not None else "",
+        f"age {header.age:.1f} max {header.max_age}",
+        " ".join(f"{name} {percent(env['tokens'] / total)}" for name, env in sorted(header.envs.items())),
+        drops_text(drops),
+        _flat_text(header, flat),
+        f"{build_ms:.0f} ms",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def drops_text(drops: Mapping[str, Sequence[int]]) -> str:
+    """``dropped 5: 3 stale 2 flat (31k tok)``; "" when nothing was dropped."""
+    if not drops:
+        return ""
+    rollouts = sum(d[0] for d in drops.values())
+    parts = " ".join(f"{d[0]} {reason}" for reason, d in sorted(drops.items(), key=lambda item: -item[1][0]))
+    return f"dropped {rollouts}: {parts} ({amount(sum(d[1] for d in drops.values()))} tok)"
+
+
+def _flat_text(header: StepHeader, flat: int) -> str:
+    """``2 of 8 groups teach nothing``; "" where all teach."""
+    groups = len(header.group_ids)
+    if flat < groups or not groups:
+        return f"{flat} of {groups} groups teach nothing" if flat else ""
+    alone = header.rollouts == groups
+    why = "each group is one rollout, with nothing to compare it with" if alone else "no rollout has an advantage"
+    return f"! it teaches nothing: {why}"

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.metrics.histogram import as_json
 from rlbuffer.metrics.registry import METRICS, Values
+from rlbuffer.process.logs import fields
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
 
 PORTS = 32
@@ -117,12 +117,11 @@ def serving(
     settings: RunSettings,
     process: str,
     values: Callable[[], Values],
-    tell: Callable[[MetricsServed | MetricsUnavailable], None],
     **common: str,
 ) -> Iterator[None]:
     """Answers at ``metrics.listen`` while the block runs; nothing where that is empty.
 
-    Where the address cannot be listened on, an event says so, and the process works without.
+    Where the address cannot be listened on, the log says so, and the process works without.
     """
     listen = settings.metrics.listen
     if not listen:
@@ -132,11 +131,12 @@ def serving(
         server = MetricsServer(listen, process, values, {"run": settings.run, **common})
     except OSError as error:
         reason = error.strerror or str(error)
-        tell(MetricsUnavailable(sentence=unavailable(listen, reason)))
+        _log.warning("%s", unavailable(listen, reason), extra=fields("metrics"))
         yield
         return
     with server:
-        tell(MetricsServed(url=f"{server.url}/metrics"))
+        url = f"{server.url}/metrics"
+        _log.info("metrics: %s", url, extra=fields("metrics", url=url))
         yield
 
 

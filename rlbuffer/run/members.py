@@ -18,11 +18,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.gpus import gpus_of, visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RlbufferError
-from rlbuffer.events.batcher import BatcherEvent, LeaderReady
-from rlbuffer.events.scorer import ScorerEvent
-from rlbuffer.events.scorer_narrator import ScoreNarrator
-from rlbuffer.events.worker import WorkerEvent
-from rlbuffer.events.worker_narrator import WorkerNarrator
+from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
@@ -45,7 +41,6 @@ def sample(
     replica: int,
     name: str,
     stop: threading.Event,
-    on_event: Callable[[WorkerEvent], None] | None = None,
     *,
     origin: str = "",
 ) -> int:
@@ -57,17 +52,15 @@ def sample(
     options = settings.worker[key]
     os.environ.update(visible(gpus_of(options, replica)))
     options = options.model_copy(update={"seed": options.seed + replica})
-    tell = on_event or WorkerNarrator(say)
     with (
         connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer,
-        worker_figures(settings, options, name, buffer.store.errors, tell) as figures,
+        worker_figures(settings, options, name, buffer.store.errors),
     ):
         is_done = run_worker(
             buffer,
             name,
             options,
             stop=stop,
-            on_event=figures,
             evaluations=settings.eval,
             section=key,
         )
@@ -81,7 +74,6 @@ def score(
     replica: int,
     name: str,
     stop: threading.Event,
-    on_event: Callable[[ScorerEvent], None] | None = None,
     *,
     origin: str = "",
 ) -> int:
@@ -93,9 +85,9 @@ def score(
     os.environ.update(visible(gpus_of(settings.score[key], replica)))
     with (
         connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer,
-        scorer_figures(settings, name, buffer.store.errors, on_event or ScoreNarrator(say)) as figures,
+        scorer_figures(settings, name, buffer.store.errors),
     ):
-        has_ended = run_scorer(buffer, name, key, settings, stop=stop, on_event=figures)
+        has_ended = run_scorer(buffer, name, key, settings, stop=stop)
     return DONE if has_ended else 0
 
 
@@ -139,7 +131,6 @@ def trainer_main(settings_json: str, log: Connection) -> None:
 def serve(
     settings: RunSettings,
     stop: threading.Event,
-    on_event: Callable[[BatcherEvent], None],
     *,
     replace_config: bool = False,
     follows: bool = False,
@@ -157,12 +148,11 @@ def serve(
         daemon = Daemon(
             buffer,
             settings.batcher,
-            on_event=on_event,
             replace_config=replace_config,
             follows=follows,
             reread=Reread(hangup, reread) if hangup is not None and reread is not None else None,
         )
-        with serve_metrics(daemon.figures, settings, buffer.store.errors, on_event, origin=origin):
+        with serve_metrics(daemon.figures, settings, buffer.store.errors, origin=origin):
             daemon.run(stop)
     return 0
 
@@ -173,18 +163,9 @@ def serve_main() -> None:
     With ``--again`` this process takes the place of one that ended: the run's settings count, which an operator may
     have changed since.
     """
-    from rlbuffer.events.batcher_narrator import ServeNarrator
-
     settings, stop = _begin("serve")
-    narrator = ServeNarrator(say)
-
-    def on_event(event: BatcherEvent) -> None:
-        if isinstance(event, LeaderReady):
-            say(f"serving run {event.run!r} from step {event.step}")
-        narrator(event)
-
     with stop_on_signals(stop):
-        _leave_with(lambda: serve(settings, stop, on_event, follows="--again" in sys.argv[1:]))
+        _leave_with(lambda: serve(settings, stop, follows="--again" in sys.argv[1:]))
 
 
 # -- both ends -------------------------------------------------------------------------------------------------------
@@ -203,6 +184,7 @@ def _begin(title: str) -> tuple[RunSettings, threading.Event]:
     """Settings come on the first line of stdin; the end of stdin is the supervisor's."""
     name_process(title)
     outlive_readers()
+    logs.start(clock=False)
     settings = from_json(sys.stdin.readline())
     end_with(sys.stdin.read)
     return settings, threading.Event()
@@ -214,6 +196,7 @@ def _enter(log: Connection, title: str) -> None:
     log.close()
     outlive_readers()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    logs.start(clock=False)
     name_process(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
     end_with_supervisor()
@@ -228,6 +211,7 @@ def _leave_with(work: Callable[[], int]) -> None:
             raise
         say(f"Error: {error}")
         code = error.exit_code
+    logs.stop()
     sys.stdout.flush()
     sys.exit(code)
 

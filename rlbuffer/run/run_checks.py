@@ -13,11 +13,11 @@ from statistics import median
 
 from rlbuffer.client.refusals import batcher_waits, problems_now
 from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
-from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.records.states import Reason
 from rlbuffer.run.diagnosis import Diagnosis, doubtful
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import duration, plural, printable
+from rlbuffer.store.history import Committed, Dropped
 from rlbuffer.store.viewer import Viewer
 
 LEAST_STALL_SECONDS = 60.0

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,8 +32,8 @@ from rlbuffer.errors import (
     RunGone,
     ServerRefused,
 )
-from rlbuffer.events.event import RunChanged, Trouble
-from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
+from rlbuffer.process.logs import fields
+from rlbuffer.process.progress import Progress
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
@@ -79,12 +79,9 @@ def run_scorer(
     settings: RunSettings,
     *,
     stop: threading.Event,
-    on_event: Callable[[ScorerEvent], None] | None = None,
 ) -> bool:
     """Runs one scorer of ``[score.KEY]`` until `stop` is set, or the run has ended (-> True); what it has not pushed
     yet is given back then.
-
-    `on_event` is called with each event (:mod:`rlbuffer.events.scorer`).
 
     Raises:
         ConfigError: it gives nothing, or its model or function cannot be loaded.
@@ -102,7 +99,7 @@ def run_scorer(
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
         buffer.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
-        scorer = _Scorer(buffer, name, options, reference, rewards, stop, on_event or (lambda event: None))
+        scorer = _Scorer(buffer, name, options, reference, rewards, stop)
         return await scorer.run()
 
     return asyncio.run(work())
@@ -117,12 +114,12 @@ class _Scorer:
         reference: Reference | None,
         rewards: RewardFunction | None,
         stop: threading.Event,
-        on_event: Callable[[ScorerEvent], None],
     ) -> None:
         self._buffer, self._name, self._options = buffer, name, options
         self._store = buffer.role(ScorerStore)
         self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
-        self._reference, self._rewards, self._stop, self._on_event = reference, rewards, stop, on_event
+        self._reference, self._rewards, self._stop = reference, rewards, stop
+        self._progress = Progress(_log, "scored")
         self._owner = uuid.uuid4().hex
         self._beat = Beat(self._store, name, owner=self._owner, gives=options.adds, envs=options.envs)
         self._found: dict[str, _Pending] = {}
@@ -134,7 +131,8 @@ class _Scorer:
         """Returns True when the run has ended."""
         has_ended = False
         self._beat.start()
-        self._on_event(ScorerReady(gives=tuple(sorted(self._gives))))
+        gives = sorted(self._gives)
+        _log.info("gives %s", ", ".join(gives), extra=fields("ready", gives=gives))
         try:
             while not (self._stop.is_set() or has_ended):
                 self._forget()
@@ -144,7 +142,7 @@ class _Scorer:
                     break
                 except RunGone as error:
                     self._beat.error = str(error)
-                    self._on_event(RunChanged(error=str(error)))
+                    _log.warning("%s", error, extra=fields("restart"))
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(RETRY_SECONDS)
                 except ServerRefused as error:
@@ -153,15 +151,12 @@ class _Scorer:
         finally:
             self._beat.hold([])
             self._beat.close()
+            self._progress.say()
             beat = self._beat
-            self._on_event(
-                ScorerStopped(
-                    groups=beat.groups,
-                    rollouts=beat.rollouts,
-                    late=beat.late,
-                    failed_groups=beat.failed_groups,
-                )
-            )
+            counts = {"groups": beat.groups, "rollouts": beat.rollouts}
+            counts |= {"late": beat.late, "failed_groups": beat.failed_groups}
+            text = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items())
+            _log.info("stopped: %s", text, extra=fields("stopped", **counts))
         return has_ended
 
     async def _serve_run(self, writer: Writer) -> bool:
@@ -320,18 +315,17 @@ class _Scorer:
         self._found.pop(pending.entry.entry_id, None)
         if not pushed:
             self._beat.late += 1
-            self._on_event(ScoredLate(group_id=group.group_id))
+            _log.debug("group %s was scored by another", group.group_id, extra=fields("late", group_id=group.group_id))
             return
         tokens = sum(rollout.length for rollout in group.rollouts)
         self._beat.groups += 1
         self._beat.rollouts += len(group.rollouts)
         self._beat.tokens += tokens
         self._beat.error = ""
-        self._on_event(
-            GroupScored(
-                group_id=group.group_id, env=group.env, rollouts=len(group.rollouts), tokens=tokens, seconds=seconds
-            )
-        )
+        own = fields("scored", group_id=group.group_id, env=group.env, rollouts=len(group.rollouts), tokens=tokens)
+        own["fields"]["seconds"] = seconds
+        _log.debug("group %s is scored", group.group_id, extra=own)
+        self._progress.add(len(group.rollouts), tokens)
 
     def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
         """Returns the entry that it became; "" when another was first. Waits as long as the server refuses."""
@@ -353,7 +347,7 @@ class _Scorer:
         rest = f" ({pending.failures} times: it is left alone)" if pending.failures >= GROUP_TRIES else ""
         self._beat.failed_groups += pending.failures >= GROUP_TRIES
         self._beat.error = f"group {pending.entry.group_id} cannot be scored: {reason}{rest}"
-        self._on_event(Trouble(error=self._beat.error))
+        _log.warning("%s", self._beat.error, extra=fields("trouble"))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Gives the result of `work`; gives it up when the scorer is asked to stop."""

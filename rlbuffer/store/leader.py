@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlbuffer.errors import LeaseLost, RlbufferError, RunGone
-from rlbuffer.events.event import as_object
-from rlbuffer.events.history import Committed, Recovered, RetiredEarly
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW, ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan, pushes_of
 from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
+from rlbuffer.store.history import Committed, Recovered, RetiredEarly
 from rlbuffer.store.member import Member
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, reused_groups, stream_order
@@ -321,7 +320,7 @@ class LeaderStore(Member):
         when this was decided: nothing goes on a server that was away, which may need it again. Raises LeaseLost.
         """
         keys = self.keys
-        record = b"" if early is None else payload.dumps(as_object(RetiredEarly(step=up_to, memory=early)))
+        record = b"" if early is None else payload.dumps(RetiredEarly(step=up_to, **early).as_object())
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
         reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
         if text(reply[0]) == "FENCED":
@@ -374,7 +373,7 @@ class LeaderStore(Member):
         )
         keys = self.keys
         args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(as_object(record))]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(record.as_object())]
         args.append(len(groups))
         for group_id in groups:
             args += [group_id, pending[group_id][0].env if group_id in pending else ""]
@@ -424,7 +423,7 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
     summary = {
         name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill", "envs")
     }
-    history = as_object(Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary))
+    history = Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary).as_object()
     return payload.dumps(summary), payload.dumps(history)
 
 

@@ -16,12 +16,11 @@ from rlbuffer.errors import (
     RunGone,
     StepRetired,
 )
-from rlbuffer.events.event import as_object
-from rlbuffer.events.history import RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.store.history import RunRewound, StepsVoided
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.member import Member
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries
@@ -175,7 +174,7 @@ class OperatorStore(Member):
         groups = self._leaving(keep, with_pool=with_pool)
         taken_back = RunRewound if with_pool else StepsVoided
         listed = taken_back(step=keep, groups=groups[:LISTED], unlisted=len(groups[LISTED:]))
-        record = payload.dumps(as_object(listed))
+        record = payload.dumps(listed.as_object())
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import PayloadError, RunGone
-from rlbuffer.events.event import as_object
-from rlbuffer.events.history import Dropped
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.history import Dropped
 from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.records import PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, Session, number, text
@@ -199,4 +198,4 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
         planned_size=info.planned_size if info is not None else None,
         pushes=pushes if 1 < len(entries) <= NAMED_PUSHES else None,
     )
-    return payload.dumps(as_object(record))
+    return payload.dumps(record.as_object())

@@ -19,7 +19,7 @@ from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.ranks.stalls import OnStall
 from rlbuffer.trainer.reports.debug_samples import show_samples
-from rlbuffer.trainer.reports.reports import OnEvent, Reports
+from rlbuffer.trainer.reports.reports import Reports
 from rlbuffer.trainer.reports.tally import Stopwatch, Tally
 from rlbuffer.trainer.session import open_session
 from rlbuffer.trainer.update.update import Updates, take_step
@@ -30,7 +30,6 @@ def train(
     *,
     rank: int,
     world_size: int,
-    on_event: OnEvent | None = None,
     on_stall: OnStall | None = None,
     stop: StopRequest | None = None,
     fake_data: bool = False,
@@ -38,8 +37,7 @@ def train(
     """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
     With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
-    sets it). `on_event` is called on rank 0 with each event (:mod:`rlbuffer.events.trainer`); `on_stall` in a
-    thread, when another rank hangs (default: says so and ends the process).
+    sets it). `on_stall` is called in a thread when another rank hangs (default: says so and ends the process).
 
     Returns:
         True when the planned steps are trained, or the run has ended; False when it was asked to stop before (with a
@@ -54,7 +52,7 @@ def train(
         open_session(
             settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data, on_stall=on_stall
         ) as session,
-        Reports(session, on_event) as reports,
+        Reports(session) as reports,
     ):
         place = resume(session, warn=reports.warn)
         reports.start(place)

@@ -9,6 +9,7 @@ pool, the ledger or the tickets.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import uuid
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
+from rlbuffer.process.logs import fields
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.text import plural
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.envs import Env, close_env, make_env
 from rlbuffer.worker.group_maker import GroupMaker
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 EVALUATION_POLL_SECONDS = 0.5
 """Seconds between two looks whether a version is due; one that is loaded is looked at then."""
+_log = logging.getLogger(__name__)
 TRIES, AGAIN_SECONDS = 10, 1.0
 """Times that a result is handed to a server that does not take it, and the pause between two."""
 
@@ -44,7 +46,6 @@ class Evaluator:
         sampler: samples; what it serves is what can be evaluated.
         settings: name -> what to evaluate.
         hold: an async context manager factory: while it is entered, no newer version is loaded.
-        on_event: told of every result, and of what did not count.
     """
 
     def __init__(
@@ -54,13 +55,11 @@ class Evaluator:
         settings: Mapping[str, EvaluationSettings],
         *,
         hold: Callable[[], Any],
-        on_event: Callable[[WorkerEvent], None],
     ) -> None:
         self._store = buffer.role(WorkerStore)
         self._sampler = sampler
         self._settings = settings
         self._hold = hold
-        self._on_event = on_event
         self._owner = uuid.uuid4().hex
         self._is_new = asyncio.Event()
         self._looked: dict[str, int] = {}
@@ -129,7 +128,16 @@ class Evaluator:
         else:
             await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
             return
-        self._on_event(VersionEvaluated(env=name, version=version, result=record))
+        _log.info(
+            "eval/%s/reward/mean %.3f +- %.3f  version %d  %s in %.1f s",
+            name,
+            record["reward/mean"],
+            record["reward/error"],
+            version,
+            plural(int(record["rollouts"]), "rollout"),
+            record["seconds"],
+            extra=fields("evaluation", env=name, version=version, **record),
+        )
 
     async def _measured(
         self, name: str, settings: EvaluationSettings, version: int
@@ -164,7 +172,7 @@ class Evaluator:
         return summary(rollouts, failed=settings.prompts - len(rollouts)), ""
 
     def _trouble(self, sentence: str) -> None:
-        self._on_event(Trouble(error=sentence))
+        _log.warning("%s", sentence, extra=fields("trouble"))
 
 
 def summary(rollouts: list[Rollout], *, failed: int) -> dict[str, Any]:

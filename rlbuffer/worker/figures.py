@@ -1,4 +1,4 @@
-"""A worker's figures for whoever asks: sums of its own events."""
+"""A worker's figures for whoever asks: sums of what it logs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean
+from typing import Any
 
 from rlbuffer.config.settings import RunSettings, WorkerSettings
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import GroupGivenUp, GroupPushed, VersionLoaded, WorkerEvent, WorkerWaits
 from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.histogram import SECONDS, Histogram
 from rlbuffer.metrics.labels import MOST_FAILURES, Labels
 from rlbuffer.metrics.registry import Values
+from rlbuffer.process.logs import heard
 
 RECENT_GROUPS = 256
 """Groups that the mean reward is taken over."""
-Tell = Callable[[WorkerEvent], None]
 
 
 class WorkerFigures:
-    """Takes the events of one worker, sums them up, and hands them on.
+    """Sums up what one worker logs.
 
     Args:
         settings: the worker's: what counts as solved and as failed.
         errors: op -> calls of this process that the server did not answer.
-        tell: takes the events after this.
     """
 
-    def __init__(self, settings: WorkerSettings, errors: Callable[[], Mapping[str, int]], tell: Tell) -> None:
-        self._settings, self._errors, self._tell = settings, errors, tell
+    def __init__(self, settings: WorkerSettings, errors: Callable[[], Mapping[str, int]]) -> None:
+        self._settings, self._errors = settings, errors
         # Until a group says it: those of tickets are called ``<env>.<number>``.
         self._env = str(settings.env_options.get("name") or settings.env)
         self._sums: Counter[str] = Counter(groups=0, rollouts=0, tokens=0, troubles=0)
@@ -41,10 +39,6 @@ class WorkerFigures:
         self._version = -1
         self._is_waiting = False
         self._group_seconds, self._load_seconds = Histogram(SECONDS), Histogram(SECONDS)
-
-    def __call__(self, event: WorkerEvent) -> None:
-        self._heard(event)
-        self._tell(event)
 
     def values(self) -> Values:
         """The values of :data:`rlbuffer.metrics.registry.WORKER`."""
@@ -61,24 +55,25 @@ class WorkerFigures:
         }
         return {name: {self._env: value} for name, value in of_env.items()} | {"server_errors_total": self._errors()}
 
-    def _heard(self, event: WorkerEvent) -> None:
-        match event:
-            case GroupPushed():
-                self._env = event.group_id.rpartition(".")[0] or self._env
+    def take(self, line: Mapping[str, Any]) -> None:
+        """A line was logged."""
+        match line["event"]:
+            case "group":
+                self._env = line["group_id"].rpartition(".")[0] or self._env
                 self._is_waiting = False
-                self._sums.update(groups=1, rollouts=event.rollouts, tokens=event.tokens)
-                self._group_seconds.add(event.seconds)
-                if event.lowest is not None and event.highest is not None:
-                    self._rewards.append(event.reward)
-                    self._prompts[self._difficulty(event.lowest, event.highest)] += 1
-            case VersionLoaded(version=version, seconds=seconds):
-                self._version = version
-                self._load_seconds.add(seconds)
-            case GroupGivenUp(kind=kind):
-                self._failed[self._kinds.of(kind)] += 1
-            case Trouble():
+                self._sums.update(groups=1, rollouts=line["rollouts"], tokens=line["tokens"])
+                self._group_seconds.add(line["seconds"])
+                if line["lowest"] is not None and line["highest"] is not None:
+                    self._rewards.append(line["reward"])
+                    self._prompts[self._difficulty(line["lowest"], line["highest"])] += 1
+            case "version":
+                self._version = line["version"]
+                self._load_seconds.add(line["seconds"])
+            case "trouble" if "kind" in line:
+                self._failed[self._kinds.of(line["kind"])] += 1
+            case "trouble":
                 self._sums["troubles"] += 1
-            case WorkerWaits():
+            case "waiting":
                 self._is_waiting = True
 
     def _difficulty(self, lowest: float, highest: float) -> str:
@@ -94,12 +89,11 @@ def worker_figures(
     worker: WorkerSettings,
     name: str,
     errors: Callable[[], Mapping[str, int]],
-    tell: Tell,
-) -> Iterator[Tell]:
-    """Answers the metrics of a worker while the block runs, where the settings say so. -> what takes its events."""
+) -> Iterator[None]:
+    """Answers the metrics of a worker while the block runs, where the settings say so."""
     if not settings.metrics.listen:
-        yield tell
+        yield
         return
-    figures = WorkerFigures(worker, errors, tell)
-    with serving(settings, "worker", figures.values, tell, worker=name):
-        yield figures
+    figures = WorkerFigures(worker, errors)
+    with heard("rlbuffer.worker", figures.take), serving(settings, "worker", figures.values, worker=name):
+        yield

@@ -33,8 +33,6 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import GroupGivenUp
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
@@ -260,7 +258,7 @@ class Flights:
             if time.monotonic() - self._said_at >= SAY_SECONDS or self._is_away > was_away:
                 self._said_at = time.monotonic()
                 waited = plural(self._waits, "request")
-                self._messages.trouble(Trouble(error=f"{error}; asked again in {seconds:g} s ({waited} waited)"))
+                self._messages.trouble(f"{error}; asked again in {seconds:g} s ({waited} waited)")
             await asyncio.sleep(seconds)
             await self.release([ticket])
 
@@ -355,7 +353,7 @@ class Flights:
             sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"
         trace = traceback_of(error)
         is_first = self._pulse.failures.note(kind, what, trace)
-        self._messages.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=trace if is_first else ""))
+        self._messages.given_up(sentence, kind, trace if is_first else "", is_first=is_first)
         tries = self._settings.max_failures
         if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
             raise self._pulse.failures.all_of(self._env.name)

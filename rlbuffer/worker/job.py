@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
-from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.worker.envs import Env
 from rlbuffer.worker.samplers import Sampler
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """A worker's run, settings, env and sampler, and who hears of it."""
+    """A worker's run, settings, env and sampler."""
 
     buffer: Buffer
     name: str
@@ -28,7 +27,6 @@ class WorkerJob:
     sampler: Sampler
     stop: threading.Event
     """Set: what is in flight lands, then the worker ends."""
-    on_event: Callable[[WorkerEvent], None]
     evaluations: Mapping[str, EvaluationSettings] = field(default_factory=dict)
     """Evaluations of versions that it makes beside its work, by name."""
     section: str = ""

@@ -11,9 +11,10 @@ these end the worker: a server that stays away, and settings that cannot work.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,8 @@ from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
-from rlbuffer.events.event import RunChanged, Trouble
-from rlbuffer.events.worker import EnvFinished, GroupGivenUp, SamplerChecked, WorkerEvent, WorkerStopped
 from rlbuffer.process.heartbeat import BEAT_SECONDS
+from rlbuffer.process.logs import fields
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
+_log = logging.getLogger(__name__)
 DRAIN_LOOK_SECONDS = 5.0
 """Seconds between two looks whether a run that gives no ticket drains."""
 
@@ -57,15 +58,12 @@ def run_worker(
     settings: WorkerSettings,
     *,
     stop: threading.Event,
-    on_event: Callable[[WorkerEvent], None] | None = None,
     env: Env | None = None,
     sampler: Sampler | None = None,
     evaluations: Mapping[str, EvaluationSettings] | None = None,
     section: str = "",
 ) -> bool:
     """Runs one worker until `stop` is set, or its env is done; tickets it still holds then are given back.
-
-    `on_event` is called with each event (:mod:`rlbuffer.events.worker`).
 
     Args:
         name: the producer's name; the same after a restart.
@@ -93,7 +91,6 @@ def run_worker(
         env=env,
         sampler=sampler,
         stop=stop,
-        on_event=on_event or (lambda event: None),
         evaluations=evaluations or {},
         section=section,
     )
@@ -124,7 +121,7 @@ class _Worker:
         )
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
         self._pulse.failed_rollouts = self._maker.failed_rollouts
-        self._messages = Messages(self._pulse, job.on_event)
+        self._messages = Messages(self._pulse)
         self._versions = Versions(
             buffer.policy(),
             job.sampler,
@@ -133,15 +130,13 @@ class _Worker:
             cache=VersionCache.of(buffer.settings, stop=job.stop),
             max_age=buffer.settings.batcher.for_env(env.name).max_age,
         )
-        self._evaluator = Evaluator(
-            buffer, job.sampler, job.evaluations, hold=self._versions.held, on_event=job.on_event
-        )
+        self._evaluator = Evaluator(buffer, job.sampler, job.evaluations, hold=self._versions.held)
         self._flights = Flights(job, self._maker, self._pulse, self._messages, self._versions)
 
     async def run(self) -> bool:
         with suppress(RlbufferError):
             for sentence in self._pulse.look_back(self._buffer.store.heartbeats("worker")):
-                self._messages.trouble(GroupGivenUp(error=sentence, kind=WITHOUT_A_WORD, traceback=""))
+                self._messages.given_up(sentence, WITHOUT_A_WORD)
         self._pulse.start()
         try:
             while not self._stop.is_set() and not self._is_done:
@@ -162,7 +157,7 @@ class _Worker:
                     self._versions.forget()
                     self._evaluator.forget()
                     self._flights.forget()
-                    self._messages.tell(RunChanged(error=str(error)))
+                    _log.warning("%s", error, extra=fields("restart"))
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
@@ -175,10 +170,7 @@ class _Worker:
             await self._evaluator.close()
             self._flights.close()
             self._pulse.close()
-            pulse = self._pulse
-            self._messages.tell(
-                WorkerStopped(groups=pulse.groups, rollouts=pulse.rollouts, failed_groups=pulse.failed_groups)
-            )
+            self._messages.ended()
         return self._is_done
 
     def _no_ticket(self) -> Waiting:
@@ -230,7 +222,7 @@ class _Worker:
         except EnvDone as error:
             # Another worker has made the groups in flight here: they were its own before their tickets lapsed.
             self._is_done = True
-            self._messages.tell(EnvFinished(env=self._env.name, sentence=str(error)))
+            _log.info("%s", error, extra=fields("done", env=self._env.name))
         except (RunGone, ServerUnreachable, ServerRefused):
             self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
             raise
@@ -292,7 +284,7 @@ class _Worker:
 
     def trouble(self, sentence: str) -> None:
         """Something went wrong with a version; the work goes on."""
-        self._messages.trouble(Trouble(error=sentence))
+        self._messages.trouble(sentence)
 
     def waits(self, waiting: Waiting) -> None:
         """The work waits."""
@@ -307,7 +299,8 @@ class _Worker:
 
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
-        self._messages.tell(SamplerChecked(version=policy.version, difference=difference))
+        text = "the sampler's logprobs are those of the published weights (to %.1g)"
+        _log.info(text, difference, extra=fields("checked", version=policy.version, difference=difference))
 
     def _first_prompt(self) -> Prompt:
         """The prompt of the first ticket that is not skipped."""

@@ -1,67 +1,92 @@
-"""The worker's messages: its events, and what its heartbeat says of troubles and waiting."""
+"""The worker's messages: what it logs, and what its heartbeat says of troubles and waiting."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import GroupGivenUp, GroupPushed, VersionLoaded, WorkerEvent, WorkerWaits
+from rlbuffer.process.logs import AGAIN_SECONDS, Lasting, fields
+from rlbuffer.process.progress import Progress
 from rlbuffer.records.group import Group
 from rlbuffer.records.waiting import Waiting
+from rlbuffer.state.text import counted, plural
 from rlbuffer.worker.heartbeat import Pulse
 
 SAY_WAITING_SECONDS = 5.0
 """Waiting is normal; for this long it is worth a sentence."""
+_log = logging.getLogger(__name__)
 
 
 class Messages:
-    """Says the same in events and in the heartbeat."""
+    """Says the same in the log and in the heartbeat."""
 
-    def __init__(self, pulse: Pulse, on_event: Callable[[WorkerEvent], None]) -> None:
+    def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
-        self.tell = on_event
+        self._progress = Progress(_log, "pushed")
+        self._lasting = Lasting()
+        self._failed: Counter[str] = Counter()
+        """Kind -> groups given up since that was last said."""
+        self._failed_said = float("-inf")
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
 
     def loaded(self, version: int, seconds: float) -> None:
         """`version` serves now (-1: none); loading took so long."""
+        level = logging.INFO if self._pulse.version < 0 else logging.DEBUG
         self._pulse.version = version
         if version >= 0:
-            self.tell(VersionLoaded(version=version, seconds=seconds))
+            own = fields("version", version=version, seconds=seconds)
+            _log.log(level, "sampling with policy version %d", version, extra=own)
 
     def pushed(self, group: Group, seconds: float) -> None:
         """A group is on the server, `seconds` after its prompt was there."""
-        tokens = sum(rollout.length for rollout in group.rollouts)
+        count, tokens = len(group.rollouts), sum(rollout.length for rollout in group.rollouts)
         self._pulse.groups += 1
-        self._pulse.rollouts += len(group.rollouts)
+        self._pulse.rollouts += count
         self._pulse.tokens += tokens
-        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-        self.tell(
-            GroupPushed(
-                group_id=group.group_id,
-                version=self._pulse.version,
-                rollouts=len(group.rollouts),
-                tokens=tokens,
-                reward=sum(rewards) / len(rewards) if rewards else 0.0,
-                seconds=seconds,
-                lowest=min(rewards, default=None),
-                highest=max(rewards, default=None),
-            )
+        self._lasting.is_over()
+        version, rewards = self._pulse.version, [r.reward for r in group.rollouts if r.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        own = fields(
+            "group",
+            group_id=group.group_id,
+            version=version,
+            rollouts=count,
+            tokens=tokens,
+            reward=mean,
+            seconds=seconds,
+            lowest=min(rewards, default=None),
+            highest=max(rewards, default=None),
         )
+        _log.debug("group %s is pushed", group.group_id, extra=own)
+        self._progress.add(count, tokens, reward=mean * count, more=f"version {version}")
 
-    def trouble(self, event: Trouble | GroupGivenUp) -> None:
+    def trouble(self, sentence: str) -> None:
         """Something is wrong, and the worker goes on."""
-        self._pulse.error = event.error
-        self.tell(event)
+        self._pulse.error = sentence
+        level = logging.WARNING if self._lasting.is_due(sentence, time.monotonic()) else logging.DEBUG
+        _log.log(level, "%s", sentence, extra=fields("trouble"))
+
+    def given_up(self, sentence: str, kind: str, trace: str = "", *, is_first: bool = True) -> None:
+        """A group could not be made: the first of a kind of error is said, with its traceback; others are counted."""
+        self._pulse.error = sentence
+        text, level = f"{sentence}\n{trace}" if trace else sentence, logging.WARNING if is_first else logging.DEBUG
+        _log.log(level, "%s", text, extra=fields("trouble", kind=kind))
+        if is_first:
+            self._failed_said = max(self._failed_said, time.monotonic())
+            return
+        self._failed[kind] += 1
+        if time.monotonic() - self._failed_said >= AGAIN_SECONDS:
+            self._say_failed()
 
     def left_out(self, error: PromptTooLong) -> None:
         """A prompt is skipped: nothing can be sampled for it. Counted by kind; the first one is said."""
         sentence, kind = f"{error}; such prompts are skipped and counted", type(error).__name__
         if self._pulse.failures.note(kind, sentence):
-            self.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=""))
+            self.given_up(sentence, kind)
 
     def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
@@ -72,9 +97,28 @@ class Messages:
         self._pulse.waiting = waiting
         if now - self._said_waiting >= SAY_WAITING_SECONDS:
             self._said_waiting = now
-            self.tell(WorkerWaits(waiting=waiting))
+            level = logging.INFO if self._lasting.is_due(waiting.key, now) else logging.DEBUG
+            own = fields("waiting", **waiting.record())
+            _log.log(level, "waiting for %.0f s: %s", waiting.seconds, waiting, extra=own)
 
     def works(self) -> None:
         """Nothing is waited for any more."""
         self._waiting_since = None
         self._pulse.waiting = None
+
+    def ended(self) -> None:
+        """The worker has ended: counts since its start."""
+        self._progress.say()
+        if self._failed:
+            self._say_failed()
+        pulse = self._pulse
+        failed = f", {pulse.failed_groups} given up" if pulse.failed_groups else ""
+        text = f"stopped after {plural(pulse.groups, 'group')}, {plural(pulse.rollouts, 'rollout')}{failed}"
+        counts = {"groups": pulse.groups, "rollouts": pulse.rollouts, "failed_groups": pulse.failed_groups}
+        _log.info("%s", text, extra=fields("stopped", **counts))
+
+    def _say_failed(self) -> None:
+        count, kinds = sum(self._failed.values()), counted(self._failed)
+        _log.warning("%s given up (%s), the last: %s", plural(count, "more group"), kinds, self._pulse.error)
+        self._failed.clear()
+        self._failed_said = time.monotonic()

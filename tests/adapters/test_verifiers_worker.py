@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 from every_role import EveryRole
+from logged import Logged
 from test_verifiers_env import CALL, RENDERER, Script
 
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import SamplerUnavailable
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import WorkerEvent, WorkerStopped
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import make_env
@@ -53,7 +52,7 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
     options = {"taskset": "tiny_tools", "tokenizer": str(tokenizer), "renderer": RENDERER, "name": "tools"}
     settings = WorkerSettings(env="verifiers", env_options=options, group_size=2, groups_per_batch=2)
     env, sampler, stop = make_env("verifiers", **options), Sampler(tokenizer), threading.Event()
-    events: list[WorkerEvent] = []
+    logged = Logged("rlbuffer.worker")
     with connect("memory://") as buffer:
         store: Any = buffer.role(EveryRole)
         store.open_run()
@@ -63,20 +62,22 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
         store.announce(attempt, PolicyVersion(version=0, location="w", size=1))
 
         def work() -> None:
-            run_worker(buffer, "w-0", settings, stop=stop, on_event=events.append, env=env, sampler=sampler)
+            run_worker(buffer, "w-0", settings, stop=stop, env=env, sampler=sampler)
 
         thread = threading.Thread(target=work)
         thread.start()
         try:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while len(store.read_pool()) < 2:
-                assert time.monotonic() < deadline, events
+                assert time.monotonic() < deadline, logged.lines
                 time.sleep(0.05)
         finally:
             stop.set()
             thread.join(PATIENCE_SECONDS)
-        assert events[-1] == WorkerStopped(groups=2, rollouts=4, failed_groups=0)
-        (trouble,) = (event.error for event in events if isinstance(event, Trouble))
+        logged.close()
+        (ended,) = logged.told("stopped")
+        assert (ended.groups, ended.rollouts, ended.failed_groups) == (2, 4, 0)
+        (trouble,) = (line.text for line in logged.told("trouble") if not hasattr(line, "kind"))
         assert trouble.startswith("the server is away")  # its ticket went back, and nothing else happened
         for entry in store.read_pool():
             payloads = store.client.hgetall(entry.payload_key)

@@ -174,7 +174,7 @@ def test_what_a_step_does_without_an_env_is_what_the_settings_say(
         assert home.ended(trainer, 120) == 5, home.logs()
         error = events(home, "trainer", "error")[-1]
         dead = next(e for e in events(home, "serve", "env") if e["state"] == "dead")
-        assert names_env(dead["sentence"], "slow")
+        assert names_env(dead["text"], "slow")
         assert names_env(error["text"], "slow")
         assert len(events(home, "serve", "step")) <= before + 1
         return

@@ -181,7 +181,7 @@ def _said(run: Training, struck_at: float) -> tuple[str, float]:
         return [event for event in run.told("trouble") if event["at"] > struck_at]
 
     run.until(said, seconds=BOUND_SECONDS, why="a word about the death")
-    return _what(said()[0]["error"]), said()[0]["at"] - struck_at
+    return _what(said()[0]["text"]), said()[0]["at"] - struck_at
 
 
 def _goes_on(run: Training, engine: Engine, kill: Kill, struck_at: float) -> None:

@@ -122,7 +122,7 @@ def test_killed_servers_are_gone_round_and_waited_for_and_no_group_is_lost_or_do
         second.kill()
 
         def told(sentence: str) -> bool:
-            return any(sentence in event["error"] for event in run.told("trouble"))
+            return any(sentence in event["text"] for event in run.told("trouble"))
 
         run.until(lambda: told("no server can sample: "), seconds=60, why="the sentence that nobody can sample")
         assert told(f"{second.url}/inference/v1/generate cannot be reached: ")

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.events.event import as_object
-from rlbuffer.events.worker import WorkerEvent
+from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import Prompt, Score
@@ -112,7 +111,7 @@ class WorkerRun:
         while not fact():
             if self.raised:
                 raise self.raised[0]
-            troubles = [event["error"] for event in self.told("trouble")][-3:]
+            troubles = [event["text"] for event in self.told("trouble")][-3:]
             assert time.monotonic() < deadline, f"{why} did not happen within {seconds:g} s; troubles: {troubles}"
             time.sleep(0.02)
 
@@ -174,12 +173,10 @@ class WorkerRun:
 
     def _work(self) -> None:
         try:
-            run_worker(self.buffer, "w-0", self.settings, stop=self._stop, on_event=self._hear, env=Endless())
+            with heard("rlbuffer.worker", self._note):
+                run_worker(self.buffer, "w-0", self.settings, stop=self._stop, env=Endless())
         except BaseException as error:
             self.raised.append(error)
-
-    def _hear(self, event: WorkerEvent) -> None:
-        self._note(as_object(event))
 
     def _note(self, event: dict[str, Any]) -> None:
         if event["event"] == "group":  # as a batcher does that has read it
@@ -206,7 +203,7 @@ def versions_change_under_running_rollouts(run: WorkerRun, models: Sequence[PreT
         if run.raised:
             raise run.raised[0]
         assert run.told("checked")[0]["difference"] < TOLERANCE
-        assert [event["error"] for event in run.told("trouble")] == []
+        assert [event["text"] for event in run.told("trouble")] == []
         crossed = run.compare(models)
         assert len(crossed) >= CROSSED, "loads must come under running rollouts"
         run.account()

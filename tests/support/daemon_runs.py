@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from logged import Logged
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, leadership
-from rlbuffer.events.batcher import BatcherEvent
-from rlbuffer.events.event import as_object
 
 LEASE_SECONDS = 20.0
 """One that is stopped gives it back at once; a busy machine must not take it from one that works."""
@@ -30,7 +29,8 @@ class Served:
         self.run = run
         self._usual_seconds = leadership.ATTEMPT_SECONDS
         self._word_seconds = word_seconds
-        self.events: list[dict[str, Any]] = []
+        self.logged = Logged("rlbuffer.daemon")
+        self.events = self.logged.lines
         self.errors: list[BaseException] = []
         self._running: list[tuple[threading.Event, threading.Thread]] = []
 
@@ -39,7 +39,7 @@ class Served:
         store = self.run.again()
         self.run.closes(self)
         leadership.ATTEMPT_SECONDS = self._word_seconds
-        options = {"on_event": self.hear, "lease_seconds": LEASE_SECONDS} | options
+        options = {"lease_seconds": LEASE_SECONDS} | options
         daemon = Daemon(Buffer(store, settings=settings or RunSettings()), config, **options)
         stop = threading.Event()
 
@@ -54,10 +54,6 @@ class Served:
         self._running.append((stop, thread))
         return store
 
-    def hear(self, event: BatcherEvent) -> None:
-        """Keeps the event as ``--display json`` would print it."""
-        self.events.append(as_object(event))
-
     def stop(self, which: int = 0) -> None:
         stop, thread = self._running.pop(which)
         stop.set()
@@ -66,6 +62,7 @@ class Served:
     def close(self) -> None:
         while self._running:
             self.stop()
+        self.logged.close()
         leadership.ATTEMPT_SECONDS = self._usual_seconds
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 10.0, *, checks_errors: bool = True) -> Any:

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import RlbufferError
-from rlbuffer.events.event import as_object
 from rlbuffer.process import heartbeat
+from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
@@ -155,15 +155,9 @@ def _worker(options: argparse.Namespace) -> int:
         env = OneEpoch(name=options.env, size=options.prompts)
         loop.WORKER_TICKET_SECONDS, heartbeat.BEAT_SECONDS = 3.0, 0.5
     with connect(run=options.run, config=RunSettings(home=options.home)) as buffer:
-        run_worker(
-            buffer,
-            options.name,
-            settings,
-            stop=stop,
-            on_event=lambda event: _say(as_object(event)),
-            env=env,
-            sampler=Batched(PacedSampler(options.seconds, seed=os.getpid())),
-        )
+        sampler = Batched(PacedSampler(options.seconds, seed=os.getpid()))
+        with heard("rlbuffer.worker", _say):
+            run_worker(buffer, options.name, settings, stop=stop, env=env, sampler=sampler)
     return 0
 
 

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from every_role import EveryRole
+from logged import Logged
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.events.batcher import BatcherEvent
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
 
@@ -38,7 +38,7 @@ class Loop:
 
     def __init__(self, store: EveryRole, config: rlbuffer.BatcherConfig = CONFIG) -> None:
         self.store, self._config = store, config
-        self.events: list[BatcherEvent] = []
+        self._logged = Logged("rlbuffer.daemon")
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._lead)
@@ -47,20 +47,20 @@ class Loop:
     def _lead(self) -> None:
         buffer = Buffer(self.store, settings=RunSettings())
         try:
-            Daemon(buffer, self._config, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
+            Daemon(buffer, self._config, lease_seconds=1.0).run(self._stop)
         except BaseException as error:
             self.errors.append(error)
 
     def wait_for(self, kind: str) -> Any:
         deadline = time.monotonic() + 20
         while True:
-            found = [e for e in list(self.events) if e.event == kind]
-            if found:
+            if found := self._logged.told(kind):
                 return found[-1]
             assert not self.errors, self.errors
-            assert time.monotonic() < deadline, self.events[-3:]
+            assert time.monotonic() < deadline, self._logged.lines[-3:]
             time.sleep(0.02)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=20)
+        self._logged.close()

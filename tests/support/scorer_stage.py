@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from logged import Logged
+
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.details import stand_in
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.scorer import ScorerEvent
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.loop import run_scorer
@@ -58,32 +59,27 @@ class Stage:
         self.buffer: Buffer = connect(url, config=self.settings)
         self.writer = self.buffer.writer("w")
         self.stop = threading.Event()
-        self.events: list[ScorerEvent] = []
+        self.logged = Logged("rlbuffer.scorer")
+        self.told = self.logged.told
         self.raised: BaseException | None = None
         self.threads: list[threading.Thread] = []
 
     def start(self, name: str = "s") -> None:
         def work() -> None:
             try:
-                run_scorer(self.buffer, name, "one", self.settings, stop=self.stop, on_event=self._hear)
+                run_scorer(self.buffer, name, "one", self.settings, stop=self.stop)
             except BaseException as error:
                 self.raised = error
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
 
-    def _hear(self, event: ScorerEvent) -> None:
-        self.events.append(event)
-
     def finish(self) -> None:
         self.stop.set()
         for thread in self.threads:
             thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
-
-    def told(self, name: str) -> list[Any]:
-        """The events of this name so far."""
-        return [event for event in self.events if event.event == name]
+        self.logged.close()
 
     def pool(self) -> dict[str, tuple[tuple[str, ...], list[Rollout], tuple[Any, Any]]]:
         """group id -> (what it needs, its rollouts, answer and metadata)."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from every_role import EveryRole
+from logged import Logged
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import WeightsError
-from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
@@ -110,7 +110,8 @@ class Stage:
         self.token = self.store.lease("batcher", ttl_seconds=600).token
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
         self.stop = threading.Event()
-        self.events: list[WorkerEvent] = []
+        self.logged = Logged("rlbuffer.worker", take=self._hear)
+        self.told = self.logged.told
         self.sampler, self.env = FakeSampler(), Counting()
         self._last: dict[str, int] = {}
         self.raised: BaseException | None = None
@@ -133,7 +134,6 @@ class Stage:
                     "w-0",
                     settings,
                     stop=self.stop,
-                    on_event=self._hear,
                     env=self.env if changes.get("env") is None else None,
                     sampler=Batched(self.sampler) if changes.get("env") is None else None,
                 )
@@ -147,8 +147,7 @@ class Stage:
         """Asks the worker to stop in the moment in which it has said so many of each of these events."""
         self._last = events
 
-    def _hear(self, event: WorkerEvent) -> None:
-        self.events.append(event)
+    def _hear(self, line: dict[str, Any]) -> None:
         if self._last and all(len(self.told(kind)) >= count for kind, count in self._last.items()):
             self.stop.set()
 
@@ -157,6 +156,7 @@ class Stage:
         if self.thread is not None:
             self.thread.join(PATIENCE_SECONDS)
             assert not self.thread.is_alive()
+        self.logged.close()
 
     def groups(self) -> list[str]:
         """Ids of what the pool holds, sorted: each group is scored in a thread of its own, and pushed when it is."""
@@ -171,13 +171,9 @@ class Stage:
             out.append([decode_rollout(payloads[str(i).encode()], expected=info) for i, info in infos])
         return out
 
-    def told(self, name: str) -> list[Any]:
-        """The events of this name so far."""
-        return [event for event in self.events if event.event == name]
-
     def troubles(self) -> list[str]:
         """Reported troubles, without the places in files."""
-        return [without_place(event.error) for event in self.told("trouble")]
+        return [without_place(line.text.partition("\n")[0]) for line in self.told("trouble")]
 
     def heartbeat(self) -> dict[str, Any]:
         eventually(lambda: "w-0" in self.store.heartbeats("worker"))

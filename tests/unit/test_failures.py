@@ -11,20 +11,19 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from logged import Logged
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, GroupFailed, InvalidRollout
-from rlbuffer.events.event import Trouble
-from rlbuffer.events.worker import GroupGivenUp, WorkerStopped, WorkerWaits
-from rlbuffer.events.worker_narrator import WorkerNarrator
 from rlbuffer.process.threads import places_of_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.worker import failures
+from rlbuffer.worker import failures, messages
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, traceback_of
 from rlbuffer.worker.group_maker import GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.samplers.base import Completion
 
 SOURCE = """
@@ -216,43 +215,29 @@ def test_sampling_for_an_env_is_no_work_of_the_envs(monkeypatch: pytest.MonkeyPa
         assert said == [""]
 
 
-def test_the_first_failure_of_a_kind_is_told_with_its_traceback_and_the_others_are_counted() -> None:
-    said: list[str] = []
-    tell = WorkerNarrator(said.append)
-
-    def fail(kind: str, error: str, traceback: str = "") -> None:
-        tell(GroupGivenUp(error=error, kind=kind, traceback=traceback))
-
-    fail("KeyError", "group m.0 given up: KeyError: 'x'", "Traceback: line 3")
+def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_are_counted() -> None:
+    logged, worker = Logged("rlbuffer.worker"), Messages(Pulse(Deaf(), "w", "math"))
+    worker.given_up("group m.0 given up", "KeyError", "Traceback: line 3")
     for number in range(1, 5):
-        fail("KeyError", f"group m.{number} given up: KeyError: 'x'")
-    fail("ValueError", "group m.5 given up: ValueError: y", "Traceback: line 4")
-    assert said == [
-        "! group m.0 given up: KeyError: 'x'\nTraceback: line 3",
-        "! group m.5 given up: ValueError: y\nTraceback: line 4",
-    ]
-    tell(WorkerStopped(groups=0, rollouts=0, failed_groups=6))
-    assert said[2:] == [
-        "! 4 more groups given up (KeyError 4), the last: group m.4 given up: KeyError: 'x'",
-        "stopped after 0 groups, 0 rollouts, 6 given up",
-    ]
+        worker.given_up(f"group m.{number} given up", "KeyError", is_first=False)
+    worker.given_up("group m.5 given up", "ValueError", "Traceback: line 4")
+    logged.close()
+    said = [line["text"] for line in logged.lines if line["level"] == "WARNING"]
+    assert said == ["group m.0 given up\nTraceback: line 3", "group m.5 given up\nTraceback: line 4"]
+    assert [line["kind"] for line in logged.lines] == ["KeyError"] * 5 + ["ValueError"]
 
 
-def test_a_trouble_that_lasts_is_told_once_a_minute() -> None:
-    said: list[str] = []
-    tell = WorkerNarrator(said.append)
-    for _ in range(3):
-        tell(Trouble(error="the server is away; asked again in 1 s"))
-    assert said == ["! the server is away; asked again in 1 s"]
-
-
-def test_what_a_worker_waits_for_is_told_once_a_minute_though_its_numbers_change() -> None:
-    said: list[str] = []
-    tell = WorkerNarrator(said.append)
-    for seconds in (5, 10, 5):  # failed groups take a ticket now and then: the count begins again
+def test_a_trouble_and_a_wait_that_last_are_said_once_a_minute_though_their_numbers_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "SAY_WAITING_SECONDS", 0.0)
+    logged, worker = Logged("rlbuffer.worker"), Messages(Pulse(Deaf(), "w", "math"))
+    for groups in range(3):
+        worker.trouble("the server is away; asked again in 1 s")
         for kind in (Wait.TICKET, Wait.WEIGHTS):
-            tell(WorkerWaits(waiting=Waiting(kind=kind, seconds=seconds)))
-    assert len(said) == 2
+            worker.waits(Waiting(kind=kind, groups=groups))
+    logged.close()
+    assert [line["level"] for line in logged.lines] == ["WARNING", "INFO", "INFO"] + ["DEBUG"] * 6
 
 
 @pytest.mark.parametrize("is_async", [False, True])

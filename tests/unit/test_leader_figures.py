@@ -14,7 +14,6 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon import figures as module
 from rlbuffer.daemon.figures import WINDOW, Figures
-from rlbuffer.events.batcher import GroupDropped, LeadLost
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, OTHER_NAMES
 from rlbuffer.metrics.registry import SERVE
 from rlbuffer.records.info import GroupInfo
@@ -137,7 +136,7 @@ def test_what_came_is_counted_from_step_to_step() -> None:
         assert record["new_groups"] == {"math": last - first}
         assert record["new_rollouts"] == {"math": 4 * (last - first)}
         assert record["new_generated_tokens"] == {"math": sum(tokens[first:last])}
-    figures.heard(LeadLost(reason="r"))
+    figures.lead(None)
     assert figures.record() == {}
 
 
@@ -148,7 +147,7 @@ def test_names_that_foreign_workers_make_up_stay_few() -> None:
         info = make_group(env=f"env{n}", seed=n).info()
         rollouts = tuple(replace(rollout, rewards=rewards) for rollout in info.rollouts)
         figures.arrived(entry_of(replace(info, rollouts=rollouts), n))
-        figures.heard(GroupDropped(drop=Drop("g", f"env{n}", Reason.FUTURE, 1, 1)))
+        figures.drop(Drop("g", f"env{n}", Reason.FUTURE, 1, 1))
     values = figures.values()
     assert len(values["groups_received_total"]) == MOST_ENVS + 1
     assert values["groups_received_total"][OTHER_NAMES] == 100 - MOST_ENVS
@@ -160,7 +159,7 @@ def test_who_leads_no_more_says_only_that(monkeypatch: pytest.MonkeyPatch) -> No
     figures = leading()
     info = make_group(env="math").info()
     figures.arrived(entry_of(info))
-    figures.heard(LeadLost(reason="r"))
+    figures.lead(None)
     assert figures.values() == {"leader": 0, "groups_dropped_total": {}}
     figures.arrived(entry_of(info, 2))  # a takeover reads what another leader has counted
     figures.lead(Batcher(CONFIG), CONFIG)

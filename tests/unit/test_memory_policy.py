@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from logged import Logged
 from step_headers import header_of
 
 from rlbuffer.config import memory_needs
@@ -15,7 +16,6 @@ from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure
 from rlbuffer.daemon.memory_watch import MemoryWatch
-from rlbuffer.events.batcher import CheckpointAsked
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.records import Attempt, Meta
 
@@ -237,7 +237,7 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
         monkeypatch.setattr(f"rlbuffer.daemon.memory_watch.{pause}", 0.0)
     store: Any = Machine()
     store.used = used
-    watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
+    watch = MemoryWatch(store, BatcherConfig(64), world_size=1, checkpoint_every=1)
     said = [watch.problems() for _ in range(memory_rules.MEMORY_LOOKS)]
     assert [problem.kind for problem in said[-1]] == [Trouble.MEMORY] * is_said
 
@@ -248,15 +248,16 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     monkeypatch.setattr("rlbuffer.daemon.memory_watch.HURRY_SECONDS", 0.0)
     store: Any = Machine()
     store.used = store.maxmemory = LIMIT
-    said: list[Any] = []
-    watch = MemoryWatch(store, BatcherConfig(64), said.append, world_size=1, checkpoint_every=1)
+    logged = Logged("rlbuffer.daemon")
+    watch = MemoryWatch(store, BatcherConfig(64), world_size=1, checkpoint_every=1)
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
-    archive = Archiving(pytest.fail, ArchiveSettings(), said.append)
+    archive = Archiving(pytest.fail, ArchiveSettings())
     for _ in range(memory_rules.MEMORY_LOOKS):
         watch.relieve(1, trainer, meta, archive)
-    (early,) = said
+    (early,) = logged.told("memory")
     assert (early.first, early.last) == (3, 3)
     assert watch.marked(meta, trainer).checkpoint_now
     watch.committed(header_of(step=8, checkpoint_now=True), meta)
-    assert said[1:] == [CheckpointAsked(step=8, sentence=memory_rules.checkpoint_asked(8))]
+    logged.close()
+    assert [(line.state, line.step) for line in logged.told("memory")[1:]] == [("checkpoint", 8)]

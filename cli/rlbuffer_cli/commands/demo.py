@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.process.logs import fields
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.state.step_record import StepRecord
     from rlbuffer.store.records import Ledger
-    from rlbuffer_cli.events import RunSummary
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10
 """Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
+
+
+_log = logging.getLogger("rlbuffer.demo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A whole run: where reward began and ended, what was trained, whether it adds up."""
+
+    run: str
+    steps: int
+    seconds: float
+    first_step_seconds: float | None
+    reward_from: float | None
+    """Mean over the first `edge_steps`."""
+    reward_to: float | None
+    """Mean over the last ones."""
+    edge_steps: int
+    tokens: int
+    """Trained."""
+    shares: Mapping[str, float]
+    """env -> its fraction of the tokens."""
+    ledger: Mapping[str, Any]
+    """Rollouts: ``pushed``, ``pending``, ``packed``, ``trained``, ``dropped`` (by reason), and if it `balances`."""
+    stored: str
+    """Folder."""
+    parameters_sha256: str | None
+    exit_code: int
+    restarts: int
+    seed: int
 
 
 @click.command("demo")
@@ -103,7 +133,10 @@ class _Demo:
         from rlbuffer_cli.session import say_ended
 
         settings, origin = self._settings, options.redis_origin(self._loaded)
-        with connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer:
+        with (
+            connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer,
+            options.writing(self._shown, clock=False),
+        ):
             watch = Watch(buffer, settings.output_dir / "metrics.jsonl", on_step=self._on_step)
             supervisor = Supervisor(settings, say=self._say(watch), origin=origin)
             if self._shown == "rich":
@@ -145,19 +178,17 @@ class _Demo:
         return relay
 
     def _on_step(self, record: StepRecord) -> None:
-        if self._shown == "json":
-            echo(json.dumps(record.as_object()))
-        elif self._shown == "plain":
-            from rlbuffer_cli.render.train_view import train_line
+        from rlbuffer_cli.render.train_view import train_line
 
+        if self._shown != "rich":  # its view shows the steps
             envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
-            echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
+            text = train_line(record, self._settings.trainer.steps)
+            _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
         from rlbuffer.config.fractions import budgets_at
-        from rlbuffer.events.event import as_object
 
-        summary = summary_event(
+        summary = summary_of(
             watch,
             ledger,
             self._settings.run,
@@ -166,20 +197,15 @@ class _Demo:
             restarts=restarts,
             seed=self._seed,
         )
-        if self._shown == "json":
-            echo(json.dumps(as_object(summary)))
-        elif self._shown != "none":
-            budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
-            for line in summary_lines(summary, budgets, log, str(self._settings.home)):
-                echo(line)
+        budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
+        lines = summary_lines(summary, budgets, log, str(self._settings.home))
+        _log.info("%s", "\n".join(lines), extra=fields("summary", summary))
 
 
-def summary_event(
+def summary_of(
     watch: Watch, ledger: Ledger, run: str, folder: str, *, code: int, restarts: int, seed: int
 ) -> RunSummary:
     """The summary of a run that has ended with `code`."""
-    from rlbuffer_cli.events import RunSummary
-
     records = watch.records
     edge = max(1, min(EDGE_STEPS, len(records) // 2))
     total = ledger.total()

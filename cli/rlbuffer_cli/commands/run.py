@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import logging
 import threading
 from dataclasses import replace
-from datetime import datetime
 
 import click
 
+from rlbuffer.process.logs import fields
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import say
 from rlbuffer_cli.starting import starting
+
+_log = logging.getLogger("rlbuffer.run")
 
 
 @click.command("run")
@@ -57,23 +58,16 @@ def command(
             code = watch_run(loaded, stop, planned=settings.trainer.steps)
         else:
             origin = options.redis_origin(loaded)
-            with connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer:
-                code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
+            with (
+                connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer,
+                options.writing(shown),
+            ):
+                code = Supervisor(settings, say=_relay, origin=origin).run(stop)
                 say_ended(buffer, settings, code)
     name, where = options.program(), given.again(settings.run)
     say(f"next: {name} inspect {where}   {name} verify {where}", err=True)
     return code
 
 
-def _printer(shown: str):  # type: ignore[no-untyped-def]
-    from rlbuffer.events.event import as_object
-    from rlbuffer_cli.events import ProcessSaid
-
-    def relay(name: str, line: str) -> None:
-        if shown == "json":
-            echo(json.dumps(as_object(ProcessSaid(process=name, line=line))))
-        elif shown == "plain":
-            echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
-        sys.stdout.flush()
-
-    return relay
+def _relay(name: str, line: str) -> None:
+    _log.info("%-14s %s", name, line, extra=fields("log", process=name, line=line))

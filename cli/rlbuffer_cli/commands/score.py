@@ -53,7 +53,6 @@ def command(
     settings = loaded.settings
     sections.check("score", key, settings.score, loaded.file, "--model or --reward")
 
-    from rlbuffer.events.scorer_narrator import ScoreNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(
@@ -62,10 +61,7 @@ def command(
         replica,
         settings.score[key].replicas,
         display,
-        ScoreNarrator,
-        lambda title, stop, on_event: members.score(
-            settings, key, replica, title, stop, on_event, origin=options.redis_origin(loaded)
-        ),
+        lambda title, stop: members.score(settings, key, replica, title, stop, origin=options.redis_origin(loaded)),
     )
 
 

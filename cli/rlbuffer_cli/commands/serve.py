@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
-    from rlbuffer.events.batcher import BatcherEvent, LeaderReady
+
+
+_log = logging.getLogger("rlbuffer.serve")
 
 
 @click.command("serve")
@@ -54,14 +54,11 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.events.batcher import LeaderReady
-    from rlbuffer.events.batcher_narrator import ServeNarrator
-    from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process
+    from rlbuffer.process.logs import ROOT, heard
     from rlbuffer.process.signals import set_on_hangup, stop_on_signals
     from rlbuffer.run import members
     from rlbuffer_cli.render.foot import Foot
-    from rlbuffer_cli.render.text import wrapped
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
@@ -73,77 +70,69 @@ def command(
     stop, hangup = threading.Event(), threading.Event()
     set_on_hangup(hangup, stop)
     shown = options.choose_display(display)
-    status = _Status(settings.run)
-    with stop_on_signals(stop), Foot(status.lines) if shown == "rich" else nullcontext() as foot:
-        say = foot.say if foot is not None else echo
-        narrator = ServeNarrator(
-            lambda line: say(f"{datetime.now():%H:%M:%S} {line}"), None if foot is None else status.wait_for
-        )
-
-        def on_event(event: BatcherEvent) -> None:
-            if shown == "json":
-                echo(json.dumps(as_object(event), default=str))
-            elif shown != "none":
-                status.hear(event)
-                if isinstance(event, LeaderReady):
-                    lines = banner(loaded, event, time.monotonic() - status.began)
-                    say("\n".join(row for line in lines for row in wrapped(line, indent=" " * 4)))
-                narrator(event)
-
+    status = _Status(loaded)
+    with (
+        stop_on_signals(stop),
+        Foot(status.lines) if shown == "rich" else nullcontext() as foot,
+        options.writing(shown, None if foot is None else foot.say),
+        heard(ROOT.name, status.take, logging.DEBUG if shown == "rich" else logging.INFO)
+        if shown in ("rich", "plain")
+        else nullcontext(),
+    ):
         members.serve(
             settings,
             stop,
-            on_event,
             replace_config=replace_config,
             reread=lambda: given.load(parts=("serve",)).settings.batcher,
             hangup=hangup,
             origin=options.redis_origin(loaded),
         )
-        narrator.close()
-    if shown not in ("json", "none"):
-        echo("stopped; groups and steps stay on the server.")
+        _log.info("stopped; groups and steps stay on the server.")
     return 0
 
 
 class _Status:
     """The lines at the foot: the run's step, and what the batcher waits for."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self.step: int | None = None
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._step: int | None = None
         """None until the batcher is ready."""
-        self.began = time.monotonic()
+        self._began = time.monotonic()
         """When it tried to lead, at first or again."""
         self._sentence = ""
         self._since = time.monotonic()
 
-    def hear(self, event: BatcherEvent) -> None:
-        """Takes in which step the run is at, and since when this batcher tries to lead it."""
-        from rlbuffer.events.batcher import LeaderReady, LeadLost, StandingBy, StepCommitted
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Takes in which step the run is at, what it waits for, and since when this batcher tries to lead it; says with
+        which settings it leads."""
+        from rlbuffer_cli.render.text import wrapped
 
-        if isinstance(event, LeaderReady):
-            self.step = event.step
-        elif isinstance(event, StepCommitted):
-            self.step = event.header.step
-        elif isinstance(event, LeadLost | StandingBy):
-            self.began = time.monotonic()
-
-    def wait_for(self, sentence: str) -> None:
-        """Takes the sentence of what is waited for now, "" for nothing."""
-        if not (self._sentence and sentence):
-            self._since = time.monotonic()
-        self._sentence = sentence
+        match line["event"]:
+            case "ready":
+                self._step = line["step"]
+                rows = banner(self._loaded, line, time.monotonic() - self._began)
+                _log.info("%s", "\n".join(row for text in rows for row in wrapped(text, indent=" " * 4)))
+            case "step":
+                self._step = line["step"]
+            case "leader":
+                self._began = time.monotonic()
+        if line["event"] in ("waiting", "step", "recovery", "ended", "leader", "begins again"):
+            sentence = line.get("sentence", "")
+            if not (self._sentence and sentence):
+                self._since = time.monotonic()
+            self._sentence = sentence
 
     def lines(self, width: int) -> list[str]:
         from rlbuffer.state.text import duration
 
-        if self.step is None:
-            return [f'run "{self._run}": connecting to the server ...']
+        if self._step is None:
+            return [f'run "{self._loaded.settings.run}": connecting to the server ...']
         if not self._sentence:
-            return [f"step {self.step} · at work"]
+            return [f"step {self._step} · at work"]
         seconds = int(time.monotonic() - self._since)
         lasting = f"{seconds} s" if seconds < 10 else duration(seconds)
-        return [f"step {self.step} · waiting {lasting}: {self._sentence}"]
+        return [f"step {self._step} · waiting {lasting}: {self._sentence}"]
 
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:
@@ -178,15 +167,15 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
             )
 
 
-def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
-    """The sentences of `serve` when it is ready: which server, and the settings that decide with where they came
-    from."""
+def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str]:
+    """Which server `serve` works with, and the settings that decide with where they came from; `ready` is the line that
+    says so."""
     from rlbuffer import __version__
     from rlbuffer.config.fractions import budgets_at
     from rlbuffer.state.text import percent
 
     batcher = loaded.settings.batcher
-    server = ready.server
+    server = ready["server"]
     where = "embedded" if server.get("embedded") else loaded.source("redis_url")
     per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
     if batcher.step_groups or batcher.step_rollouts:
@@ -198,7 +187,7 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
         size = f"{size}, rows of {batcher.row_tokens:,} tokens"
     else:
         size = f"{plural(per_rank, 'row')} of {batcher.row_tokens:,} tokens per rank"
-    budgets = budgets_at(batcher.budgets, ready.step + 1)
+    budgets = budgets_at(batcher.budgets, ready["step"] + 1)
     shares = " · ".join(f"{env} {percent(share)}" for env, share in budgets.items())
     memory = _bytes(server.get("used_memory", 0))
     if server.get("maxmemory"):
@@ -220,11 +209,12 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
         *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
-        *_forecast(ready.forecast, loaded),
+        *_forecast(ready["forecast"], loaded),
     ]
-    lines = [f'rlbuffer {__version__} · serving run "{ready.run}" from step {ready.step}']
+    lines = [f"rlbuffer {__version__}"]
     lines += [f"  {name:<9} {text}" for name, text in rows]
-    lines.append(f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready.run}   stop: ctrl-c")
+    look = f"{options.program()} inspect --run {ready['run']}"
+    lines.append(f"  ready in {seconds:.1f} s.   look: {look}   stop: ctrl-c")
     return lines
 
 

@@ -75,20 +75,20 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
     # A live view would draw over the tables.
     shown = "plain" if display == "auto" and settings.trainer.reports.debug_samples else options.choose_display(display)
     world_size = settings.trainer.world_size
-    if shown in ("rich", "json"):  # what rank 0 writes to the metrics; plain lines come from rank 0 itself
+    if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself
         from rlbuffer_cli.render.train_view import Follower
 
-        with Follower(settings, shown, has_server=not fake_data) as follower:
+        with Follower(settings, has_server=not fake_data) as follower:
             code = launch(
                 settings,
                 world_size=world_size,
-                quiet=True,
+                display="none",
                 fake_data=fake_data,
                 say=follower.say,
                 say_last=follower.say_last,
             )
     else:
-        code = launch(settings, world_size=world_size, quiet=shown != "plain", fake_data=fake_data)
+        code = launch(settings, world_size=world_size, display=shown, fake_data=fake_data)
     if code == options.EXIT_INTERRUPTED:
         say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code

@@ -59,7 +59,6 @@ def command(
     settings = loaded.settings
     sections.check("worker", key, settings.worker, loaded.file, "--env")
 
-    from rlbuffer.events.worker_narrator import WorkerNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(
@@ -68,10 +67,7 @@ def command(
         replica,
         settings.worker[key].replicas,
         display,
-        WorkerNarrator,
-        lambda title, stop, on_event: members.sample(
-            settings, key, replica, title, stop, on_event, origin=options.redis_origin(loaded)
-        ),
+        lambda title, stop: members.sample(settings, key, replica, title, stop, origin=options.redis_origin(loaded)),
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import NotFound
-from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.step_record import scalars
 from rlbuffer.state.text import did_you_mean
+from rlbuffer.store.history import Committed, Dropped
 from rlbuffer_cli.render.metrics_tail import step_of
 from rlbuffer_cli.render.text import sparkline, thinned
 

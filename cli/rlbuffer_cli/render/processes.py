@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.events.history import Dropped
 from rlbuffer.state.heartbeats import problems_of, waiting_of
 from rlbuffer.state.text import plural, printable
+from rlbuffer.store.history import Dropped
 from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, problem_lines
 
 if TYPE_CHECKING:

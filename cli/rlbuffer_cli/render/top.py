@@ -95,8 +95,8 @@ class Sight:
 
 def look(buffer: Buffer, trained: Sequence[StepRecord], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
-    from rlbuffer.events.history import Committed, Dropped
-    from rlbuffer.events.lessons import last_steps, mean_reward
+    from rlbuffer.client.lessons import last_steps, mean_reward
+    from rlbuffer.store.history import Committed, Dropped
 
     store = buffer.store
     now, history = store.now(), store.history(READ_RECORDS)

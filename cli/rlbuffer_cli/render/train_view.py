@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -13,7 +12,6 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited_of
-from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail
 from rlbuffer_cli.render.ranks import rank_line
@@ -45,27 +43,25 @@ def _age(record: StepRecord) -> str:
 
 
 class Follower:
-    """Shows new steps in a thread until it is closed: one object per line, or a live view with messages above it.
+    """Shows new steps in a thread until it is closed: a live view with messages above it.
 
     Args:
-        shown: ``json`` or ``rich``.
         has_server: there is one to ask what the batcher waits for.
     """
 
-    def __init__(self, settings: RunSettings, shown: str, *, has_server: bool) -> None:
+    def __init__(self, settings: RunSettings, *, has_server: bool) -> None:
         first = "the first step comes once the batcher has committed it" if has_server else "the steps are made up"
         opening = f"starting the ranks; {first}"
-        self._view = TrainView(settings.trainer.steps, opening) if shown == "rich" else None
-        self._asks = settings if has_server and self._view is not None else None
+        self._view = TrainView(settings.trainer.steps, opening)
+        self._asks = settings if has_server else None
         self._tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
 
     def __enter__(self) -> Follower:
-        if self._view is not None:
-            self._view.__enter__()
+        self._view.__enter__()
         self._thread.start()
-        if self._asks is not None and self._view is not None:
+        if self._asks is not None:
             asked = (self._asks, self._done, self._view.wait_for)
             threading.Thread(target=_ask, args=asked, name="ask", daemon=True).start()
         return self
@@ -77,7 +73,7 @@ class Follower:
 
     def say(self, text: str) -> None:
         """Prints a message; on the view's own terminal above it, where it stays."""
-        if self._view is not None and sys.stderr.isatty() and not self._done.is_set():
+        if sys.stderr.isatty() and not self._done.is_set():
             self._view.say(text)
         else:
             _print_error(text)
@@ -91,20 +87,15 @@ class Follower:
         """Shows the last steps; the view stays as it is then."""
         self._done.set()
         self._thread.join(timeout=2.0)
-        if self._view is not None:  # a terminal that takes nothing (ctrl-S) does not keep an ended run
-            ending = threading.Thread(target=self._view.close, name="end", daemon=True)
-            ending.start()
-            ending.join(timeout=2.0)
+        # A terminal that takes nothing (ctrl-S) does not keep an ended run.
+        ending = threading.Thread(target=self._view.close, name="end", daemon=True)
+        ending.start()
+        ending.join(timeout=2.0)
 
     def _run(self) -> None:
         while True:
             is_last = self._done.wait(TAIL_POLL_SECONDS)
-            records = self._tail.new()
-            if self._view is not None:
-                self._view.add(records)
-            else:
-                for record in records:
-                    echo(json.dumps(record.as_object()))
+            self._view.add(self._tail.new())
             if is_last:
                 return
 

@@ -40,7 +40,7 @@ def launch(
     *,
     world_size: int,
     output: Path | None = None,
-    quiet: bool = False,
+    display: str = "plain",
     fake_data: bool = False,
     say: Callable[[str], None] | None = None,
     say_last: Callable[[str], None] | None = None,
@@ -51,7 +51,7 @@ def launch(
 
     Args:
         output: in place of ``settings.trainer.output``.
-        quiet: rank 0 prints no line per step (``metrics.jsonl`` has them anyway).
+        display: of what rank 0 says: ``plain``, ``json`` or ``none`` (``metrics.jsonl`` has its steps anyway).
         fake_data: made-up steps in place of a server.
         say: where messages go; default: stderr.
         say_last: where the message goes that says why it ended; default: `say`.
@@ -73,13 +73,13 @@ def launch(
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(settings, world_size, quiet, fake_data, tell, say_last or tell)
+        return _run(settings, world_size, display, fake_data, tell, say_last or tell)
 
 
 def _run(
     settings: RunSettings,
     world_size: int,
-    quiet: bool,
+    display: str,
     fake_data: bool,
     tell: Callable[[str], None],
     tell_last: Callable[[str], None],
@@ -89,7 +89,7 @@ def _run(
     while True:
         began = time.monotonic()
         try:
-            end = _run_once(settings, world_size, quiet, fake_data)
+            end = _run_once(settings, world_size, display, fake_data)
         except KeyboardInterrupt:
             return 130
         if end.exit_code == 0 or end.is_final:
@@ -117,7 +117,7 @@ class _End:
         self.is_final = is_final
 
 
-def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool) -> _End:
+def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: bool) -> _End:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -142,7 +142,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
         try:
-            elastic_launch(config, _run_rank)(to_json(settings), reports, quiet, fake_data)
+            elastic_launch(config, _run_rank)(to_json(settings), reports, display, fake_data)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return _cause(read_ends(Path(reports)), codes, world_size, together.killed)
@@ -154,11 +154,11 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     return _End(0)
 
 
-def _run_rank(settings_json: str, reports: str, quiet: bool, fake_data: bool) -> None:
+def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool) -> None:
     """The rank's own process alone imports transformers, seconds of CPU; the launcher never needs it."""
     from rlbuffer.trainer.launch.rank import rank_main
 
-    rank_main(settings_json, reports, quiet, fake_data)
+    rank_main(settings_json, reports, display, fake_data)
 
 
 def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:

@@ -16,13 +16,11 @@ import torch
 from rlbuffer.config.gpus import visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
-from rlbuffer.events.trainer import TrainerEvent
-from rlbuffer.events.trainer_narrator import line_of
+from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
-from rlbuffer.state.text import printable
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
@@ -46,7 +44,7 @@ def report_of(rank: int, error: Exception) -> RankEnd:
     )
 
 
-def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) -> None:
+def rank_main(settings_json: str, reports: str, display: str, fake_data: bool) -> None:
     """Runs one rank in a process of the launcher, which sets rank and world size in the environment."""
     _end_with_launcher()
     if sys.platform == "linux":
@@ -57,31 +55,34 @@ def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) ->
 
     def leave(error: Exception) -> None:
         report_of(rank, error).write(Path(reports))
+        logs.stop()
         sys.stdout.flush()
         # The interpreter's own end would wait for threads that wait for a peer that is gone.
         os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
 
     try:
-        finished = run_rank(from_json(settings_json), quiet=quiet, fake_data=fake_data, on_stall=leave)
+        finished = run_rank(from_json(settings_json), display=display, fake_data=fake_data, on_stall=leave)
     except Exception as error:
         leave(error)
         return
     if not finished:
         end = RankEnd(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False)
         end.write(Path(reports))
+        logs.stop()
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     note_end(Path(reports), rank)
 
 
 def run_rank(
-    settings: RunSettings, *, quiet: bool = False, fake_data: bool = False, on_stall: OnStall | None = None
+    settings: RunSettings, *, display: str = "plain", fake_data: bool = False, on_stall: OnStall | None = None
 ) -> bool:
     """Trains as the rank that the environment names. -> whether the planned steps were made."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     name_process(f"rank {rank}")
     outlive_readers()
+    logs.start(display, clock=False)
     os.environ.update(visible(settings.trainer.gpus))
     torch.set_num_threads(threads_of_one(here))
     stop = StopRequest()
@@ -93,25 +94,16 @@ def run_rank(
     with (
         # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
         ended_when_stuck(threading.Event(), held_seconds=held_seconds),
-        trainer_figures(settings, _say_nothing if quiet else _print_event, rank=rank) as on_event,
+        trainer_figures(settings, rank=rank),
     ):
         return train(
             settings,
             rank=rank,
             world_size=world_size,
-            on_event=None if on_event is _say_nothing else on_event,
             on_stall=on_stall,
             stop=stop,
             fake_data=fake_data,
         )
-
-
-def _say_nothing(event: TrainerEvent) -> None:
-    """Another process shows what rank 0 writes down."""
-
-
-def _print_event(event: TrainerEvent) -> None:
-    print(printable(line_of(event), lines=True), flush=True)
 
 
 def _end_with_launcher() -> None:

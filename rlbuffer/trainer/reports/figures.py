@@ -7,34 +7,36 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.metrics.endpoint import serving
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, OTHER_NAMES, Labels
 from rlbuffer.metrics.registry import Values
+from rlbuffer.process.logs import heard
 from rlbuffer.state.metric import Metric, metrics_of
 from rlbuffer.state.step_record import StepRecord
-from rlbuffer.trainer.reports.reports import OnEvent
 
 LABELS_OF: Mapping[str, int] = {"env": MOST_ENVS, "name": MOST_REWARDS}
 """Label that foreign workers name -> how many have one of their own."""
 
 
 class TrainerFigures:
-    """Takes the events of rank 0, keeps the numbers of its steps, and hands them on."""
+    """Keeps the numbers of the steps that rank 0 logs."""
 
-    def __init__(self, tell: OnEvent) -> None:
-        self._tell = tell
+    def __init__(self) -> None:
         self._labels = {label: Labels(most) for label, most in LABELS_OF.items()}
         self._values: dict[str, Any] = {}
 
-    def __call__(self, event: TrainerEvent) -> None:
-        if isinstance(event, StepRecord):
-            before, self._values = self._values, {}
-            for field, metric in metrics_of(event):
-                value = self._value(metric, getattr(event, field))
-                is_sum = metric.kind == "counter"
-                self._values[metric.name] = _sum(before.get(metric.name, 0), value) if is_sum else value
-        self._tell(event)
+    def take(self, line: Mapping[str, Any]) -> None:
+        """A line was logged."""
+        if line["event"] == "step":
+            self.add(StepRecord.read(line))
+
+    def add(self, record: StepRecord) -> None:
+        """A step was trained."""
+        before, self._values = self._values, {}
+        for field, metric in metrics_of(record):
+            value = self._value(metric, getattr(record, field))
+            is_sum = metric.kind == "counter"
+            self._values[metric.name] = _sum(before.get(metric.name, 0), value) if is_sum else value
 
     def values(self) -> Values:
         """The values of :data:`rlbuffer.metrics.registry.TRAIN`."""
@@ -64,12 +66,11 @@ def _sum(before: Any, more: Any) -> Any:
 
 
 @contextmanager
-def trainer_figures(settings: RunSettings, tell: OnEvent, *, rank: int) -> Iterator[OnEvent]:
-    """Answers the trainer's metrics from rank 0 while the block runs, where the settings say so. -> what takes its
-    events."""
+def trainer_figures(settings: RunSettings, *, rank: int) -> Iterator[None]:
+    """Answers the trainer's metrics from rank 0 while the block runs, where the settings say so."""
     if rank or not settings.metrics.listen:
-        yield tell
+        yield
         return
-    figures = TrainerFigures(tell)
-    with serving(settings, "train", figures.values, tell):
-        yield figures
+    figures = TrainerFigures()
+    with heard("rlbuffer.trainer", figures.take), serving(settings, "train", figures.values):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
-from rlbuffer.events.trainer import (
-    CheckpointWritten,
-    TrainerEvent,
-    TrainerWarning,
-    TrainingEnded,
-    TrainingStarted,
-    WaitingNoticed,
-)
+from rlbuffer.process.logs import fields
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.state.trained import RECENT_STEPS, waited
+from rlbuffer.state.step_record import StepRecord
+from rlbuffer.state.text import plural
+from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.ranks.digests import digest_parameters
@@ -34,15 +30,14 @@ from rlbuffer.trainer.session import TrainerSession
 
 UNSENT_RECORDS = 1000
 """Records that wait for a server that is away; the server keeps about as many."""
-OnEvent = Callable[[TrainerEvent], None]
+_log = logging.getLogger(__name__)
 
 
 class Reports:
     """Every rank has one and counts; rank 0 writes."""
 
-    def __init__(self, session: TrainerSession, on_event: OnEvent | None) -> None:
+    def __init__(self, session: TrainerSession) -> None:
         self._session = session
-        self._on_event = on_event if session.is_first else None
         self._sinks: list[Sink] = []
         if session.is_first:
             created = 0 if isinstance(session.buffer, FakeBuffer) else session.buffer.store.meta().created
@@ -71,21 +66,25 @@ class Reports:
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
-        self._tell(TrainerWarning(message=message))
+        self._say(logging.WARNING, message, "warning")
 
     def start(self, place: Place) -> None:
         """Training is about to begin, or to go on."""
-        session = self._session
-        self._tell(
-            TrainingStarted(
-                step=place.step,
-                steps=session.settings.trainer.steps,
-                world_size=session.ranks.world_size,
-                device=str(session.ranks.device),
-                attention=session.policy.attention,
-                parameters=self._parameters,
-                output=str(session.settings.output_dir),
-            )
+        session, origin = self._session, f"the checkpoint of step {place.step}" if place.step else "step 0"
+        ranks, device = session.ranks, str(session.ranks.device)
+        steps, output = session.settings.trainer.steps, str(session.settings.output_dir)
+        self._say(
+            logging.INFO,
+            f"training {self._parameters:,} parameters on {plural(ranks.world_size, 'rank')} ({device}, "
+            f"{session.policy.attention}), from {origin} to {steps}; output in {output}",
+            "start",
+            step=place.step,
+            steps=steps,
+            world_size=ranks.world_size,
+            device=device,
+            attention=session.policy.attention,
+            parameters=self._parameters,
+            output=output,
         )
 
     def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place) -> None:
@@ -111,9 +110,9 @@ class Reports:
         if self._session.is_first:
             self._unsent.append(finite(replace(record, examples=()).as_object()))
             self._send()
-        self._tell(record)
+        self._say(logging.INFO, step_lines(record), **finite(record.as_object()))
         if slow.is_long and step.number % RECENT_STEPS == 0:
-            self._tell(WaitingNoticed(message=slow.text))
+            self._say(logging.INFO, slow.text, "notice")
         if len(set(record.parameters_sha256)) > 1:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record.parameters_sha256}")
 
@@ -131,16 +130,19 @@ class Reports:
 
     def checkpoint(self, place: Place, path: Path) -> None:
         """A checkpoint was written."""
-        self._tell(CheckpointWritten(step=place.step, path=str(path)))
+        self._say(
+            logging.INFO, f"checkpoint of step {place.step} in {path}", "checkpoint", step=place.step, path=str(path)
+        )
 
     def end(self, place: Place, *, finished: bool, has_ended: bool = False) -> None:
         """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
-        reason = str(Waiting(kind=Wait.ENDED, step=place.step)) if has_ended else ""
-        self._tell(TrainingEnded(step=place.step, finished=finished, reason=reason))
+        why = str(Waiting(kind=Wait.ENDED, step=place.step)) if has_ended else ""
+        text = f"{'finished' if finished else 'stopped'} at step {place.step}{why and f': {why[:1].lower()}{why[1:]}'}"
+        self._say(logging.INFO, text, "end", step=place.step, finished=finished)
 
-    def _tell(self, event: TrainerEvent) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
+    def _say(self, level: int, text: str, event: str, **values: Any) -> None:
+        if self._session.is_first:
+            _log.log(level, "%s", text, extra=fields(event, **values))
 
     def _examples(self, step: Step) -> Sequence[Mapping[str, Any]]:
         """A few rollouts, on rank 0 of every step that shall show some."""
@@ -170,3 +172,16 @@ class Reports:
             "parameters_sha256": ranks.gather_digests(digest_parameters(self._session.policy)),
             "batch_sha256": ranks.gather_digests(digest_step(step)),
         }
+
+
+def step_lines(record: StepRecord) -> str:
+    """A trained step for people: one line, and one for each of its examples."""
+    reward = "-" if record.reward is None else f"{record.reward:.3f}"
+    rewards = " ".join(f"{env} {r:.3f}" for env, r in record.rewards.items() if r is not None)
+    return (
+        f"step {record.step}  reward {reward} ({rewards})  loss {record.loss:+.4f}  "
+        f"entropy {record.entropy:.3f}  kl {record.kl:.4f}  clipped {record.clip_fraction:.1%}  "
+        f"grad {record.grad_norm:.2f}  age {record.age:.2f}  tokens {record.tokens}  "
+        f"{record.seconds['total']:.2f} s  wait {record.wait:.0%}"
+        + "".join(f"\n  {line}" for line in example_lines(record.examples))
+    )

@@ -140,7 +140,7 @@ def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(served
     blocked(served.run.home / "archive")
     training = Training(served, steps=2, seconds=0.5)
     (stuck,) = served.wait_for(lambda: served.said("archive", state="stuck"), seconds=30)
-    assert stuck["sentence"] == (
+    assert stuck["text"] == (
         f"The archive cannot be written: {training.folder}: File exists. Training goes on; steps stay on the server "
         "while it has memory, and then go unarchived. Make room there."
     )

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from terminals import Screen
 
-from rlbuffer.events.batcher import CureNeeded, EnvPaused, MemoryTight, StepWaits
-from rlbuffer.events.batcher_narrator import ServeNarrator
-from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.run.loading import load
 from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
 
@@ -118,32 +117,26 @@ def test_the_last_lines_may_stay(terminal: Terminal) -> None:
     assert terminal.rows == ["done", ""]
 
 
-def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above() -> None:
-    said: list[str] = []
-    shown: list[str] = []
-    tell = ServeNarrator(said.append, shown.append)
-    first, second = (Waiting(kind=Wait.FILLING, step=1, done=done) for done in (0.0, 0.01))
-    fails = Problem(kind=Trouble.ENV_FAILS, env="a", count=1)
-    tell(StepWaits(waiting=first))
-    tell(StepWaits(waiting=second))
-    tell(CureNeeded(problem=fails))
-    tell(MemoryTight(sentence="the server is full"))
-    tell(EnvPaused(env="b"))
-    tell.close()
-    assert shown == [str(first), str(second), ""]
-    assert said == [
-        f"! {fails}",
-        "! the server is full",
-        "b is paused: steps go on without it",
-    ]
+SERVER = {"name": "valkey", "version": "7.2", "address": "unix:///s"}
+READY = {"event": "ready", "run": "math", "step": 2, "forecast": {}, "server": SERVER}
+
+
+def test_serve_shows_what_it_waits_for_until_it_waits_no_more() -> None:
+    status = _Status(load())
+    assert "connecting" in status.lines(80)[0]
+    status.take(READY)
+    status.take({"event": "waiting", "sentence": "nothing there"})
+    assert status.lines(80)[0].endswith("s: nothing there")
+    status.take({"event": "step", "step": 3})
+    assert status.lines(80) == ["step 3 · at work"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_serve_shows_a_sentence_to_its_end_however_narrow_the_terminal_is(terminal: Terminal, width: int) -> None:
     sentence = str(Waiting(kind=Wait.TRAINER_GONE, step=2, seconds=20.0))
-    status = _Status("math")
-    status.step = 2
-    status.wait_for(sentence)
+    status = _Status(load())
+    status.take(READY)
+    status.take({"event": "waiting", "sentence": sentence})
     terminal.resize(width)
     foot = Foot(status.lines, terminal.stream)
     for _ in range(2):

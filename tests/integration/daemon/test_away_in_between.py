@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from every_role import EveryRole
+from logged import Logged
 from store_runs import Run, plan_of
 
 import rlbuffer
@@ -15,7 +16,6 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
-from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.leader import LeaderStore
 
@@ -102,9 +102,9 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
 
     pin = LeaderStore.pin
     monkeypatch.setattr(LeaderStore, "pin", cut_off_once)
-    events: list[BatcherEvent] = []
+    logged = Logged("rlbuffer.daemon")
     stop = threading.Event()
-    daemon = Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=events.append, lease_seconds=1.0)
+    daemon = Daemon(Buffer(store, settings=RunSettings()), CONFIG, lease_seconds=1.0)
     thread = threading.Thread(target=daemon.run, args=(stop,))
     thread.start()
     for i in range(2):
@@ -112,11 +112,12 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
     deadline = time.monotonic() + 30
     while run.store.meta().step < 1:
         run.store.report(attempt.number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
-        assert time.monotonic() < deadline, events
+        assert time.monotonic() < deadline, logged.lines
         time.sleep(0.05)
     stop.set()
     thread.join(timeout=20)
-    kinds = [event.event for event in events]
+    logged.close()
+    kinds = [line["event"] for line in logged.lines]
     assert (kinds[: kinds.index("step")].count("ready") >= 2) == is_loss, kinds
     assert (len(pins) >= 2) == is_loss
     assert run.store.verify().findings == ()

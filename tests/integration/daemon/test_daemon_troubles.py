@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import waits
 from daemon_runs import Served
+from logged import Logged
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.daemon import teller as teller_module
 from rlbuffer.daemon.teller import Teller
-from rlbuffer.events.batcher import BatcherEvent, CureNeeded
 from rlbuffer.packing import further_columns
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
@@ -38,17 +38,17 @@ def served(run: Run) -> Iterator[Served]:
 
 
 def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
-    events: list[BatcherEvent] = []
-    teller = Teller(run.store, events.append)
-    for env in ("a", "a", "b", "a"):
-        teller.say(None, {}, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=len(events))])
-    assert [e.problem.env for e in events if isinstance(e, CureNeeded)] == ["a", "b"]
+    logged, teller = Logged("rlbuffer.daemon"), Teller(run.store)
+    for count, env in enumerate(("a", "a", "b", "a"), start=1):
+        teller.say(None, {}, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
+    logged.close()
+    assert [line.env for line in logged.told("trouble")] == ["a", "b"]
 
 
 def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now, beats = [100.0], list[int]()
     monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    teller = Teller(run.store, lambda event: None)
+    teller = Teller(run.store)
     for ready in range(25):
         teller.say(Waiting(kind=Wait.FILLING, step=1, done=ready / 45), {"pending": ready})
         beats.append(run.store.heartbeats("batcher")["leader"]["pending"])

@@ -85,7 +85,7 @@ def test_after_a_damaged_step_unsound_payloads_are_dropped_before_they_are_commi
     assert drop["detail"].startswith("rollout a.2/0: payload is damaged: checksum ")
     (told,) = served.said("damaged")
     assert (told["step"], told["rollouts"]) == (1, 2)
-    assert "2 of env a by odd\\x1b one" in told["sentence"]
+    assert "2 of env a by odd\\x1b one" in told["text"]
     served.wait_for(lambda: waits.problem(run.store, Trouble.DAMAGED))
     assert run.store.verify().ok
 

@@ -316,14 +316,14 @@ def test_once_there_are_steps_they_are_what_counts(served: Served, trainer: Trai
     run.client.config_set("maxmemory", "4mb")
     served.serve(config)
     (tight,) = served.wait_for(lambda: served.said("memory", state="tight"))
-    assert "a step takes 0.5 MiB (the mean of the last 2 steps), and 8 of them" in tight["sentence"]
+    assert "a step takes 0.5 MiB (the mean of the last 2 steps), and 8 of them" in tight["text"]
 
 
 def test_a_server_without_a_limit_is_warned_of_once(served: Served) -> None:
     served.run.client.config_set("maxmemory", 0)
     served.serve(CONFIG)
     (warning,) = served.wait_for(lambda: served.said("memory"))
-    assert warning["sentence"].startswith("The server has no memory limit (maxmemory 0)")
+    assert warning["text"].startswith("The server has no memory limit (maxmemory 0)")
     assert served.said("ready")[0]["forecast"] == {}
 
 
@@ -342,7 +342,7 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
         trainer.train(step)
     served.wait_for(lambda: bool(served.said("memory", state="retired early")))
     assert run.store.meta().retired == run.store.meta().early > 0
-    assert served.said("memory", state="unlimited")[0]["sentence"] == (
+    assert served.said("memory", state="unlimited")[0]["text"] == (
         "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
         "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`. Until then trained steps go as "
         "if it were 16.0 MiB, half of that machine's."

@@ -12,9 +12,9 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.lessons import LEAST_STEPS
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.lessons import LEAST_STEPS
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.run.run_checks import on_run

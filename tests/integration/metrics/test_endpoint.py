@@ -7,13 +7,11 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from typing import Any
 
 import pytest
 
 from rlbuffer.config.settings import MetricsSettings, RunSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.metrics import endpoint
 from rlbuffer.metrics.endpoint import MetricsServer, serving
 from rlbuffer.process.web_servers import MOST_AT_ONCE
@@ -40,38 +38,33 @@ def test_each_process_of_a_host_takes_the_next_port() -> None:
             assert get(f"{second.url}/metrics")[1].endswith("rlbuffer_leader 0.0\n")
 
 
-def test_a_process_without_a_port_says_so_and_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_port_says_so_and_works_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(endpoint, "PORTS", 1)
-    events: list[Any] = []
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = RunSettings(run="r", metrics=MetricsSettings(listen=listen))
-        with serving(settings, "serve", dict, events.append):
+        with serving(settings, "serve", dict):
             pass
-    [event] = events
-    assert isinstance(event, MetricsUnavailable)
-    assert event.sentence == (
-        f"nobody can ask this process for its metrics: metrics.listen = '{listen}' and the 0 ports after it cannot be "
-        "listened on (Address already in use). It works on without; choose another address, or stop what has it"
-    )
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"metrics.listen = '{listen}'" in record.getMessage()
 
 
-def test_no_host_is_this_machine_only_and_the_address_is_told() -> None:
-    events: list[Any] = []
-    with serving(
-        RunSettings(run="r", metrics=MetricsSettings(listen=":0")), "worker", dict, events.append, worker="w-0"
-    ):
-        [event] = events
-        assert isinstance(event, MetricsServed)
-        assert event.url.startswith("http://127.0.0.1:")
-        status = json.loads(get(event.url.replace("/metrics", "/status"))[1])
+def test_no_host_is_this_machine_only_and_the_address_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with serving(RunSettings(run="r", metrics=MetricsSettings(listen=":0")), "worker", dict, worker="w-0"):
+        url = caplog.records[-1].fields["url"]
+        assert url.startswith("http://127.0.0.1:")
+        status = json.loads(get(url.replace("/metrics", "/status"))[1])
         assert status == {"process": "worker", "run": "r", "worker": "w-0", "metrics": {}}
 
 
 def test_nothing_is_served_where_nothing_is_set() -> None:
-    with serving(RunSettings(run="r"), "serve", dict, pytest.fail):
+    with serving(RunSettings(run="r"), "serve", dict):
         pass
 
 

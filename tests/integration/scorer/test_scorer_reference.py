@@ -10,7 +10,6 @@ import torch
 from scorer_stage import Stage, eventually
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.scorer import ScorerReady, ScorerStopped
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.weights.model import TINY_QWEN3, build_model
@@ -64,9 +63,10 @@ def test_packed_reference_logprobs_are_those_of_separate_forward_passes(stage: S
             assert (found[original.loss_mask] < -0.1).all()
             assert np.array_equal(rollout.tokens, original.tokens)
             assert (rollout.reward, rollout.version_spans) == (original.reward, original.version_spans)
-    assert stage.told("ready") == [ScorerReady(gives=("ref_logprobs",))]
+    assert [line.gives for line in stage.told("ready")] == [["ref_logprobs"]]
     assert sorted(event.group_id for event in stage.told("scored")) == [f"a.{n}" for n in range(6)]
-    assert stage.events[-1] == ScorerStopped(groups=6, rollouts=24, late=0, failed_groups=0)
+    (ended,) = stage.told("stopped")
+    assert (ended.groups, ended.rollouts, ended.late, ended.failed_groups) == (6, 24, 0, 0)
     assert stage.buffer.verify().findings == ()
 
 
@@ -96,7 +96,7 @@ def test_a_rollout_longer_than_a_row_is_scored_too_and_a_token_that_the_model_do
     stage.writer.push(strange)
     stage.start()
     eventually(lambda: stage.told("scored"))
-    trouble = eventually(lambda: stage.told("trouble"))[0].error
+    trouble = eventually(lambda: stage.told("trouble"))[0].text
     assert trouble == (
         "group a.2 cannot be scored: rollout a.2/0: token 5000 is outside the model's vocabulary of 1024"
     )

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged import Logged
 from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.event import MetricsServed, Trouble
-from rlbuffer.events.scorer import GroupScored, ScoredLate
 from rlbuffer.metrics.registry import METRICS
 from rlbuffer.process import heartbeat
 from rlbuffer.run import members
@@ -88,7 +87,7 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
         stage.writer.push(unscored(seed, answer=answer))
     stage.start()
     eventually(lambda: len(stage.told("trouble")) >= 21)
-    said = {event.error for event in stage.told("trouble")}
+    said = {event.text for event in stage.told("trouble")}
     for start, reason in (
         ("a.0", "rollout a.0/0: KeyError: 'no judge'"),
         ("a.1", "rollout a.1/0: no reward within timeout_seconds = 1"),
@@ -114,7 +113,7 @@ def test_a_named_reward_that_the_function_does_not_give_is_said(stages: Any):
     stage = stages("judged", gives=["rewards.taste"])
     stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.taste",)))
     stage.start()
-    assert eventually(lambda: stage.told("trouble"))[0].error == (
+    assert eventually(lambda: stage.told("trouble"))[0].text == (
         "group a.1 cannot be scored: rollout a.1/0: the function gave no reward named taste"
     )
 
@@ -125,7 +124,7 @@ def test_a_payload_that_is_gone_is_said(stages: Any):
     (entry,) = stage.buffer.store.read_pool()
     stage.buffer.store.connection.client.delete(entry.payload_key)
     stage.start()
-    assert eventually(lambda: stage.told("trouble"))[0].error == (
+    assert eventually(lambda: stage.told("trouble"))[0].text == (
         "group a.1 cannot be scored: the payload of rollout a.1/0 is missing"
     )
 
@@ -149,7 +148,7 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
     stage.start("first")
     eventually(lambda: seen)
     stage.start("second")
-    assert eventually(lambda: stage.told("late")) == [ScoredLate(group_id="a.1")]
+    assert [line.group_id for line in eventually(lambda: stage.told("late"))] == ["a.1"]
     stage.finish()
     del stage.buffer.role(ScorerStore).read_payloads
     assert stage.raised is None
@@ -211,17 +210,16 @@ def test_a_scorer_answers_every_metric_of_its_page(monkeypatch: pytest.MonkeyPat
         score={"one": {"reward": "scorer_stage:broken"}},
         metrics={"listen": "127.0.0.1:0"},
     )
-    events: list[Any] = []
-    runs = threading.Thread(
-        target=members.score, args=(stage.settings, "one", 0, "one-0", stage.stop), kwargs={"on_event": events.append}
-    )
+    everything = Logged()
+    runs = threading.Thread(target=members.score, args=(stage.settings, "one", 0, "one-0", stage.stop))
     stage.threads.append(runs)
     runs.start()
     for seed, answer in enumerate(("raise", "good", "better")):
         stage.writer.push(unscored(seed, answer=answer))
-    eventually(lambda: sum(isinstance(event, GroupScored) for event in events) == 2)
-    eventually(lambda: any(isinstance(event, Trouble) for event in events))
-    [url] = [event.url for event in events if isinstance(event, MetricsServed)]
+    eventually(lambda: len(stage.told("scored")) == 2)
+    eventually(lambda: stage.told("trouble"))
+    [url] = [line.url for line in everything.told("metrics")]
+    everything.close()
     with urllib.request.urlopen(url, timeout=20) as answer:
         text = answer.read().decode()
     with urllib.request.urlopen(url.replace("/metrics", "/status"), timeout=20) as answer:

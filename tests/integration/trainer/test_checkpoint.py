@@ -17,10 +17,9 @@ import torch
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
-from rlbuffer.events.trainer import TrainerEvent, TrainerWarning
 from rlbuffer.process.files import sha256_of
+from rlbuffer.process.logs import heard
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
@@ -281,12 +280,13 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
 
     stop = StopRequest()
 
-    def after_the_fourth(event: TrainerEvent) -> None:
-        if isinstance(event, StepRecord) and event.step == 4:
+    def after_the_fourth(line: dict[str, Any]) -> None:
+        if (line["event"], line.get("step")) == ("step", 4):
             stop.set()
 
     first = settings(halves)
-    assert not train(first, rank=0, world_size=1, fake_data=True, stop=stop, on_event=after_the_fourth)
+    with heard("rlbuffer.trainer", after_the_fourth):
+        assert not train(first, rank=0, world_size=1, fake_data=True, stop=stop)
     assert checkpoint.steps(halves / "checkpoints") == [3, 4]
     # As if it had been killed at step 4, with the checkpoint of step 3.
     (path_of(halves / "checkpoints", 4) / "meta.json").unlink()
@@ -320,7 +320,9 @@ def test_a_run_that_has_made_its_steps_makes_no_more(tmp_path: Path) -> None:
     assert [r["step"] for r in records(tmp_path)] == [1]
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = settings(tmp_path)
     assert train(wanted, rank=0, world_size=1, fake_data=True)
     expected = load_parameters(tmp_path, 6)
@@ -328,32 +330,23 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    said: list[str] = []
-
-    def listen(event: TrainerEvent) -> None:
-        if isinstance(event, TrainerWarning):
-            said.append(event.message)
-
-    assert train(wanted, rank=0, world_size=1, fake_data=True, on_event=listen)
-    assert said == [f"{damaged} is damaged: its sha256 is not the one in meta.json; an older checkpoint is used"]
+    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    assert caplog.messages == [
+        f"{damaged} is damaged: its sha256 is not the one in meta.json; an older checkpoint is used"
+    ]
     assert [r["resumed_from"] for r in records(tmp_path)][-3:] == [3, 3, 3]
     ours = load_parameters(tmp_path, 6)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(tmp_path: Path) -> None:
+def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     once = settings(tmp_path, steps=1)
     assert train(once, rank=0, world_size=1, fake_data=True)
     damaged = path_of(tmp_path / "checkpoints", 1) / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    said: list[str] = []
-
-    def listen(event: TrainerEvent) -> None:
-        if isinstance(event, TrainerWarning):
-            said.append(event.message)
-
-    assert train(once, rank=0, world_size=1, fake_data=True, on_event=listen)
-    assert len(said) == 1
-    assert said[0].startswith(f"{damaged} has ")
-    assert said[0].endswith("were written; there is no older one: training begins again at step 1")
+    assert train(once, rank=0, world_size=1, fake_data=True)
+    [said] = caplog.messages
+    assert said.startswith(f"{damaged} has ")
     assert [(r["step"], r["resumed_from"]) for r in records(tmp_path)] == [(1, 0), (1, 0)]

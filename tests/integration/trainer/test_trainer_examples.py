@@ -36,7 +36,7 @@ def run(redis_url: str) -> Iterator[tuple[str, str]]:
     name = f"examples-{uuid.uuid4().hex[:8]}"
     stop = threading.Event()
     with rlbuffer.connect(redis_url, run=name) as writing, rlbuffer.connect(redis_url, run=name) as leading:
-        thread = threading.Thread(target=Daemon(leading, CONFIG, on_event=lambda event: None).run, args=(stop,))
+        thread = threading.Thread(target=Daemon(leading, CONFIG).run, args=(stop,))
         thread.start()
         writer = writing.writer("w")
         for seed in range(2 * STEPS):

@@ -162,7 +162,7 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     time.sleep(0.3)
     assert waits.kind(run.store) is Wait.TAKEOVER
     assert run.store.meta().step == 0
-    assert loop.wait_for("step").header.step == 1  # it counts as gone
+    assert loop.wait_for("step").step == 1  # it counts as gone
     loop.close()
 
 

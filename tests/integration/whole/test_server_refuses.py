@@ -163,7 +163,7 @@ def test_a_worker_waits_and_goes_on(server: Moody, monkeypatch: pytest.MonkeyPat
     server.refuses(True)
     stage.sampler.gate.set()
     # A sampled group is pushed until it is taken, and no ticket can be taken, kept or given back meanwhile.
-    worker_stage.eventually(lambda: any(REASON in str(e.waiting) for e in stage.told("waiting")))
+    worker_stage.eventually(lambda: any(REASON in e.text for e in stage.told("waiting")))
     before = server.refused()
     worker_stage.eventually(lambda: server.refused() > before + 20)
     assert stage.thread is not None

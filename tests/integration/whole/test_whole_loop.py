@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import waits
 from every_role import EveryRole
+from logged import Logged
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
-from rlbuffer.events.batcher import LeaderReady
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
@@ -35,7 +35,7 @@ class Place:
     run: str
     buffers: list[rlbuffer.Buffer] = field(default_factory=list)
     daemons: list[tuple[threading.Event, threading.Thread]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    logged: Logged = field(default_factory=lambda: Logged("rlbuffer.daemon"))
     errors: list[BaseException] = field(default_factory=list)
 
     def connect(self) -> rlbuffer.Buffer:
@@ -45,7 +45,7 @@ class Place:
 
     def serve(self, config: rlbuffer.BatcherConfig = CONFIG, **options: Any) -> threading.Event:
         stop = threading.Event()
-        daemon = Daemon(self.connect(), config, on_event=self.events.append, lease_seconds=1.0, **options)
+        daemon = Daemon(self.connect(), config, lease_seconds=1.0, **options)
 
         def lead() -> None:
             try:
@@ -68,7 +68,7 @@ class Place:
     def wait_for(self, what: Callable[[], Any], seconds: float = 20) -> Any:
         deadline = time.monotonic() + seconds
         while not (value := what()):
-            assert time.monotonic() < deadline, f"events: {self.events[-5:]} errors: {self.errors}"
+            assert time.monotonic() < deadline, f"lines: {self.logged.lines[-5:]} errors: {self.errors}"
             time.sleep(0.02)
         return value
 
@@ -79,6 +79,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     made = Place(url, f"loop-{uuid.uuid4().hex[:8]}")
     yield made
     made.stop_serving()
+    made.logged.close()
     for buffer in made.buffers:
         buffer.close()
 
@@ -203,7 +204,7 @@ def test_an_estimator_that_fails_stops_the_batcher_and_every_waiting_rank_hears_
 
 def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     place.serve()
-    place.wait_for(lambda: any(isinstance(event, LeaderReady) for event in place.events))
+    place.wait_for(lambda: place.logged.told("ready"))
     place.stop_serving()
     place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3))
     error = place.wait_for(lambda: place.errors)[0]
@@ -211,9 +212,9 @@ def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     assert "max_age: 8 -> 3" in str(error)
     assert place.connect().store.meta().error == ""  # a serve that was refused is no error of the run
     place.stop_serving()
-    place.events.clear()
+    place.logged.lines.clear()
     place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3), replace_config=True)
-    place.wait_for(lambda: any(isinstance(event, LeaderReady) for event in place.events))
+    place.wait_for(lambda: place.logged.told("ready"))
     assert place.connect().store.meta().config["max_age"] == 3
 
 

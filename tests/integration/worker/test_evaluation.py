@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from every_role import EveryRole
+from logged import Logged
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import EvaluationSettings
-from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.member import Member
@@ -80,35 +80,32 @@ def evaluated(
     sampler: Greedy,
     seconds: float = 1.0,
     *,
-    heard: Callable[[WorkerEvent], object] = lambda event: None,
+    heard: Callable[[dict[str, Any]], object] | None = None,
     **changes: Any,
 ) -> list[Any]:
-    """Events of an evaluator in a while; `heard` is called with each event at once."""
-    events: list[Any] = []
-
-    def tell(event: WorkerEvent) -> None:
-        heard(event)
-        events.append(event)
+    """What an evaluator logs in a while; `heard` is called with each line at once."""
+    logged = Logged("rlbuffer.worker", take=heard)
 
     async def run() -> None:
         settings = {"held_out": OPTIONS.model_copy(update=changes)}
-        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held, on_event=tell)
+        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held)
         task = asyncio.create_task(evaluator.run())
         for _ in range(round(seconds / 0.02)):
             await asyncio.sleep(0.02)
-            if events:
+            if logged.lines:
                 break
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    return events
+    logged.close()
+    return logged.lines
 
 
 def test_a_version_that_is_due_is_measured_with_the_likeliest_tokens(buffer: Buffer) -> None:
     sampler = Greedy(4)
     events = evaluated(buffer, sampler, 20.0)
-    assert [(type(e), e.env, e.version, e.result["rollouts"]) for e in events] == [(VersionEvaluated, "held_out", 4, 4)]
+    assert [(e["event"], e["env"], e["version"], e["rollouts"]) for e in events] == [("evaluation", "held_out", 4, 4)]
     assert {s.temperature for s in sampler.samplings} == {0.0}
     [result] = buffer.store.evaluations()
     assert 0 < result["reward/mean"] <= 1
@@ -132,11 +129,11 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     sampler = Greedy(4)
     sampler.spans = [4, 5]
     events = evaluated(buffer, sampler, 20.0)
-    assert [e.error for e in events] == [
+    assert [e["text"] for e in events] == [
         "eval/held_out of version 4 does not count: another version sampled some of it"
     ]
     assert buffer.store.evaluations() == []
-    assert isinstance(evaluated(buffer, Greedy(4), 20.0)[0], VersionEvaluated)
+    assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
 
 
 def test_whoever_hears_that_a_result_does_not_count_may_take_the_evaluation(buffer: Buffer) -> None:
@@ -177,7 +174,7 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
             raise AssertionError
 
     events = evaluated(buffer, Stuck(4), 20.0, timeout_seconds=0.1)
-    assert [e.error for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
+    assert [e["text"] for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
     assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
 
 
@@ -235,7 +232,7 @@ def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_pla
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "EVALUATION_POLL_SECONDS", 3600.0)
-    sampler, events = Greedy(-1), []
+    sampler, logged = Greedy(-1), Logged("rlbuffer.worker")
 
     @asynccontextmanager
     async def held() -> Any:
@@ -244,16 +241,16 @@ def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_pla
 
     async def run() -> None:
         settings = {"one": OPTIONS, "two": OPTIONS}
-        evaluator = Evaluator(buffer, sampler, settings, hold=held, on_event=events.append)
+        evaluator = Evaluator(buffer, sampler, settings, hold=held)
         task = asyncio.create_task(evaluator.run())
         await asyncio.sleep(0.05)
         sampler.version = 4
         evaluator.wake()  # as when it is loaded: nobody waits for the next look
         deadline = time.monotonic() + 20
-        while len(events) < 2 and time.monotonic() < deadline:
+        while len(logged.lines) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert [(e.env, e.version) for e in events] == [("one", 4), ("two", 4)]
+    assert [(e["env"], e["version"]) for e in logged.lines] == [("one", 4), ("two", 4)]

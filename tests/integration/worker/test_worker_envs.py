@@ -14,7 +14,6 @@ from worker_stage import Counting, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Wait
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
@@ -148,8 +147,8 @@ def test_when_every_prompt_is_skipped_the_worker_says_so(stage: Stage) -> None:
     stage.allow(3)
     stage.announce(0)
     stage.start(skip_visits=2, skip_retry=0.0)
-    eventually(lambda: any(e.waiting.kind is Wait.PROMPT for e in stage.told("waiting")))
-    assert stage.told("waiting")[-1].waiting.env == "counting"
+    eventually(lambda: any(e.kind == Wait.PROMPT for e in stage.told("waiting")))
+    assert stage.told("waiting")[-1].env == "counting"
     assert stage.groups() == []
 
 
@@ -228,7 +227,8 @@ def test_a_worker_that_stops_pushes_groups_of_which_more_than_half_is_there(stag
     assert stage.raised is None
     assert stage.groups() == ["counting.0", "counting.2"]
     assert [len(group) for group in stage.rollouts()] == [3, 4]
-    assert stage.events[-1] == WorkerStopped(groups=2, rollouts=7, failed_groups=0)
+    (ended,) = stage.told("stopped")
+    assert (ended.groups, ended.rollouts, ended.failed_groups) == (2, 7, 0)
     other = stage.buffer.writer("w-1")
     stage.allow(4)
     assert [ticket.number for ticket in other.take("counting", 2, timeout_seconds=0.0)] == [1, 3]

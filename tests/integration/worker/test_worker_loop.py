@@ -20,7 +20,6 @@ from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull
-from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
@@ -67,7 +66,7 @@ def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch:
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
-    eventually(lambda: any("the server is at its memory limit" in e.waiting.detail for e in stage.told("waiting")))
+    eventually(lambda: any("the server is at its memory limit" in e.text for e in stage.told("waiting")))
     assert stage.heartbeat()["problems"] == []
     full.is_full = False
     eventually(lambda: stage.groups() == ["counting.0"])
@@ -126,7 +125,8 @@ def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> Non
     pushed = stage.told("group")
     assert sorted(event.group_id for event in pushed) == ["counting.0", "counting.1", "counting.2"]
     assert (pushed[0].version, pushed[0].rollouts, pushed[0].tokens, pushed[0].reward) == (0, 2, 6, 1.0)
-    assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=0)
+    (ended,) = stage.told("stopped")
+    assert (ended.groups, ended.rollouts, ended.failed_groups) == (3, 6, 0)
 
 
 def test_a_worker_whose_env_has_no_share_of_a_step_says_who_has_it(
@@ -146,10 +146,10 @@ def test_a_worker_whose_env_has_no_share_of_a_step_says_who_has_it(
 def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage: Stage) -> None:
     stage.start()
     eventually(lambda: stage.told("waiting"))
-    assert stage.told("waiting")[0].waiting.kind is Wait.WEIGHTS
+    assert stage.told("waiting")[0].kind == Wait.WEIGHTS
     assert stage.sampler.loads == []
     stage.announce(0)
-    eventually(lambda: stage.told("waiting")[-1].waiting.kind is Wait.TICKET)
+    eventually(lambda: stage.told("waiting")[-1].kind == Wait.TICKET)
     eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "ticket")
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])
@@ -306,7 +306,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_version_sampling(stage: Sta
     eventually(lambda: stage.sampler.loads == [0])
     stage.announce(1)
     eventually(lambda: stage.told("trouble"))
-    assert stage.told("trouble")[0].error == "version 1: bad; version 0 goes on sampling"
+    assert stage.told("trouble")[0].text == "version 1: bad; version 0 goes on sampling"
     stage.allow(1)
     eventually(lambda: len(stage.groups()) == 1)
     assert stage.store.read_pool()[0].info.rollouts[0].max_version == 0
@@ -321,7 +321,7 @@ def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> No
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.told("trouble"))
-    assert stage.told("trouble")[0].error == "version 0: bad; nothing to sample with"
+    assert stage.told("trouble")[0].text == "version 0: bad; nothing to sample with"
     assert stage.groups() == []
     stage.announce(1)
     eventually(lambda: len(stage.groups()) == 1)
@@ -337,7 +337,8 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     assert stage.groups() == ["counting.0", "counting.1", "counting.2"]
     assert stage.told("group")[-1].group_id == "counting.1"
     assert stage.troubles()[0] == "group counting.1 given up: prompt 1: ValueError: no verdict"
-    assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=1)
+    (ended,) = stage.told("stopped")
+    assert (ended.groups, ended.rollouts, ended.failed_groups) == (3, 6, 1)
     assert stage.heartbeat()["failed_groups"] == 1
 
 
@@ -384,7 +385,7 @@ def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: 
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.groups() == ["counting.0"])
-    assert "group counting.0 given up: prompt 0: InvalidRollout: reward" in stage.told("trouble")[0].error
+    assert "group counting.0 given up: prompt 0: InvalidRollout: reward" in stage.told("trouble")[0].text
 
 
 def test_a_prompt_that_fails_again_and_again_is_left_out_and_others_go_on(stage: Stage) -> None:

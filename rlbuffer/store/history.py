@@ -1,21 +1,32 @@
 """The records of a run's history, a stream on the server: what was committed, dropped, taken back or lost.
 
-They are written as their JSON objects (:func:`rlbuffer.events.event.as_object`) in msgpack. They are read as mappings:
-another version, or anybody, may have written them.
+They are written as mappings in msgpack, and read as such: another version, or anybody, may have written them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
 
-from rlbuffer.events.event import IF_ANY, SPREAD, Event
 from rlbuffer.records.states import ClosedBy, Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Event):
+class HistoryRecord:
+    """Something that happened to a run."""
+
+    event: ClassVar[str]
+
+    def as_object(self) -> dict[str, Any]:
+        """The record with its name, as the stream holds it; without fields that need not be there and are not."""
+        values = ((part, getattr(self, part.name)) for part in fields(self))
+        own = {part.name: value for part, value in values if value is not None or part.default is MISSING}
+        return {"event": self.event, **own}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(HistoryRecord):
     """A step was committed."""
 
     event = "step"
@@ -30,12 +41,12 @@ class Committed(Event):
     fill: float
     envs: Mapping[str, Mapping[str, Any]]
     """Env -> its figures, as in the step's header."""
-    flat: int | None = field(default=None, metadata=IF_ANY)
+    flat: int | None = None
     """Groups of it that teach nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped(Event):
+class Dropped(HistoryRecord):
     """A group was dropped."""
 
     event = "drop"
@@ -47,17 +58,17 @@ class Dropped(Event):
     detail: str
     min_version: int
     reward: float | None
-    prompt_id: str | None = field(default=None, metadata=IF_ANY)
+    prompt_id: str | None = None
     """Prompt id of its push; None where its metadata cannot be read."""
-    worker: str | None = field(default=None, metadata=IF_ANY)
+    worker: str | None = None
     """Name of the writer that pushed it."""
-    pushed_ms: int | None = field(default=None, metadata=IF_ANY)
+    pushed_ms: int | None = None
     """Server time of its first push."""
-    adapter: str | None = field(default=None, metadata=IF_ANY)
+    adapter: str | None = None
     """Adapter that would have trained it; None for all weights."""
-    planned_size: int | None = field(default=None, metadata=IF_ANY)
+    planned_size: int | None = None
     """Rollouts that it should have had."""
-    pushes: Mapping[str, Sequence[Any]] | None = field(default=None, metadata=IF_ANY)
+    pushes: Mapping[str, Sequence[Any]] | None = None
     """Suffix of the payload key -> worker and server time of each push, where it came in several."""
 
 
@@ -66,7 +77,7 @@ VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered(Event):
+class Recovered(HistoryRecord):
     """The run went on after steps that the server had lost."""
 
     event = "recovery"
@@ -78,7 +89,7 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsVoided(Event):
+class StepsVoided(HistoryRecord):
     """Steps after `step` were taken back; what was pending stayed."""
 
     event = "void"
@@ -90,7 +101,7 @@ class StepsVoided(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRewound(Event):
+class RunRewound(HistoryRecord):
     """The run was taken back to `step`, with all that was pending."""
 
     event = "rewind"
@@ -101,13 +112,12 @@ class RunRewound(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetiredEarly(Event):
+class RetiredEarly(HistoryRecord):
     """Steps up to `step` retired before a checkpoint held them."""
 
     event = "retired early"
     step: int
-    memory: Mapping[str, int] = field(metadata=SPREAD)
-    """``used`` and ``limit``, in bytes."""
-
-
-HistoryEvent = Committed | Dropped | Recovered | StepsVoided | RunRewound | RetiredEarly
+    used: int
+    """Bytes of the server's memory."""
+    limit: int
+    """Bytes."""

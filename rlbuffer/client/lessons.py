@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rlbuffer.events.history import Committed
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
+from rlbuffer.store.history import Committed
 
 LAST_STEPS, LEAST_STEPS = 20, 10
 """Steps that are looked at, and from how many on something is said."""

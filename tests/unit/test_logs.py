@@ -1,0 +1,110 @@
+"""What processes log: lines for people, objects, and what stands in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rlbuffer.daemon.teller import step_line
+from rlbuffer.packing.pack import pack
+from rlbuffer.process import logs
+from rlbuffer.process.logs import fields
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.states import Reason
+from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.history import Dropped, RetiredEarly
+from rlbuffer.testing import make_group
+
+BATCH = pack(make_group(size=2).rollouts, row_tokens=64)
+HEADER = Step(
+    number=7,
+    epoch=1,
+    digest="d",
+    world_size=1,
+    normalizers=BATCH.normalizers,
+    rollouts=2,
+    groups=1,
+    micro_batches=(BATCH,),
+).header
+DROP = Drop("a.1", "a", Reason.STALE, 2, 30, ("5-0",), "age 3", 4, 0.5)
+log = logging.getLogger("rlbuffer.somewhere")
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    logs.stop()
+
+
+def test_a_line_has_its_text_for_people_and_its_fields_for_programs() -> None:
+    for display in ("plain", "json", "none"):
+        lines: list[str] = []
+        logs.start(display, clock=False, write=lines.append)
+        log.warning("step %d of \x1b[2J", 7, extra=fields("step", HEADER, drops={"stale": [2, 30]}))
+        log.debug("group %s", "a.1", extra=fields("drop", DROP))
+        logs.stop()
+        if display == "plain":
+            assert lines == ["! step 7 of \\x1b[2J"]
+        elif display == "none":
+            assert lines == []
+        else:
+            step, drop = map(json.loads, lines)
+            assert (step["event"], step["step"], step["drops"]) == ("step", 7, {"stale": [2, 30]})
+            assert (step["level"], step["logger"]) == ("warning", "rlbuffer.somewhere")
+            assert (drop["text"], drop["reason"], drop["entry_ids"]) == ("group a.1", "stale", ["5-0"])
+
+
+def test_nobody_waits_for_a_reader_that_does_not_read_and_what_it_missed_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "KEPT_LINES", 100)
+    begun, reads, lines = threading.Event(), threading.Event(), list[str]()
+
+    def write(line: str) -> None:
+        begun.set()
+        reads.wait()
+        lines.append(line)
+
+    logs.start("plain", clock=False, write=write)
+    log.info("0")
+    begun.wait()
+    for number in range(1, 1000):
+        log.info("%d", number)
+    reads.set()
+    while len(lines) < 101:  # the one that it held besides
+        os.sched_yield()
+    log.info("at last")
+    logs.stop()
+    assert lines[:101] == [str(number) for number in range(101)]
+    assert lines[101:] == ["! 899 lines left out: nobody read them", "at last"]
+
+
+def test_a_step_that_teaches_nothing_or_not_all_says_so() -> None:
+    def line(flat: int, rollouts: int) -> str:
+        return step_line(replace(HEADER, group_ids=("a.0", "a.1"), rollouts=rollouts), 1.5, {}, flat)
+
+    assert "teach" not in line(0, 8)
+    assert "1 of 2 groups teach nothing" in line(1, 8)
+    assert "! it teaches nothing: no rollout" in line(2, 8)
+    assert "! it teaches nothing: each group is one rollout" in line(2, 2)
+
+
+def test_a_record_of_the_history_leaves_out_what_need_not_be_there() -> None:
+    drop = Dropped(
+        group_id="a.1", env="a", reason=Reason.STALE, rollouts=2, tokens=3, detail="d", min_version=4, reward=None
+    )
+    kept = {"event", "group_id", "env", "reason", "rollouts", "tokens", "detail", "min_version", "reward"}
+    assert drop.as_object().keys() == kept
+    assert replace(drop, worker="w").as_object().keys() == {*kept, "worker"}
+    assert RetiredEarly(step=1, used=2, limit=3).as_object() == {
+        "event": "retired early",
+        "step": 1,
+        "used": 2,
+        "limit": 3,
+    }
