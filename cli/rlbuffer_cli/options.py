@@ -166,11 +166,8 @@ def writing(display: str, write: Callable[[str], None] | None = None, *, clock: 
         clear()
         (write or logs.to_stdout)(text)
 
-    logs.start(display, clock=clock, write=line)
-    try:
+    with logs.written(display, clock=clock, write=line):
         yield
-    finally:
-        logs.stop()
 
 
 def choose_display(display: str) -> str:

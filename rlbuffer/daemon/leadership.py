@@ -170,7 +170,7 @@ class Leadership:
             forecast=forecast,
         )
         level = logging.INFO if self._is_first else logging.DEBUG
-        _log.log(level, "serving run %r from step %d", self._store.run, self._meta.step, extra=own)
+        _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
         self._memory.tell()
         self._teller.figures.lead(self._pending.batcher, self._config)
 

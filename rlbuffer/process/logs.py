@@ -86,6 +86,16 @@ atexit.register(stop)
 
 
 @contextmanager
+def written(display: str, *, clock: bool = True, write: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Writes what is logged while the block runs, as :func:`start` says."""
+    start(display, clock=clock, write=write)
+    try:
+        yield
+    finally:
+        stop()
+
+
+@contextmanager
 def heard(logger: str, take: Callable[[dict[str, Any]], None], level: int = logging.DEBUG) -> Iterator[None]:
     """Hands text and fields of each line of `logger` from `level` on to `take` while the block runs."""
 

@@ -209,9 +209,11 @@ def _leave_with(work: Callable[[], int]) -> None:
     except RlbufferError as error:
         if os.environ.get("RLBUFFER_DEBUG"):
             raise
+        logs.stop()
         say(f"Error: {error}")
         code = error.exit_code
-    logs.stop()
+    finally:
+        logs.stop()
     sys.stdout.flush()
     sys.exit(code)
 

@@ -8,7 +8,6 @@ import sys
 from rlbuffer.config.dotted import make_importable
 from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError, text_of
-from rlbuffer.process import logs
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.output import outlive_readers
 from rlbuffer.run.loading import load
@@ -34,7 +33,6 @@ def main(arguments: list[str]) -> int:
         from rlbuffer.trainer.launch.rank import INTERRUPTED, run_rank
 
         code = 0 if run_rank(settings) else INTERRUPTED
-        logs.stop()
         sys.stdout.flush()
         # As every forked rank ends: without destructors, which may hang (see `rlbuffer.trainer.loop`).
         os._exit(code)

@@ -68,7 +68,6 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool) -
     if not finished:
         end = RankEnd(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False)
         end.write(Path(reports))
-        logs.stop()
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     note_end(Path(reports), rank)
@@ -82,7 +81,6 @@ def run_rank(
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     name_process(f"rank {rank}")
     outlive_readers()
-    logs.start(display, clock=False)
     os.environ.update(visible(settings.trainer.gpus))
     torch.set_num_threads(threads_of_one(here))
     stop = StopRequest()
@@ -92,6 +90,7 @@ def run_rank(
     gc.freeze()
     held_seconds = max(HELD_SECONDS, settings.trainer.timeout_seconds)
     with (
+        logs.written(display, clock=False),
         # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
         ended_when_stuck(threading.Event(), held_seconds=held_seconds),
         trainer_figures(settings, rank=rank),

@@ -102,7 +102,7 @@ def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path
 
 
 def test_made_up_steps_wait_for_no_batcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Follower(RunSettings(home=tmp_path), "rich", has_server=False):
+    with Follower(RunSettings(home=tmp_path), has_server=False):
         pass
     said = capsys.readouterr().out
     assert "the steps are made up" in said
