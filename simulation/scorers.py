@@ -31,7 +31,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
     writer = Writer(buffer.role(WorkerStore), f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
     world.invariants.joined(writer.incarnation, epoch)
     options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
-    real = _Scorer(buffer, process.name, options, None, None, threading.Event(), lambda event: None)
+    real = _Scorer(buffer, process.name, options, None, None, threading.Event())
     real._beat.start()
     while True:
         if store.losses() != real._losses:

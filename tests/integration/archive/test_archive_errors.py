@@ -148,7 +148,7 @@ def test_a_leader_that_has_lost_the_lead_writes_nothing_more(run: Run, tmp_path:
     settled(run)
     run.step("a.0")
     folder = tmp_path / "archive"
-    archiving = Archiving(run.again, ArchiveSettings(dir=tmp_path / "of the thread"), lambda event: None)
+    archiving = Archiving(run.again, ArchiveSettings(dir=tmp_path / "of the thread"))
     with pytest.raises(ValueError, match="lost"), archiving:
         raise ValueError("the lead is lost")
     writer = ArchiveWriter(folder, run.store.run, archiving._check)

@@ -206,7 +206,7 @@ def test_other_settings_than_the_runs_are_refused_with_each_difference(served: S
 
 def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served) -> None:
     config = BatcherConfig(64, on_dead_env="stop")
-    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config), served.hear)
+    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config))
     with pytest.raises(RlbufferError) as caught:
         watch.report_silent({"math": 119.4}, 7)
     said = str(caught.value)
