@@ -70,7 +70,7 @@ def test_a_finished_run_that_is_given_more_steps_says_what_its_rate_does(
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         again = settings(tmp_path, {"schedule": schedule, "learning_rate": 0.5}, steps=steps)
         train(again, rank=0, world_size=1, fake_data=True)
-    warnings = caplog.messages
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == int(is_said)
     if is_said:
         assert all(value in warnings[0] for value in ("of 0,", "trainer.steps = 4", "0.25", f"{0.5 * 7 / 16:g}"))
