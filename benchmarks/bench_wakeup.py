@@ -217,10 +217,10 @@ class Committing(EveryRole):
 
     main: Moments
 
-    def commit(self, token: int, plan: StepPlan, *args: Any, **named: Any) -> tuple[CommitStatus, Any]:
+    def commit(self, plan: StepPlan, *args: Any, **named: Any) -> tuple[CommitStatus, Any]:
         self.note("commit", plan.step)
         self.step = plan.step
-        return super().commit(token, plan, *args, **named)
+        return super().commit(plan, *args, **named)
 
     def move(self, script: str, *args: Any, **named: Any) -> list[Any]:
         if script != "commit":

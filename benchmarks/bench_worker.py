@@ -153,10 +153,10 @@ def measured(home: Path, in_flight: int) -> tuple[int, float, float]:
     with connect(run=f"bench-{in_flight}", config=settings) as buffer:
         store = buffer.role(EveryRole)
         store.open_run()
-        token = store.lease("bench", ttl_seconds=MAX_SECONDS).token
+        store.lease("bench", ttl_seconds=MAX_SECONDS)
         attempt = store.attempt(uuid="bench", world_size=1, resume_step=0).number
         store.announce(attempt, PolicyVersion(version=0))
-        store.set_allowances(token, {Plain.name: 10**6})
+        store.set_allowances({Plain.name: 10**6})
         options = WorkerSettings(env="vcopy", group_size=GROUP_SIZE, groups_per_batch=in_flight)
         with heard("rlbuffer.worker", watch):
             run_worker(buffer, "bench", options, stop=stop, env=Plain(), sampler=Instant())

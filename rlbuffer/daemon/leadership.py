@@ -55,8 +55,6 @@ WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
 class Tenure:
     """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
 
-    losses: int
-    """The connection's, when it began."""
     archive: Archiving
     """Keeps what retires."""
     since: float | None = None
@@ -97,9 +95,7 @@ class Leadership:
         self._config = config
         self._teller = teller
         self._lease = lease
-        self._token = lease.token
         self._is_first = tenure.since is None
-        self._losses = tenure.losses
         self._archive = tenure.archive
         self._since = store.now() if tenure.since is None else tenure.since
         self._began = time.monotonic() if tenure.since is None else tenure.began
@@ -108,7 +104,7 @@ class Leadership:
         self._wishes = WishWatch(store, asked, self._meta)
         learns = needs_advantage(trainer.loss)
         clock = {"since": self._since, "began": self._began}
-        self._pending = Pending(store, config, teller, token=self._token, needs_advantage=learns, **clock)
+        self._pending = Pending(store, config, teller, needs_advantage=learns, **clock)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, self._meta.step)
@@ -134,7 +130,6 @@ class Leadership:
     def tenure(self) -> Tenure:
         """State that a leadership that follows this one goes on with."""
         return Tenure(
-            losses=self._losses,
             archive=self._archive,
             since=self._since,
             began=self._began,
@@ -150,11 +145,11 @@ class Leadership:
         """
         self._teller.forget()
         self._archive.take_in(self._meta)
-        forecast = self._memory.start(self._token, self._meta, sweeps=self._archive.folder is None)
+        forecast = self._memory.start(self._meta, sweeps=self._archive.folder is None)
         self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
-            self._store.set_error(self._token, "")
+            self._store.set_error("")
         # Collections would be two fifths of the CPU of taking over 100,000 groups.
         with without_garbage_collection(stays=True):
             self._pending.restore()
@@ -207,7 +202,7 @@ class Leadership:
             self._say(unknown)
             return
         policies = trainer.policies
-        self._memory.joined(self._token, trainer)
+        self._memory.joined(trainer)
         self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
@@ -262,10 +257,10 @@ class Leadership:
         step, known = self._meta.step, self._meta.ended
         if not decision.is_over or trainer.trained < step:
             if known is not None:
-                self._store.set_ended(self._token, None)
+                self._store.set_ended(None)
                 self._meta = self._store.meta()
             return False
-        if known != step and not self._store.set_ended(self._token, step, self._sources.known.written):
+        if known != step and not self._store.set_ended(step, self._sources.known.written):
             return False
         self.ended = step
         self._teller.ended(step)
@@ -289,7 +284,7 @@ class Leadership:
 
         A claim may be older than the loss, and than the step in hand: the trainer is heard as after any takeover.
         """
-        outcome = self._store.recover(self._token, trainer, self._pending.entries())
+        outcome = self._store.recover(trainer, self._pending.entries())
         if outcome is not None:
             lost, groups = plural(outcome["forgotten"], "step"), plural(outcome["groups"], "group")
             _log.warning(
@@ -301,7 +296,7 @@ class Leadership:
                 groups,
                 extra=fields("recovery", **outcome),
             )
-            self._store.retire(self._token, int(outcome["step"]), since=self._losses)
+            self._store.retire(int(outcome["step"]))
 
     def _of_trainer(self, trainer: Attempt) -> Waiting:
         step, trained, silent = self._meta.step, trainer.trained, trainer.seen_seconds_ago or 0.0
@@ -318,15 +313,14 @@ class Leadership:
         speak again before anything is committed.
         """
         self._lease.check(self._meta.step + 1)
-        if self._store.losses() != self._losses:
-            raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
+        self._store.stay(self._store.since)
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
         """Publishes the allowances also when nothing changed: an older one that was delayed on its way may have
         replaced them."""
         now = time.monotonic()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
-            self._store.set_allowances(self._token, allowances)
+            self._store.set_allowances(allowances)
             self._allowances, self._published = dict(allowances), now
         self._pending.close_tickets()
 
@@ -334,7 +328,7 @@ class Leadership:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
         up_to = self._archive.may_retire(up_to, share=self._memory.share)
         if up_to > self._meta.retired:
-            self._store.retire(self._token, up_to, since=self._losses)
+            self._store.retire(up_to)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
         is_due = (self._pending.replaced or self._may_be_garbage) and time.monotonic() - self._swept > SWEEP_SECONDS
@@ -342,14 +336,14 @@ class Leadership:
         if is_due and self._archive.may_retire(newest, share=self._memory.share) == newest:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
-            self._store.retire(self._token, self._meta.retired, since=self._losses)
-        if self._memory.relieve(self._token, trainer, self._meta, self._archive):
+            self._store.retire(self._meta.retired)
+        if self._memory.relieve(trainer, self._meta, self._archive):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
         used = self._pending.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
-        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self._losses), reason)
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
         if not broken:
             infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
             columns, broken = agree(plan, infos, self._needed)
@@ -360,14 +354,12 @@ class Leadership:
             self._pending.drop_broken(broken)
             return
         status, detail = self._store.commit(
-            self._token,
             plan,
             used,
             meta=self._memory.marked(self._meta, trainer),
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
             columns=columns,
-            since=self._losses,
         )
         if status == CommitStatus.GONE:
             self._pending.refused(plan, detail)

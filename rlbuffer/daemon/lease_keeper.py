@@ -30,22 +30,17 @@ KEEPER_CLOSE_SECONDS = 5.0
 
 
 class LeaseKeeper:
-    """Renews a lease from `with` until its end.
+    """Renews the lease that `store` has acquired, from `with` until its end.
 
     Args:
         store: the run.
-        owner: who holds the lease.
-        token: of the lease.
-        lease_seconds: for how long it is renewed.
+        lease_seconds: for how long the lease is renewed.
         say: tells why no step comes, while a turn is long.
     """
 
-    def __init__(
-        self, store: LeaderStore, owner: str, token: int, *, lease_seconds: float, say: Callable[[Waiting], None]
-    ) -> None:
+    def __init__(self, store: LeaderStore, *, lease_seconds: float, say: Callable[[Waiting], None]) -> None:
         self._store = store
-        self._owner = owner
-        self.token = token
+        self._token = store.token
         self._lease_seconds = lease_seconds
         self._say = say
         self._lost: Exception | None = None
@@ -100,8 +95,8 @@ class LeaseKeeper:
             self._say(Waiting(kind=Wait.BUILDING, step=self._step, seconds=turn))
 
     def _renew(self) -> None:
-        lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
-        if lease.held and lease.token == self.token and lease.renewed:
+        lease = self._store.renew(ttl_seconds=self._lease_seconds)
+        if lease.token == self._token:
             return
         holder = "nobody else took it" if lease.held else f"{lease.owner} holds it now"
         raise LeaseLost(

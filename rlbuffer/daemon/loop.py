@@ -89,7 +89,7 @@ class Daemon:
         self._reread = reread
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
-        self._token = 0
+        self._leads = False
         self._has_opened = False
         """The run was there, or begun, when this process came."""
         self._is_at_work = False
@@ -120,13 +120,7 @@ class Daemon:
                 lease = self._acquire(stop)
                 if lease is not None:
                     with (
-                        LeaseKeeper(
-                            self._store,
-                            self._owner,
-                            lease.token,
-                            lease_seconds=self._lease_seconds,
-                            say=self._teller.beat,
-                        ) as keeper,
+                        LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._teller.beat) as keeper,
                         Archiving(self._another_store, self._settings.archive) as archive,
                     ):
                         self._lead(keeper, stop, archive)
@@ -135,7 +129,7 @@ class Daemon:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
                 if self._lost.is_due(str(error), time.monotonic()):
                     _lead_lost(error)
-                self._token = 0
+                self._leads = False
                 stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
             except SchemaMismatch:
                 raise  # nothing may be written there, not even that this failed
@@ -144,7 +138,7 @@ class Daemon:
                     # A function of the user's own failed: the run cannot go on, and the ranks must not wait for it.
                     self._fail(error)
                 else:
-                    self._store.release_lease(self._owner)
+                    self._store.release_lease()
                 raise
             except Exception as error:
                 self._fail(error)
@@ -166,7 +160,7 @@ class Daemon:
         while not stop.is_set():
             lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
             if lease.held:
-                self._token = lease.token
+                self._leads = True
                 self._store.load_scripts()
                 return lease
             if lease.owner != said:
@@ -179,12 +173,11 @@ class Daemon:
 
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
-        # The server's id from before the look at the file: a server that starts again after it is another one.
-        tenure = Tenure(losses=self._store.losses(), archive=archive)
+        tenure = Tenure(archive=archive)
         self._await_whole_file(keeper, stop)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
-            config = self._revisions.settle(keeper.token)
+            config = self._revisions.settle()
             leadership = Leadership(
                 self._store,
                 config,
@@ -241,13 +234,13 @@ class Daemon:
             self._revisions.reread(self._reread.read, self._operator)
 
     def _leave(self) -> None:
-        if not self._token:
+        if not self._leads:
             return  # stood by: what is waited for is the leader's to say
         try:
             ended = self._ended
             last = Waiting(kind=Wait.STOPPED) if ended is None else Waiting(kind=Wait.ENDED, step=ended)
             self._teller.say_goodbye(last)
-            self._store.release_lease(self._owner)
+            self._store.release_lease()
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.
             _lead_lost(error)
@@ -255,9 +248,9 @@ class Daemon:
     def _fail(self, error: Exception) -> None:
         """Tells every waiting rank at once, then lets the error out."""
         try:
-            self._store.set_error(self._token, f"{type(error).__name__}: {error}")
+            self._store.set_error(f"{type(error).__name__}: {error}")
             self._teller.say_goodbye()
-            self._store.release_lease(self._owner)
+            self._store.release_lease()
         except RlbufferError as second:
             _lead_lost(second)
 

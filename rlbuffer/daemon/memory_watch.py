@@ -58,7 +58,6 @@ class MemoryWatch:
 
     def __init__(self, store: LeaderStore, config: BatcherConfig, *, world_size: int, checkpoint_every: int) -> None:
         self._store = store
-        self._losses = store.losses()
         self._config = config
         self._world_size = world_size
         self._checkpoint_every = checkpoint_every
@@ -77,13 +76,12 @@ class MemoryWatch:
         """Step -> world size that it was planned for."""
 
     # -- the forecast ----------------------------------------------------------------------------------------------
-    def start(self, token: int, meta: Meta, *, sweeps: bool = True) -> dict[str, int]:
+    def start(self, meta: Meta, *, sweeps: bool = True) -> dict[str, int]:
         """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
 
         A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
 
         Args:
-            token: of the lease.
             meta: of the run, before these settings are written to it.
             sweeps: False where an archive may not have all of it yet: the leader sweeps it later.
 
@@ -98,7 +96,7 @@ class MemoryWatch:
         if meta.step == 0 or meta.config != self._config.as_dict():
             self._refuse(forecast, self._world_size)
         if meta.retired and sweeps:
-            self._store.retire(token, meta.retired, since=self._losses)
+            self._store.retire(meta.retired)
         if forecast is None:
             return {}
         return {
@@ -133,7 +131,7 @@ class MemoryWatch:
         elif forecast is not None and forecast.kept_steps < self._checkpoint_every:
             _warn(checkpoints_often(forecast, self._checkpoint_every), "often", steps=forecast.kept_steps)
 
-    def joined(self, token: int, trainer: Attempt) -> None:
+    def joined(self, trainer: Attempt) -> None:
         """A trainer has joined: its world size decides.
 
         Raises:
@@ -148,7 +146,7 @@ class MemoryWatch:
         try:
             self._refuse(self._forecast(trainer.world_size), trainer.world_size)
         except ConfigError as error:
-            self._store.set_error(token, f"{type(error).__name__}: {error}")
+            self._store.set_error(f"{type(error).__name__}: {error}")
             raise
 
     def _limit(self) -> int | None:
@@ -173,7 +171,7 @@ class MemoryWatch:
         raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
+    def relieve(self, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
         """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
         -> whether it did."""
         self._look()
@@ -186,7 +184,7 @@ class MemoryWatch:
             return False
         used, limit = self._pressure.used or 0, self._pressure.limit
         first = meta.retired + 1
-        self._store.retire(token, up_to, early={"used": used, "limit": limit}, since=self._losses)
+        self._store.retire(up_to, early={"used": used, "limit": limit})
         self.retired(up_to)
         if up_to > trainer.checkpoint:
             self._pressure.must_ask()

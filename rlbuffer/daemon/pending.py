@@ -30,7 +30,6 @@ class Pending:
         store: the run.
         config: what steps are made of.
         teller: hears of every drop.
-        token: the leader's fencing token.
         since: server time of the takeover, Unix seconds.
         began: the same moment, monotonic seconds.
         needs_advantage: as :class:`~rlbuffer.batcher.batcher.Batcher` takes it.
@@ -42,7 +41,6 @@ class Pending:
         config: BatcherConfig,
         teller: Teller,
         *,
-        token: int,
         since: float,
         began: float,
         needs_advantage: bool,
@@ -50,7 +48,6 @@ class Pending:
         self._store = store
         self._config = config
         self._teller = teller
-        self._token = token
         self._since = since
         self._began = began
         self._entries: dict[str, PoolEntry] = {}
@@ -118,7 +115,7 @@ class Pending:
             if env == entry.env and _NUMBER.match(number):
                 self._tickets.setdefault(env, []).append(int(number))
         if undecodable:
-            self._store.drop(self._token, undecodable)
+            self._store.drop(undecodable)
             self._teller.dropped(drop for drop, _ in undecodable)
         return len(entries)
 
@@ -143,7 +140,7 @@ class Pending:
         drops = tuple(drops)
         if not drops:
             return
-        self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
+        self._store.drop([(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self.batcher.dropped(drops)
         # A group that was trained before is only released: its place in the account stays.
         self._teller.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
@@ -169,7 +166,7 @@ class Pending:
                 self._teller.dropped([drop])
             for part in whole:
                 self.batcher.remove(part.entry_id)
-            self._store.drop(self._token, [(drop, whole)])
+            self._store.drop([(drop, whole)])
             self._forget([part.entry_id for part in whole])
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:

@@ -85,7 +85,7 @@ class Revisions:
             raise ConfigError(self._other(meta))
         self._seen = seen
 
-    def settle(self, token: int) -> BatcherConfig:
+    def settle(self) -> BatcherConfig:
         """Takes the wanted config, or the run's, at every takeover. -> the config to lead with.
 
         Raises:
@@ -101,16 +101,16 @@ class Revisions:
                     check_change(meta.config, self.config.as_dict(), step=meta.step)
                 if meta.config_digest != self._digest:
                     self._accepts(self.config)
-                self._take(token, meta, self.config.as_dict(), self._digest, answers=meta.wanted_digest)
+                self._take(meta, self.config.as_dict(), self._digest, answers=meta.wanted_digest)
             elif self._is_foreign(meta) and not self._replace:
                 raise ConfigError(self._other(meta))
             self._is_settled = True
             meta = self._store.meta()
         if meta.wanted_digest:
-            self._adopt(token, meta)
+            self._adopt(meta)
             meta = self._store.meta()
         if not meta.config_digest:
-            self._take(token, meta, self.config.as_dict(), self._digest)
+            self._take(meta, self.config.as_dict(), self._digest)
         elif meta.config_digest != self._digest:
             self.config, self._digest = BatcherConfig(**meta.config), meta.config_digest
         return self.config
@@ -140,21 +140,21 @@ class Revisions:
         except ConfigError as error:
             _refused(str(error))
 
-    def _adopt(self, token: int, meta: Meta) -> None:
+    def _adopt(self, meta: Meta) -> None:
         try:
             config = BatcherConfig(**meta.wanted)
             self._accepts(config)
             check_change(meta.config, meta.wanted, step=meta.step)
         except (ConfigError, TypeError) as error:
-            self._store.refuse_config(token, meta.wanted_digest, str(error))
+            self._store.refuse_config(meta.wanted_digest, str(error))
             _refused(str(error))
             return
-        self._take(token, meta, meta.wanted, meta.wanted_digest, answers=meta.wanted_digest)
+        self._take(meta, meta.wanted, meta.wanted_digest, answers=meta.wanted_digest)
 
-    def _take(self, token: int, meta: Meta, config: Mapping[str, Any], digest: str, *, answers: str = "") -> None:
+    def _take(self, meta: Meta, config: Mapping[str, Any], digest: str, *, answers: str = "") -> None:
         if digest == meta.config_digest and not answers:
             return
-        revision = self._store.set_config(token, config, digest, settles=answers)
+        revision = self._store.set_config(config, digest, settles=answers)
         if meta.config and digest != meta.config_digest:
             edits = tuple(str(change) for change in changes(meta.config, config))
             text = f"settings: revision {revision} from step {meta.step + 1} on: {'; '.join(edits)}"

@@ -29,9 +29,8 @@ from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, reused_groups, stream_order
 from rlbuffer.store.records import Attempt, Claim, Lease, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
-from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, answers, text
+from rlbuffer.store.session import answers, text
 from rlbuffer.store.step_format import (
     check_numbers,
     encode,
@@ -55,14 +54,19 @@ T = TypeVar("T")
 
 
 class LeaderStore(Member):
-    """A run for its leader. What changes the run is fenced by the lease's token."""
+    """A run for its leader. What changes the run is fenced by the token of the lease that was acquired last: it raises
+    LeaseLost when another leads.
 
-    _allowances_sent: int = 0
+    What is decided about steps holds on the server that it was read from. Where PIN, COMMIT and RETIRE find that the
+    connection was lost since the lease was acquired, they raise LeaseLost, too: the server may have lost what was read.
+    """
 
-    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
-        super().__init__(connection, run, patience_seconds=patience_seconds)
-        self._tokens: dict[str, int] = {}
-        """owner -> the token that this process last heard of."""
+    token = 0
+    """Of the lease; 0 before it was acquired."""
+    since: int | None = None
+    """The connection's losses when the lease was acquired."""
+    _owner = ""
+    _allowances_sent = 0
 
     # -- the lease -------------------------------------------------------------------------------------------------
 
@@ -77,22 +81,25 @@ class LeaderStore(Member):
         return next(filter(None, self.look(look)), None)
 
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
-        """LEASE acquire or renew."""
-        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
-        number = int(token)
-        is_held = text(status) != "HELD"
-        # An acquisition whose reply was lost is answered as a renewal when it is repeated. To this process it is new.
-        renewed = text(status) == "RENEWED" and self._tokens.get(owner) == number
-        if is_held:
-            self._tokens[owner] = number
-        return Lease(
-            token=number, held=is_held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
-        )
+        """LEASE: acquires it for `owner`, one per process start; all that follows is under its token."""
+        lease = self._acquire(owner, ttl_seconds)
+        if lease.held:
+            self._owner, self.token, self.since = owner, lease.token, self.losses()
+        return lease
 
-    def release_lease(self, owner: str) -> None:
-        """Lets another lead at once. Nothing happens when `owner` does not lead."""
-        self._say("release", owner)
-        self._tokens.pop(owner, None)
+    def renew(self, *, ttl_seconds: float) -> Lease:
+        """LEASE: prolongs it. One that had lapsed is acquired anew, and has another token than :attr:`token`."""
+        return self._acquire(self._owner, ttl_seconds)
+
+    def _acquire(self, owner: str, ttl_seconds: float) -> Lease:
+        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
+        is_held = text(status) != "HELD"
+        return Lease(token=int(token), held=is_held, owner=text(holder), remaining_seconds=int(remaining) / 1000)
+
+    def release_lease(self) -> None:
+        """Lets another lead at once. Nothing happens when another leads."""
+        if self._owner:
+            self._say("release", self._owner)
 
     def load_scripts(self) -> None:
         """Loads the scripts that the server does not know: most users may call them and load none."""
@@ -106,38 +113,38 @@ class LeaderStore(Member):
 
     # -- what the leader says ----------------------------------------------------------------------------------------
 
-    def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
-        """The settings that steps are made with from now on. -> their revision. Raises LeaseLost.
+    def set_config(self, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
+        """The settings that steps are made with from now on. -> their revision.
 
         `settles` is the digest of the wanted config that need not be looked at any more.
         """
-        reply = self._as_leader("config", token, payload.dumps(dict(config)), digest, settles)
+        reply = self._as_leader("config", payload.dumps(dict(config)), digest, settles)
         self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
         return int(reply[1])
 
-    def refuse_config(self, token: int, digest: str, reason: str) -> None:
-        """Refuses the wanted config of this digest: whoever asked for it hears why. Raises LeaseLost."""
-        self._as_leader("refuse", token, digest, reason)
+    def refuse_config(self, digest: str, reason: str) -> None:
+        """Refuses the wanted config of this digest: whoever asked for it hears why."""
+        self._as_leader("refuse", digest, reason)
 
-    def set_error(self, token: int, message: str) -> None:
-        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
-        self._as_leader("error", token, message)
+    def set_error(self, message: str) -> None:
+        """The batcher's fatal error, shown to every waiting rank; "" clears it."""
+        self._as_leader("error", message)
 
-    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
-        """Sets the tickets that may be out per env; an env that is not named has none. Raises LeaseLost."""
+    def set_allowances(self, allowances: Mapping[str, int]) -> None:
+        """Sets the tickets that may be out per env; an env that is not named has none."""
         # Counted: one from a connection that was given up may arrive behind a newer one.
         self._allowances_sent += 1
         words = (word for env, n in allowances.items() for word in (env, max(0, int(n))))
-        self._as_leader("allow", token, self._allowances_sent, *words)
+        self._as_leader("allow", self._allowances_sent, *words)
 
-    def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
+    def set_ended(self, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
         """The run has ended after `step`; None takes that back. `written`: what was seen of the ends (`Sources`).
-        -> False: it has more to do. Raises LeaseLost."""
+        -> False: it has more to do."""
         seen = (word for pair in written.items() for word in pair)
-        return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
+        return text(self._as_leader("end", "" if step is None else step, *seen)[0]) == "OK"
 
-    def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
-        reply = self._say(action, token, *args)
+    def _as_leader(self, action: str, *args: Any) -> list[Any]:
+        reply = self._say(action, self.token, *args)
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
         return reply
@@ -174,27 +181,22 @@ class LeaderStore(Member):
             # A plain ZREM, because it passes at the memory limit where TICKET is refused.
             self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
 
-    def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
-        """DROP, in calls of at most 500 entries. Raises LeaseLost."""
-        drop(self, token, drops)
+    def drop(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
+        """DROP, in calls of at most 500 entries."""
+        drop(self, self.token, drops)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def pin(
-        self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
-    ) -> list[str]:
-        """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used.
-
-        `since`: losses when the entries were read. Raises LeaseLost when there were more: they may not hold there.
-        """
+    def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
+        """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used."""
         broken: list[str] = []
         for page in _pages(refs):
             asked = [(entries[key].payload_key, places) for key, places in page.items()]
             if self.connection.is_cluster:
-                sizes = self._pin_on_shards(asked, since)
+                sizes = self._pin_on_shards(asked)
             else:
                 words = [word for key, places in asked for word in (key, _words(tuple(places)))]
-                sizes = self.move("pin", (), words, since=since)
+                sizes = self.move("pin", (), words, since=self.since)
             expected = _expected_sizes(page, entries)
             if len(sizes) != len(expected):
                 raise self.unexpected("pin", sizes)
@@ -206,11 +208,11 @@ class LeaderStore(Member):
                         broken.append(entry_id)
         return broken
 
-    def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]], since: int | None) -> list[Any]:
+    def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
         """The sizes of payloads on several shards, which are made permanent: COMMIT does not reach them there."""
 
         def ask(client: Any) -> list[Any]:
-            self.stay(since)
+            self.stay(self.since)
             with client.pipeline(transaction=False) as pipe:
                 for key, places in asked:
                     pipe.persist(key)
@@ -223,7 +225,6 @@ class LeaderStore(Member):
 
     def commit(
         self,
-        token: int,
         plan: StepPlan,
         entries: Mapping[str, PoolEntry],
         *,
@@ -231,19 +232,16 @@ class LeaderStore(Member):
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
         columns: Columns | None = None,
-        since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
 
-        `columns` are those that the plan's pushes agree on, for a caller that knows them. `since`: losses when the
-        payloads were pinned; a server that was away may have lost the pins.
+        `columns` are those that the plan's pushes agree on, for a caller that knows them.
 
         Raises:
             LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
             PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
             RlbufferError: the plan does not account for whole entries.
         """
-        # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
         planned = Planned(plan, entries)
         record = header_record(plan, entries, meta, waiting_for_version, columns, planned)
         record |= left_out(plan, entries, self.keys.payload_prefix)
@@ -254,7 +252,7 @@ class LeaderStore(Member):
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps
         args: list[Any] = [
-            *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
+            *(self.token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
             *(header, payload.dumps(dict(state)), *_lines(plan, record)),
             *(_entry_lines(plan), _group_lines(plan), *parts),
@@ -277,7 +275,7 @@ class LeaderStore(Member):
                 keys.reuse,
             ),
             args,
-            since=since,
+            since=self.since,
         )
         return self._committed(reply, plan, entries, meta, digest)
 
@@ -311,25 +309,22 @@ class LeaderStore(Member):
             )
         raise self.unexpected("commit", reply)
 
-    def retire(
-        self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
-    ) -> int:
+    def retire(self, up_to: int, *, early: Mapping[str, int] | None = None) -> int:
         """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
 
-        `early`: no checkpoint need hold them, because memory is short; what the history says of it. `since`: losses
-        when this was decided: nothing goes on a server that was away, which may need it again. Raises LeaseLost.
+        `early`: no checkpoint need hold them, because memory is short; what the history says of it.
         """
         keys = self.keys
         record = b"" if early is None else payload.dumps(RetiredEarly(step=up_to, **early).as_object())
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
-        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
+        reply = self.move("retire", where, (self.token, up_to, record, HISTORY_ENTRIES), since=self.since)
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
         retired = int(reply[1])
 
         def here(command: Callable[[Any], T]) -> T:
             def ask(client: Any) -> T:
-                self.stay(since)
+                self.stay(self.since)
                 return command(client)
 
             return self.look(ask)
@@ -344,8 +339,8 @@ class LeaderStore(Member):
             swept += len(own)
         return swept
 
-    def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
-        """RECOVER: the run goes on after the step that the trainer claims, in a new epoch. Raises LeaseLost.
+    def recover(self, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
+        """RECOVER: the run goes on after the step that the trainer claims, in a new epoch.
 
         `entries` is what is pending as far as the leader has read it; what came since is late by its tombstone.
         -> epoch, step, `forgotten` (steps that the server had lost), `void` (steps here of other content), groups and
@@ -372,7 +367,7 @@ class LeaderStore(Member):
             entries=len(uses),
         )
         keys = self.keys
-        args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
+        args: list[Any] = [self.token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
         args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(record.as_object())]
         args.append(len(groups))
         for group_id in groups:

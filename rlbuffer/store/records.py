@@ -68,8 +68,6 @@ class Lease:
     owner: str
     """Name of the holder."""
     remaining_seconds: float
-    renewed: bool
-    """It was renewed without having lapsed: nobody else can have led in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,9 +56,9 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
     with connect("memory://") as buffer:
         store: Any = buffer.role(EveryRole)
         store.open_run()
-        token = store.lease("batcher", ttl_seconds=600).token
+        store.lease("batcher", ttl_seconds=600)
         attempt = store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
-        store.set_allowances(token, {"tools": 2})
+        store.set_allowances({"tools": 2})
         store.announce(attempt, PolicyVersion(version=0, location="w", size=1))
 
         def work() -> None:

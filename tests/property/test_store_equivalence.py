@@ -24,6 +24,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.server import embedded
 from rlbuffer.store.session import open_store
@@ -73,7 +74,7 @@ class World:
     def __init__(self, url: str, home: Path) -> None:
         self.store = open_store(EveryRole, url, run=f"t{uuid.uuid4().hex[:8]}", home=home, server=ServerSettings())
         self.epoch = self.store.open_run().epoch
-        self.tokens: dict[str, int] = {}
+        self.leaders = {owner: LeaderStore(self.store.connection, self.store.run) for owner in ("one", "two")}
         self.attempts: dict[str, int] = {}
         self.sequences = {"p": 0, "q": 0}
         self.groups = 0
@@ -113,23 +114,20 @@ class World:
         return self.store.push(make_group(), producer=producer, incarnation=producer, sequence=sequence, epoch=3)
 
     def lease(self, owner: str) -> Any:
-        lease = self.store.lease(owner, ttl_seconds=60)
-        if lease.held:
-            self.tokens[owner] = lease.token
-        return lease.held, lease.owner, lease.renewed, lease.token
+        lease = self.leaders[owner].lease(owner, ttl_seconds=60)
+        return lease.held, lease.owner, lease.token
 
     def release(self, owner: str) -> None:
-        self.store.release_lease(owner)
+        self.leaders[owner].release_lease()
 
     def commit(self, owner: str, skip: int, world_size: int, offset: int) -> Any:
         # Mostly what is pending, now and then what was pending once.
         used = self.seen[-4:] if skip == 0 else self.store.read_pool(count=5)
-        meta = self.store.meta()
+        leader, meta = self.leaders[owner], self.store.meta()
         plan = _plan(used, max(1, meta.step + offset), world_size)
         by_id = {e.entry_id: e for e in used}
-        broken = self.store.pin(plan.rollouts, by_id)
-        token = self.tokens.get(owner, 7)
-        status, detail = self.store.commit(token, plan, by_id, meta=meta, state={"step": plan.step})
+        broken = leader.pin(plan.rollouts, by_id)
+        status, detail = leader.commit(plan, by_id, meta=meta, state={"step": plan.step})
         return broken, status, detail
 
     def drop(self, owner: str, skip: int, reason: str) -> None:
@@ -137,10 +135,10 @@ class World:
         for entry in self.seen[-3:][skip:]:  # some of them consumed already
             drop = Drop(group_id=entry.group_id, env=entry.env, reason=reason, rollouts=1, tokens=entry.tokens)
             drops.append((drop, [entry]))
-        self.store.drop(self.tokens.get(owner, 7), drops)
+        self.leaders[owner].drop(drops)
 
     def retire(self, owner: str, up_to: int) -> Any:
-        return self.store.retire(self.tokens.get(owner, 7), up_to)
+        return self.leaders[owner].retire(up_to)
 
     def attempt(self, name: str, resume_step: int | None) -> Any:
         # A name that was fenced comes back as another attempt, as a restarted trainer would.
@@ -162,7 +160,7 @@ class World:
         return self.store.announce(number, PolicyVersion(version=version)), self.store.policy().version
 
     def allow(self, owner: str, n: int) -> Any:
-        self.store.set_allowances(self.tokens.get(owner, 7), {"a": n})
+        self.leaders[owner].set_allowances({"a": n})
         return self.store.allowances()
 
     def take(self, n: int) -> Any:

@@ -78,9 +78,9 @@ class WorkerRun:
         self.buffer = connect("memory://")
         self.store: Any = self.buffer.role(EveryRole)
         self.store.open_run()
-        token = self.store.lease("batcher", ttl_seconds=600).token
+        self.store.lease("batcher", ttl_seconds=600)
         self._attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
-        self.store.set_allowances(token, {"vcopy": 10_000})
+        self.store.set_allowances({"vcopy": 10_000})
 
     def __enter__(self) -> WorkerRun:
         self.announce(0)

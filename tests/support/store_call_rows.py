@@ -110,7 +110,7 @@ def _push_many(store: EveryRole, run: Run) -> Any:
 def _commit(store: EveryRole, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     plan = plan_of(list(entries.values()), 1)
-    return store.commit(run.token, plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
+    return store.commit(plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
 
 
 def _drops(run: Run) -> list[Any]:
@@ -122,7 +122,7 @@ def _drops(run: Run) -> list[Any]:
 
 
 def _drop(store: EveryRole, run: Run) -> None:
-    store.drop(run.token, _drops(run))
+    store.drop(_drops(run))
 
 
 def _attempt(run: Run) -> int:
@@ -156,14 +156,14 @@ def _received(store: EveryRole, run: Run) -> Any:
 
 def _tickets(run: Run) -> None:
     _pool(run)
-    run.store.set_allowances(run.token, {"a": 4})
+    run.store.set_allowances({"a": 4})
     run.store.take_tickets("a", 2, ttl_seconds=60)
 
 
 def _ended(run: Run) -> None:
     run.lead()
     run.store.say_done("a", epoch=run.meta.epoch)
-    assert run.store.set_ended(run.token, 0, run.store.sources().written)
+    assert run.store.set_ended(0, run.store.sources().written)
 
 
 def _whole(run: Run) -> None:
@@ -223,27 +223,26 @@ ROWS: dict[str, Row] = {
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
     "load_scripts": Row(call=lambda store, run: store.load_scripts()),
-    "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),
-    "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
-    "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),
+    "renew": Row(call=lambda store, run: store.renew(ttl_seconds=30).held, prepare=_pool),
+    "release_lease": Row(call=lambda store, run: store.release_lease(), prepare=_pool),
+    "set_config": Row(call=lambda store, run: store.set_config({"max_age": 2}, "d"), prepare=_pool),
+    "set_error": Row(call=lambda store, run: store.set_error("a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
     "take_pool": Row(call=lambda store, run: store.take_pool(), prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
     "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
-    "set_ended": Row(call=lambda store, run: store.set_ended(run.token, 0), prepare=lambda run: run.lead()),
+    "set_ended": Row(call=lambda store, run: store.set_ended(0), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
-    "set_allowances": Row(call=lambda store, run: store.set_allowances(run.token, {"a": 3}), prepare=_pool),
+    "set_allowances": Row(call=lambda store, run: store.set_allowances({"a": 3}), prepare=_pool),
     "close_tickets": Row(call=lambda store, run: store.close_tickets("a", [0]), prepare=_tickets),
     "drop": Row(call=_drop, prepare=_pool),
     "pin": Row(call=_pin, prepare=_pool),
     "commit": Row(call=_commit, prepare=_pool),
     "load_state": Row(call=lambda store, run: store.load_state(), prepare=_steps),
     "closed_groups": Row(call=lambda store, run: store.closed_groups(), prepare=_steps),
-    "retire": Row(
-        call=lambda store, run: len(run.payload_keys()) and store.retire(run.token, 1) <= 1, prepare=_trained
-    ),
+    "retire": Row(call=lambda store, run: len(run.payload_keys()) and store.retire(1) <= 1, prepare=_trained),
     "recover": Row(
-        call=lambda store, run: store.recover(run.token, run.store.trainer(), run.pool()) is not None,
+        call=lambda store, run: store.recover(run.store.trainer(), run.pool()) is not None,
         prepare=_claimed,
         second={LOST: False},
     ),
@@ -273,7 +272,7 @@ ROWS: dict[str, Row] = {
     # A repetition finds nothing to drop, but tells the leader once more to look (`asked`).
     "drop_pending": Row(call=lambda store, run: store.drop_pending(_drops(run)) >= 0, prepare=_pool, counts_twice=True),
     "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),
-    "refuse_config": Row(call=lambda store, run: store.refuse_config(run.token, "d", "why"), prepare=_pool),
+    "refuse_config": Row(call=lambda store, run: store.refuse_config("d", "why"), prepare=_pool),
     "tickets_out": Row(call=lambda store, run: store.tickets_out(), prepare=_tickets),
     # -- trainer
     "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
@@ -349,7 +348,7 @@ ROWS: dict[str, Row] = {
     ),
     "dropped_payloads": Row(
         call=lambda store, run: len(store.dropped_payloads(["a.0"])["a.0"]),
-        prepare=lambda run: (_pool(run), run.store.drop(run.token, _drops(run))),
+        prepare=lambda run: (_pool(run), run.store.drop(_drops(run))),
     ),
     "read_push_payload": Row(
         call=lambda store, run: sorted(store.read_push_payload(run.payload_keys()[0])), prepare=_pool

@@ -107,7 +107,7 @@ class Stage:
         self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}")
         self.store: Any = self.buffer.role(EveryRole)
         self.store.open_run()
-        self.token = self.store.lease("batcher", ttl_seconds=600).token
+        self.store.lease("batcher", ttl_seconds=600)
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
         self.stop = threading.Event()
         self.logged = Logged("rlbuffer.worker", take=self._hear)
@@ -118,7 +118,7 @@ class Stage:
         self.thread: threading.Thread | None = None
 
     def allow(self, tickets: int, env: str = "counting") -> None:
-        self.store.set_allowances(self.token, {env: tickets})
+        self.store.set_allowances({env: tickets})
 
     def announce(self, policy: PolicyVersion | int) -> None:
         announced = PolicyVersion(version=policy, location="w", size=1) if isinstance(policy, int) else policy

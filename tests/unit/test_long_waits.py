@@ -61,9 +61,9 @@ def test_what_a_batcher_said_that_was_killed_since_holds_no_more(monkeypatch: py
                 waits.says(store, Waiting(kind=kind, step=3))
                 assert batcher_waits(store) == Waiting(kind=kind, step=3)
         waits.says(store, filling)
-        token = store.lease("other", ttl_seconds=60.0).token
-        store.set_error(token, "ConfigError: no")
-        store.release_lease("other")
+        store.lease("other", ttl_seconds=60.0)
+        store.set_error("ConfigError: no")
+        store.release_lease()
         assert batcher_waits(store) == Waiting(kind=Wait.NO_BATCHER, detail="ConfigError: no")
 
 

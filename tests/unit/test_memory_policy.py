@@ -254,7 +254,7 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
     archive = Archiving(pytest.fail, ArchiveSettings())
     for _ in range(memory_rules.MEMORY_LOOKS):
-        watch.relieve(1, trainer, meta, archive)
+        watch.relieve(trainer, meta, archive)
     (early,) = logged.told("memory")
     assert (early.first, early.last) == (3, 3)
     assert watch.marked(meta, trainer).checkpoint_now

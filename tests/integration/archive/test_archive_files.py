@@ -46,7 +46,7 @@ def push_strange(run: Run, group_id: str) -> list[bytes]:
 def settled(run: Run) -> None:
     """The run has settings of revision 1."""
     run.lead()
-    run.store.set_config(run.token, {"max_age": 4}, "digest")
+    run.store.set_config({"max_age": 4}, "digest")
 
 
 def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(run: Run, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_step_that_retired_long_ago_opens_and_nothing_is_written_twice(run: Ru
         run.step(f"a.{i}")
         archived(run, folder)
     run.train(5, oldest_kept=4)
-    run.store.retire(run.token, 4)
+    run.store.retire(4)
     run.step("a.5")
     archive = archived(run, folder)
     assert [step.step for step in archive.steps] == [1, 2, 3, 4, 5, 6]

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         made.commit()
     archived(made, tmp_path / "archive")
     made.train(STEPS - 1, oldest_kept=KEPT)
-    made.store.retire(made.token, KEPT)
+    made.store.retire(KEPT)
     assert [header.step for header in made.store.headers()] == [KEPT + 1, STEPS]
     yield made
     made.close()
@@ -64,7 +64,7 @@ def test_a_retired_step_shows_what_it_showed_on_the_server(run: Run, call: Call,
     assert code == 0, err
     archived(run, tmp_path / "later")
     run.train(STEPS, oldest_kept=STEPS)
-    run.store.retire(run.token, STEPS)
+    run.store.retire(STEPS)
     code, again, err = call("inspect", "--step", "5", "--archive", "later")
     assert (code, again) == (0, out), err
 

@@ -63,8 +63,8 @@ def config() -> rlbuffer.BatcherConfig:
 
 def set_config(run: Run) -> None:
     run.lead()
-    run.store.set_config(run.token, config().as_dict(), config_digest(config()))
-    run.store.release_lease("leader")
+    run.store.set_config(config().as_dict(), config_digest(config()))
+    run.store.release_lease()
 
 
 # -- config apply ------------------------------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
     made: Run, call: Call, is_led: bool, state: str
 ) -> None:
     made.lead()
-    made.store.set_allowances(made.token, {"a": 3})
+    made.store.set_allowances({"a": 3})
     made.store.take_tickets("a", 1, ttl_seconds=600)
     if not is_led:  # else the leader says what forms, and this one is silent
         made.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
-        made.store.release_lease("leader")
+        made.store.release_lease()
     waits.says(made.store, Waiting(kind=Wait.DRAINING))
     sentence = f" {Waiting(kind=Wait.DRAINING)}" if is_led else ""  # of one that is gone it may be an old one
     code, out, err = call("drain", "--timeout", "0.1")
@@ -291,7 +291,7 @@ def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
 
 def test_a_drain_that_is_undone_by_somebody_else_ends(made: Run, call: Call) -> None:
     made.lead()
-    made.store.set_allowances(made.token, {"a": 3})
+    made.store.set_allowances({"a": 3})
     made.store.take_tickets("a", 1, ttl_seconds=60)
     undo = threading.Timer(0.5, made.store.ask_undrain)
     undo.start()

@@ -159,7 +159,7 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
 
 def test_reset_asks_for_yes_and_then_removes_everything(made: Run, call: Call) -> None:
     name = made.store.run
-    made.store.release_lease("leader")
+    made.store.release_lease()
     code, _, err = call("runs", "reset", name)
     assert code == 2
     message = f'Error: this removes run "{name}" (3 steps, 2 pending rollouts) for good: say so with --yes\n'

@@ -358,8 +358,9 @@ def test_a_new_epoch_that_goes_on_from_this_one_is_followed_in_the_middle(buffer
 
 def test_groups_are_cut_as_single_pushes_are(buffer: rlbuffer.Buffer) -> None:
     config = rlbuffer.BatcherConfig(10, oversized="truncate")
-    token = buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0).token if buffer.role(Member).open_run() else 0
-    buffer.role(LeaderStore).set_config(token, config.as_dict(), "digest")
+    buffer.role(Member).open_run()
+    buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0)
+    buffer.role(LeaderStore).set_config(config.as_dict(), "digest")
     long = [make_group(seed=seed, size=1, lengths=[20]) for seed in (1, 2)]
     writer = buffer.writer("w")
     assert statuses(writer.push_many(long, sequence=1)) == ["stored"] * 2

@@ -27,8 +27,8 @@ def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
 
 
 def serve(buffer: rlbuffer.Buffer, config: rlbuffer.BatcherConfig) -> None:
-    lease = buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0)
-    buffer.role(LeaderStore).set_config(lease.token, config.as_dict(), "digest")
+    buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0)
+    buffer.role(LeaderStore).set_config(config.as_dict(), "digest")
 
 
 def lengths(buffer: rlbuffer.Buffer) -> list[list[tuple[int, bool]]]:

@@ -26,38 +26,40 @@ CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
 
 def test_a_server_that_was_away_is_not_asked_for_the_payloads_of_before(run: Run) -> None:
     run.push("a.0")
+    run.lead()
     (entry,) = run.pool()
-    before = run.store.losses()
     run.store.connection.losses += 1
     with pytest.raises(LeaseLost) as error:
-        run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}, since=before)
+        run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry})
     assert str(error.value) == f"the server of run {run.store.run!r} was away: everything is read from it again"
-    assert run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}, since=before + 1) == []
+    run.lead()
+    assert run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}) == []
 
 
 def test_no_step_is_committed_whose_pins_may_be_lost(run: Run) -> None:
     run.push("a.0")
     run.lead()
-    used, meta, before = run.pool(), run.store.meta(), run.store.losses()
+    used, meta = run.pool(), run.store.meta()
     entries = {entry.entry_id: entry for entry in used}
     plan = plan_of(used, 1)
-    run.store.pin(plan.rollouts, entries, since=before)
+    run.store.pin(plan.rollouts, entries)
     run.store.connection.losses += 1
     with pytest.raises(LeaseLost, match="was away"):
-        run.store.commit(run.token, plan, entries, meta=meta, state={}, since=before)
+        run.store.commit(plan, entries, meta=meta, state={})
     assert run.store.meta().step == 0
-    assert run.store.commit(run.token, plan, entries, meta=meta, state={}, since=before + 1)[0] == "ok"
+    run.lead()
+    assert run.store.commit(plan, entries, meta=meta, state={})[0] == "ok"
 
 
 def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run) -> None:
     run.step("a.0")
     run.train(1, oldest_kept=1)
-    before = run.store.losses()
     run.store.connection.losses += 1
     with pytest.raises(LeaseLost, match="was away"):
-        run.store.retire(run.token, 1, since=before)
+        run.store.retire(1)
     assert (run.store.meta().retired, len(run.payload_keys())) == (0, 1)
-    assert run.store.retire(run.token, 1, since=before + 1) == 1
+    run.lead()
+    assert run.store.retire(1) == 1
 
 
 def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +76,11 @@ def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(run.store, "look", away_after_the_first_page)
     with pytest.raises(LeaseLost, match="was away"):
-        run.store.retire(run.token, 1, since=run.store.losses())
+        run.store.retire(1)
     assert len(run.payload_keys()) == 1
     monkeypatch.setattr(run.store, "look", look)
-    assert run.store.retire(run.token, 1, since=run.store.losses()) == 1
+    run.lead()
+    assert run.store.retire(1) == 1
     assert run.store.verify().findings == ()
 
 

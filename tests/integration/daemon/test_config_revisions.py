@@ -158,7 +158,7 @@ def test_settings_that_replace_the_run_s_do_so_once_and_undo_nothing_that_came_l
 
 def test_the_second_of_two_operators_is_told_and_changes_nothing(run: Run) -> None:
     run.lead()
-    run.store.set_config(run.token, OLD.as_dict(), config_digest(OLD))
+    run.store.set_config(OLD.as_dict(), config_digest(OLD))
     seen = run.store.meta()
     third = rlbuffer.BatcherConfig(64, step_groups=4, max_age=8)
     assert run.store.ask_config(NEW.as_dict(), config_digest(NEW), seen=seen) == "asked"
@@ -266,8 +266,8 @@ def test_a_smaller_age_limit_drops_what_is_too_old_by_it_and_each_step_is_judged
 
 def test_verify_finds_a_step_that_says_a_newer_revision_than_the_run_has(run: Run) -> None:
     run.lead()
-    run.store.set_config(run.token, OLD.as_dict(), config_digest(OLD))
-    run.store.set_config(run.token, NEW.as_dict(), config_digest(NEW))
+    run.store.set_config(OLD.as_dict(), config_digest(OLD))
+    run.store.set_config(NEW.as_dict(), config_digest(NEW))
     run.push("a.0")
     run.commit()
     run.client.hset(run.store.keys.meta, "revision", 1)

@@ -46,7 +46,7 @@ def is_done(run: Run, size: int | None, env: str = "a") -> bool:
 
 def opened(run: Run, tickets: int = 9) -> Run:
     run.lead()
-    run.store.set_allowances(run.token, {"a": tickets})
+    run.store.set_allowances({"a": tickets})
     return run
 
 
@@ -154,9 +154,9 @@ def test_a_run_does_not_end_by_a_look_at_its_sources_that_is_too_old(run: Run, l
     run.store.say_done("a", epoch=run.meta.epoch)
     seen = run.store.sources().written
     lets_it_go_on(run.store)
-    assert run.store.set_ended(run.token, 0, seen) is False
+    assert run.store.set_ended(0, seen) is False
     assert run.store.meta().ended is None
-    assert run.store.set_ended(run.token, 0, run.store.sources().written) is True
+    assert run.store.set_ended(0, run.store.sources().written) is True
 
 
 def test_what_stands_where_ends_and_numbers_should_is_an_env_without_an_end(run: Run) -> None:

@@ -244,7 +244,7 @@ def test_what_a_leader_left_to_sweep_is_swept_by_the_next(served: Served, traine
     all_keys = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
     run.store.move("retire", all_keys, (run.token, 2, "", 99))
     assert len(run.payload_keys()) == 3
-    run.store.release_lease("leader")
+    run.store.release_lease()
     served.serve(CONFIG)
     served.wait_for(lambda: len(run.payload_keys()) == 1)
 

@@ -62,9 +62,9 @@ def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_anot
 
 def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_keeper, "SLOW_RENEWAL_SECONDS", 0.0)
-    lease = run.lead("leader", ttl_seconds=0.6)
+    run.lead("leader", ttl_seconds=0.6)
     said: list[Waiting] = []
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.6, say=said.append) as keeper:
+    with LeaseKeeper(run.store, lease_seconds=0.6, say=said.append) as keeper:
         keeper.check(7)
         until(lambda: said)
     assert (said[0].kind, said[0].step) == (Wait.BUILDING, 7)
@@ -72,11 +72,11 @@ def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypa
 
 def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_keeper, "LONGEST_TURN_SECONDS", 0.5)
-    lease = run.lead("hangs", ttl_seconds=0.6)
+    run.lead("hangs", ttl_seconds=0.6)
     other = run.again()
-    with LeaseKeeper(run.store, "hangs", lease.token, lease_seconds=0.6, say=print) as keeper:
+    with LeaseKeeper(run.store, lease_seconds=0.6, say=print) as keeper:
         taken = until(lambda: (found := other.lease("standby", ttl_seconds=60)).held and found)
-        assert taken.token > lease.token
+        assert taken.token > run.token
         with pytest.raises(LeaseLost) as caught:
             keeper.check()
     whole = rf"the leader of run {run.store.run!r} said nothing for \d+ s, so its lease was let go"
@@ -84,8 +84,8 @@ def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatc
 
 
 def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
-    lease = run.lead("leader", ttl_seconds=60)
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3, say=print) as keeper:
+    run.lead("leader", ttl_seconds=60)
+    with LeaseKeeper(run.store, lease_seconds=0.3, say=print) as keeper:
         keeper.check()
         run.client.hset(run.store.keys.lease, "until", 1)  # as after a halt of the whole process
 
@@ -101,7 +101,7 @@ def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run
 
 
 def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:
-    lease = run.lead("leader", ttl_seconds=60)
-    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3, say=print):
+    run.lead("leader", ttl_seconds=60)
+    with LeaseKeeper(run.store, lease_seconds=0.3, say=print):
         pass
     assert not [thread for thread in threading.enumerate() if thread.name == "lease-keeper"]

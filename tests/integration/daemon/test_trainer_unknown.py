@@ -25,10 +25,10 @@ def run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
 def left_behind(run: Run) -> None:
     """A leader of before has let 4 groups be sampled; one of them is pushed."""
     run.lead()
-    run.store.set_allowances(run.token, {"a": 4})
+    run.store.set_allowances({"a": 4})
     assert run.store.take_tickets("a", 4, ttl_seconds=60.0) == [0, 1, 2, 3]
     run.push("a.0")
-    run.store.release_lease("leader")
+    run.store.release_lease()
 
 
 @pytest.mark.parametrize("trainer", ["none", "without weights", "of the server before its restart"])
@@ -58,7 +58,7 @@ def test_what_is_too_old_for_the_open_step_goes_while_the_trainer_is_away(run: R
     number = run.train(2)
     run.client.delete(run.store.keys.state)  # of a test, and none that a batcher wrote
     run.store.announce(number, PolicyVersion(version=2))
-    run.store.release_lease("leader")
+    run.store.release_lease()
     served = Served(run)
     served.serve(CONFIG)
     served.wait_for(lambda: run.store.allowances())

@@ -137,7 +137,7 @@ def test_attempt_that_the_run_cannot_serve_is_refused(run, resume_step, error, m
     for i in range(2):
         run.step(f"a.{i}")
     run.train(2)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     before = run.control_keys()
     with pytest.raises(error, match=message):
         attempt(run, "second", resume_step=resume_step)

@@ -144,6 +144,7 @@ def through(proxy: CuttingProxy, run: Run, home: Path) -> EveryRole:
     """A store of the run whose connections, one for reads that block and one for the rest, are open already."""
     store = open_store(EveryRole, proxy.url, run=run.store.run, home=home, server=ServerSettings())
     store.now()
+    store.token = run.token  # it goes on as the same leader, and reads nothing again
     store.stream(f"nothing-{uuid.uuid4().hex}", "0", block_seconds=0.001)
     return store
 

@@ -51,7 +51,7 @@ def handed_back(run: Run, *groups: str) -> None:
     step = TrainedStep(step=4, digest="d" * 64, group_ids=groups, envs={})
     claim = Claim(step=4, epoch=run.meta.epoch, digest=step.digest, steps=(step,))
     run.store.attempt(uuid="another", world_size=2, resume_step=4, claim=claim)
-    assert run.store.recover(run.token, run.store.trainer(), run.pool()) is not None
+    assert run.store.recover(run.store.trainer(), run.pool()) is not None
 
 
 def field(run: Run, key: str, name: str) -> Any:
@@ -64,7 +64,7 @@ def drained(run: Run) -> int:
 
 
 def retired_early(run: Run) -> int:
-    run.store.retire(run.token, 1, early={"percent": 90})
+    run.store.retire(1, early={"percent": 90})
     return run.store.meta().early_ms
 
 
@@ -108,7 +108,7 @@ def led(run: Run) -> int:
 
 
 def led_anew(run: Run) -> int:
-    run.store.release_lease("leader")
+    run.store.release_lease()
     return run.store.lease("another", ttl_seconds=60).token
 
 
@@ -177,7 +177,7 @@ def test_a_version_is_announced_once_and_a_newer_one_again(trained: Run) -> None
 
 
 def test_a_drained_run_gives_no_tickets_from_that_moment_on(trained: Run) -> None:
-    trained.store.set_allowances(trained.token, {"a": 4})
+    trained.store.set_allowances({"a": 4})
     assert trained.store.take_tickets("a", 1, ttl_seconds=60) == [0]
     trained.store.ask_drain()
     assert trained.store.take_tickets("a", 1, ttl_seconds=60) == []
@@ -192,16 +192,19 @@ def test_settings_are_asked_for_once_and_only_as_they_were_seen(run: Run) -> Non
     with pytest.raises(ConfigChanged):
         ask({"a": 2}, "two", seen=first)
     assert ask({"a": 2}, "two", seen=run.store.meta()) == "asked"
-    run.store.set_config(run.token, {"a": 2}, "two", settles="two")
+    run.store.set_config({"a": 2}, "two", settles="two")
     assert ask({"a": 2}, "two", seen=run.store.meta()) == "same"
 
 
 def test_nobody_retires_steps_with_a_token_of_before_or_a_lease_that_has_lapsed(trained: Run) -> None:
+    led = trained.token
+    trained.token -= 1
     with pytest.raises(LeaseLost):
-        trained.store.retire(trained.token - 1, 1)
+        trained.store.retire(1)
+    trained.token = led
     trained.client.hset(trained.store.keys.lease, "until", "1")
     with pytest.raises(LeaseLost):
-        trained.store.retire(trained.token, 1)
+        trained.store.retire(1)
     assert trained.store.meta().retired == 0
 
 
@@ -222,7 +225,7 @@ def test_a_recovery_counts_a_rollout_that_was_pushed_twice_once_and_the_repeat_a
     step = TrainedStep(step=1, digest="d" * 64, group_ids=("a.0",), envs={"a": (2, first.tokens)})
     claim = Claim(step=1, epoch=run.meta.epoch, digest=step.digest, steps=(step,))
     run.store.attempt(uuid="trainer", world_size=2, resume_step=1, claim=claim)
-    assert run.store.recover(run.token, run.store.trainer(), [first, second]) is not None
+    assert run.store.recover(run.store.trainer(), [first, second]) is not None
     total = run.store.ledger().total()
     assert (total.pushed[0], total.trained) == (4, (first.rollouts, first.tokens))
     assert total.dropped == {"duplicate": (second.rollouts, second.tokens)}
@@ -233,12 +236,12 @@ def test_the_digest_of_the_last_retired_step_stays(trained: Run) -> None:
     headers = {step: trained.store.wait_step(step, block_seconds=0) for step in (1, 2)}
     for step, header in headers.items():
         assert header is not None
-        trained.store.retire(trained.token, step)
+        trained.store.retire(step)
         assert trained.client.hget(trained.store.keys.meta, "retired_digest") == header.digest.encode()
 
 
 def test_what_was_handed_back_is_forgotten_once_the_trainer_is_at_the_retired_step(trained: Run) -> None:
-    trained.store.retire(trained.token, 2)
+    trained.store.retire(2)
     trained.client.hset(trained.store.keys.trainer, "claim", b"of before")
     trained.train(2)
     assert trained.store.trainer().claim == b""
@@ -270,11 +273,11 @@ def test_in_its_last_millisecond_a_lease_lets_its_owner_s_moves_through(frozen: 
     assert frozen.commit()[0] == "ok"
     frozen.push("a.4", version=3)
     frozen.drop("stale", frozen.pool())
-    frozen.store.retire(frozen.token, 1)
+    frozen.store.retire(1)
     assert (frozen.store.meta().retired, frozen.pool()) == (1, [])
     claim = Claim(step=5, epoch=frozen.meta.epoch, digest="d" * 64, steps=())
     frozen.store.attempt(uuid="another", world_size=2, resume_step=5, claim=claim)
-    assert frozen.store.recover(frozen.token, frozen.store.trainer(), []) is not None
+    assert frozen.store.recover(frozen.store.trainer(), []) is not None
 
 
 def test_a_run_is_not_taken_back_from_a_trainer_that_was_seen_and_the_refusal_says_when(frozen: Run) -> None:
@@ -294,9 +297,9 @@ def test_nothing_stays_of_settings_that_were_asked_for_once_they_are_answered(ru
     run.store.ask_config({"max_age": 3}, "asked", seen=run.store.meta())
     assert run.store.meta().wanted == {"max_age": 3}
     if is_refused:
-        run.store.refuse_config(run.token, "asked", "no")
+        run.store.refuse_config("asked", "no")
     else:
-        run.store.set_config(run.token, {"max_age": 3}, "asked", settles="asked")
+        run.store.set_config({"max_age": 3}, "asked", settles="asked")
     meta = run.store.meta()
     assert (meta.wanted, meta.wanted_digest) == ({}, "")
     assert meta.config_digest == ("asked" if not is_refused else run.meta.config_digest)

@@ -56,17 +56,17 @@ def left(made: Run) -> Run:
     """Nobody leads it: step 1 retired, step 2 trained, step 3 packed; a group forming, one ready, one dropped."""
     run = made
     run.lead()
-    run.store.set_config(run.token, {"max_age": 8}, "d")
+    run.store.set_config({"max_age": 8}, "d")
     for n in range(3):
         run.step(f"a.{n}", f"b.{n}")
     run.train(2, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     run.push("a.3", version=2)
     run.drop("stale", run.pool()[-1:])
     run.push("a.4", size=2, planned_size=4, version=2, rollout_ids=["a.4/0", "a.4/1"])
     entry = run.push("b.4", version=2)
     assert run.store.claim_scoring([run.pool()[-1].entry_id], owner="s", ttl_seconds=60), entry
-    run.store.release_lease("leader")
+    run.store.release_lease()
     return run
 
 

@@ -16,7 +16,7 @@ pytest_plugins = ("store_fixtures",)
 
 def test_first_to_ask_leads_and_others_are_told_who(run):
     lease = run.store.lease("one", ttl_seconds=5)
-    assert (lease.held, lease.owner, lease.renewed, lease.remaining_seconds) == (True, "one", False, 5.0)
+    assert (lease.held, lease.owner, lease.remaining_seconds) == (True, "one", 5.0)
     other = run.again().lease("two", ttl_seconds=5)
     assert (other.held, other.owner, other.token) == (False, "one", lease.token)
     assert 0 < other.remaining_seconds <= 5
@@ -24,8 +24,7 @@ def test_first_to_ask_leads_and_others_are_told_who(run):
 
 def test_renewal_keeps_the_token(run):
     first = run.store.lease("one", ttl_seconds=5)
-    again = run.store.lease("one", ttl_seconds=5)
-    assert (again.token, again.renewed) == (first.token, True)
+    assert run.store.renew(ttl_seconds=5).token == first.token
 
 
 def test_in_its_last_millisecond_a_lease_is_still_its_owner_s(tmp_path, monkeypatch):
@@ -34,33 +33,28 @@ def test_in_its_last_millisecond_a_lease_is_still_its_owner_s(tmp_path, monkeypa
     run = Run(f"memory://{tmp_path.name}", tmp_path)
     first = run.store.lease("one", ttl_seconds=0)
     assert not run.again().lease("two", ttl_seconds=5).held
-    run.store.set_error(first.token, "is heard")
+    run.store.set_error("is heard")
     again = run.store.lease("one", ttl_seconds=5)
-    assert (again.token, again.renewed, run.store.meta().error) == (first.token, True, "is heard")
+    assert (again.token, run.store.meta().error) == (first.token, "is heard")
     run.close()
 
 
 def test_lapsed_lease_gives_a_new_token_even_to_the_same_owner(run):
     first = run.store.lease("one", ttl_seconds=0.001)
     time.sleep(0.01)
-    again = run.store.lease("one", ttl_seconds=5)
+    again = run.store.renew(ttl_seconds=5)
+    assert again.held
     assert again.token > first.token
-    assert not again.renewed
-
-
-def test_acquisition_whose_reply_was_lost_is_no_renewal(run):
-    # Another store object stands for the same process before it had heard of its token.
-    run.again().lease("one", ttl_seconds=5)
-    assert not run.store.lease("one", ttl_seconds=5).renewed
-    assert run.store.lease("one", ttl_seconds=5).renewed
 
 
 def test_released_lease_is_free_at_once_and_its_token_never_comes_back(run):
     first = run.store.lease("one", ttl_seconds=30)
-    run.store.release_lease("two")
-    assert not run.store.lease("two", ttl_seconds=5).held
-    run.store.release_lease("one")
-    assert run.store.lease("two", ttl_seconds=5).token > first.token
+    other = run.again()
+    assert not other.lease("two", ttl_seconds=5).held
+    other.release_lease()
+    assert not other.lease("two", ttl_seconds=5).held
+    run.store.release_lease()
+    assert other.lease("two", ttl_seconds=5).token > first.token
 
 
 def test_token_is_beyond_every_token_of_the_past_after_the_clock_went_back(run):
@@ -71,9 +65,9 @@ def test_token_is_beyond_every_token_of_the_past_after_the_clock_went_back(run):
 
 def test_leader_says_config_error_and_allowances(run):
     run.lead()
-    run.store.set_config(run.token, {"max_age": 2, "envs": {"a": {"max_age": 3}}}, "digest-1")
-    run.store.set_error(run.token, "boom")
-    run.store.set_allowances(run.token, {"a": 3, "b": -1})
+    run.store.set_config({"max_age": 2, "envs": {"a": {"max_age": 3}}}, "digest-1")
+    run.store.set_error("boom")
+    run.store.set_allowances({"a": 3, "b": -1})
     meta = run.store.meta()
     assert (meta.config, meta.config_digest, meta.error) == (
         {"max_age": 2, "envs": {"a": {"max_age": 3}}},
@@ -81,9 +75,9 @@ def test_leader_says_config_error_and_allowances(run):
         "boom",
     )
     assert run.store.allowances() == {"a": 3, "b": 0}
-    run.store.set_allowances(run.token, {"b": 1})
+    run.store.set_allowances({"b": 1})
     assert run.store.allowances() == {"b": 1}
-    run.store.set_error(run.token, "")
+    run.store.set_error("")
     assert run.store.meta().error == ""
 
 
@@ -91,47 +85,47 @@ def test_what_a_leader_said_before_changes_nothing_when_it_comes_late(run, monke
     run.lead()
     sent, say = [], run.store._say
     monkeypatch.setattr(run.store, "_say", lambda *words: sent.append(words) or say(*words))
-    run.store.set_allowances(run.token, {"a": 3})
-    run.store.set_allowances(run.token, {"b": 1})
+    run.store.set_allowances({"a": 3})
+    run.store.set_allowances({"b": 1})
     assert say(*sent[0]) == [b"OK"]
     assert run.store.allowances() == {"b": 1}
-    run.store.release_lease("leader")
+    run.store.release_lease()
     successor = run.again()
-    token = successor.lease("two", ttl_seconds=60).token
-    successor.set_allowances(token, {"c": 2})
+    successor.lease("two", ttl_seconds=60)
+    successor.set_allowances({"c": 2})
     assert run.store.allowances() == {"c": 2}
 
 
 def test_config_revision_grows_only_with_another_digest(run):
     run.lead()
     for digest in ("x", "x", "y"):
-        run.store.set_config(run.token, {}, digest)
+        run.store.set_config({}, digest)
     assert run.client.hget(run.store.keys.meta, "revision") == b"2"
 
 
 def test_tombstones_outlive_twice_the_group_timeout(run):
     run.lead()
     for timeout, wanted_hours in ((300.0, 1), (7200.0, 4)):
-        run.store.set_config(run.token, {"group_timeout_seconds": timeout}, str(timeout))
+        run.store.set_config({"group_timeout_seconds": timeout}, str(timeout))
         assert run.store.tombstone_ms == wanted_hours * 3_600_000
         other = run.again()
         other.meta()
         assert other.tombstone_ms == wanted_hours * 3_600_000
-    run.store.set_config(run.token, {"group_timeout_seconds": 1e308}, "an older version took it")
+    run.store.set_config({"group_timeout_seconds": 1e308}, "an older version took it")
     assert run.again().meta().config == {"group_timeout_seconds": 1e308}
 
 
 def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatch):
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     run.lead()
-    run.store.set_config(run.token, {"max_age": 1}, "d")
+    run.store.set_config({"max_age": 1}, "d")
     now = run.store.now()
     run.client.zadd(run.store.keys.closed, {"old": 1000 * (now - 3700), "young": 1000 * (now - 3500)})
     for i, left in enumerate((["old", "young"], ["old", "young"], ["young"])):
         run.step(f"a.{i}")
         assert run.store.closed_groups()[: len(left)] == left
         run.train(i + 1, oldest_kept=i + 1)
-        run.store.retire(run.token, i + 1)
+        run.store.retire(i + 1)
     assert run.store.closed_groups() == ["young", "a.0", "a.1", "a.2"]
 
 
@@ -140,7 +134,7 @@ def forgetful(run, monkeypatch):
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     monkeypatch.setattr("rlbuffer.store.viewer.tombstone_ms", lambda config: 0)
     run.lead()
-    run.store.set_config(run.token, {"max_age": 1}, "d")
+    run.store.set_config({"max_age": 1}, "d")
     run.store.meta()
 
 
@@ -165,7 +159,7 @@ def test_a_run_that_goes_back_finds_the_tombstones_of_every_step_that_it_can_go_
 def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
     six_forgetful_steps(run, monkeypatch)
     run.train(4, oldest_kept=4)
-    run.store.retire(run.token, 4)
+    run.store.retire(4)
     step_of(run, "a.6")
     # Steps 3 and 4 and the oldest that is here, 5, are three. `memory://` does not hold its clock still within a
     # script, so that the line of step 3 may be a millisecond younger than its tombstone.
@@ -175,7 +169,7 @@ def test_steps_are_counted_from_the_oldest_that_is_here(run, monkeypatch):
 def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
     six_forgetful_steps(run, monkeypatch)
     run.train(3, oldest_kept=3)
-    run.store.retire(run.token, 3)
+    run.store.retire(3)
     known = run.store.closed_groups()
     run.store.void_from(4, force=True)
     run.meta = run.store.meta()
@@ -190,14 +184,14 @@ def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombsto
 )
 def test_tombstones_outlast_every_step_that_could_train_what_was_sampled_before(run, config, steps):
     run.lead()
-    run.store.set_config(run.token, config, "d")
+    run.store.set_config(config, "d")
     assert run.store.tombstone_steps == steps
 
 
 def test_tombstones_of_a_run_with_adapters_stay(run, monkeypatch):
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 1)
     run.lead()
-    run.store.set_config(run.token, {"max_age": 0}, "d")
+    run.store.set_config({"max_age": 0}, "d")
     progress = AdapterProgress(samples=1, tokens=1, step=1, ready_to_update=True, version=0, gathered=0, rollouts=1)
     for i in range(4):
         run.client.zadd(run.store.keys.closed, {f"old.{i}": i})
@@ -224,7 +218,7 @@ def test_tombstones_stay_in_order_when_the_clock_is_set_back(run, move):
 # -- tickets -----------------------------------------------------------------------------------------------------------
 def allow(run: Run, **allowances: int) -> None:
     run.lead()
-    run.store.set_allowances(run.token, allowances)
+    run.store.set_allowances(allowances)
 
 
 def take(run: Run, n: int, env: str = "a", ttl_seconds: float = 60) -> list[int]:
@@ -315,11 +309,9 @@ def test_none_of_two_hundred_commits_with_an_outdated_token_is_accepted(run):
     "move",
     [
         lambda run: run.commit(),
-        lambda run: run.store.retire(run.token, 0),
-        lambda run: run.store.set_allowances(run.token, {"a": 1}),
-        lambda run: run.store.drop(
-            run.token, [(Drop(group_id="a.0", env="a", reason="stale", rollouts=1, tokens=1), run.pool())]
-        ),
+        lambda run: run.store.retire(0),
+        lambda run: run.store.set_allowances({"a": 1}),
+        lambda run: run.store.drop([(Drop(group_id="a.0", env="a", reason="stale", rollouts=1, tokens=1), run.pool())]),
     ],
     ids=["commit", "retire", "allow", "drop"],
 )

@@ -38,7 +38,7 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     own.step("a.0")
     own.push("a.1", version=1)
     own.push("a.2", version=1)
-    store.set_allowances(own.token, {"a": 2})
+    store.set_allowances({"a": 2})
     tickets = store.take_tickets("a", 1, ttl_seconds=60)
     store.heartbeat("worker", "w9", {"version": 0})
     own.client.config_set("maxmemory", 1000)
@@ -52,10 +52,10 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     assert store.heartbeats("worker")["w9"]["version"] == 1  # heard all the same
 
     assert store.open_run().epoch == own.meta.epoch
-    assert own.lead().renewed
-    store.set_config(own.token, {"max_age": 1}, "d")
-    store.set_error(own.token, "")
-    store.set_allowances(own.token, {"a": 0})
+    assert own.store.renew(ttl_seconds=60).token == own.token
+    store.set_config({"max_age": 1}, "d")
+    store.set_error("")
+    store.set_allowances({"a": 0})
     store.renew_tickets("a", tickets, ttl_seconds=60)
     store.release_tickets("a", tickets)
     store.close_tickets("a", tickets)
@@ -66,7 +66,7 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     assert own.commit(entries=[second])[0] == "ok"
     number = own.train(2, oldest_kept=2)
     assert store.announce(number, PolicyVersion(version=2))
-    assert store.retire(own.token, 2) == 3
+    assert store.retire(2) == 3
     own.client.config_set("maxmemory", 0)
     assert store.verify().findings == ()
     assert own.push("a.3", version=2)
@@ -144,7 +144,7 @@ def test_commit_drop_and_report_with_lost_replies_happen_once(own, monkeypatch):
     drop = Drop(group_id="a.1", env="a", reason="stale", rollouts=2, tokens=entries[1].tokens)
     monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, set(range(1, 100, 2))))
     assert own.commit(entries=entries[:1])[0] == "duplicate"
-    own.store.drop(own.token, [(drop, entries[1:])])
+    own.store.drop([(drop, entries[1:])])
     own.train(1)
     monkeypatch.undo()
     total = own.store.ledger().total()

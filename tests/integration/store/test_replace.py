@@ -45,7 +45,7 @@ def test_a_push_takes_the_place_of_another_and_the_account_does_not_move(run: Ru
     # The replaced entry is garbage from now on, and swept with the next retirement.
     assert run.client.zscore(run.store.keys.garbage, old.payload_key) == 0
     run.lead()
-    run.store.retire(run.token, 0)
+    run.store.retire(0)
     assert run.payload_keys() == [new.payload_key]
 
 

@@ -42,13 +42,13 @@ def use(run: Run, entries: list[PoolEntry], uses: int, *, kept: bool) -> tuple[s
     plan = reusing(plan_of(entries, meta.step + 1), uses, kept=kept)
     by_id = {e.entry_id: e for e in entries}
     run.store.pin(plan.rollouts, by_id)
-    return run.store.commit(run.token, plan, by_id, meta=meta, state={"schema": 1, "envs": {}})
+    return run.store.commit(plan, by_id, meta=meta, state={"schema": 1, "envs": {}})
 
 
 def led(run: Run) -> list[PoolEntry]:
     """One pushed group under a config that allows three uses."""
     run.lead()
-    run.store.set_config(run.token, THRICE.as_dict(), "x")
+    run.store.set_config(THRICE.as_dict(), "x")
     run.push("a.0")
     return run.pool()
 
@@ -131,11 +131,11 @@ def test_retiring_the_first_step_keeps_the_payload_for_the_next_use(run: Run) ->
     entries = led(run)
     use(run, entries, 0, kept=True)
     run.train(1, oldest_kept=1)
-    assert run.store.retire(run.token, 1) == 0
+    assert run.store.retire(1) == 0
     assert run.payload_keys() == [entries[0].payload_key]
     use(run, entries, 1, kept=False)
     run.train(2, oldest_kept=2)
-    assert run.store.retire(run.token, 2) == 1
+    assert run.store.retire(2) == 1
     assert run.payload_keys() == []
     assert run.store.verify().findings == ()
 
@@ -155,7 +155,7 @@ def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run
     use(run, entries, 0, kept=True)
     use(run, entries, 1, kept=True)
     once = replace(THRICE, max_uses=1)
-    run.store.set_config(run.token, once.as_dict(), "y")
+    run.store.set_config(once.as_dict(), "y")
     assert run.store.verify().findings == ()  # what was allowed then
     use(run, entries, 2, kept=False)
     messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
@@ -163,7 +163,7 @@ def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run
         f"rollout {r.rollout_id} of group a.0 is in step 2 and in step 3" for r in entries[0].info.rollouts
     }
     run.train(3, oldest_kept=2)
-    run.store.retire(run.token, 2)
+    run.store.retire(2)
     messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
     assert messages == {
         f"rollout {r.rollout_id} of group a.0 was trained 2 times, of 1 allowed, and in step 3"
@@ -208,8 +208,8 @@ def test_steps_repeat_groups_up_to_max_uses_over_a_takeover(served: Served) -> N
 def test_a_batcher_with_fewer_uses_releases_what_it_may_not_use_any_more(run: Run, served: Served) -> None:
     entries = led(run)
     use(run, entries, 0, kept=True)
-    run.store.set_config(run.token, rlbuffer.BatcherConfig(64).as_dict(), "")
-    run.store.release_lease("leader")
+    run.store.set_config(rlbuffer.BatcherConfig(64).as_dict(), "")
+    run.store.release_lease()
     run.client.hset(run.store.keys.meta, "config_digest", "")
     served.serve(rlbuffer.BatcherConfig(64))
     served.wait_for(lambda: served.said("ready"))
@@ -229,7 +229,7 @@ def test_a_use_that_the_server_has_lost_is_no_use_that_is_left(run: Run) -> None
     )
     claim = Claim(step=3, epoch=run.meta.epoch, digest=lost.digest, steps=(lost,))
     run.store.report(attempt.number, epoch=run.meta.epoch, trained=3, digest=lost.digest, oldest_kept=0, claim=claim)
-    assert run.store.recover(run.token, run.store.trainer(), ()) is not None
+    assert run.store.recover(run.store.trainer(), ()) is not None
     assert [group.group_id for group in run.store.reused()] == ["a.1"]
     assert run.client.zscore(run.store.keys.garbage, entries[0].payload_key) == 3
     assert run.store.verify().findings == ()

@@ -79,9 +79,9 @@ def test_same_step_again_is_a_duplicate_and_changes_nothing(run):
     meta = run.store.meta()
     plan = plan_of(entries, 1)
     used = {e.entry_id: e for e in entries}
-    first = run.store.commit(run.token, plan, used, meta=meta, state={})
+    first = run.store.commit(plan, used, meta=meta, state={})
     before = run.control_keys()
-    assert run.store.commit(run.token, plan, used, meta=meta, state={}) == ("duplicate", first[1])
+    assert run.store.commit(plan, used, meta=meta, state={}) == ("duplicate", first[1])
     assert run.control_keys() == before
 
 
@@ -113,8 +113,8 @@ def test_an_entry_that_lacks_a_name_is_gone_for_a_commit(run, missing):
 
 
 def _other_leader(run: Run) -> None:
-    run.store.release_lease("leader")
-    run.store.lease("other", ttl_seconds=30)
+    run.store.release_lease()
+    run.again().lease("other", ttl_seconds=30)
 
 
 def _lapsed(run: Run) -> None:
@@ -138,11 +138,11 @@ def test_who_does_not_lead_can_neither_commit_nor_drop_nor_retire(run, spoil):
     with pytest.raises(LeaseLost):
         run.drop("stale", entries)
     with pytest.raises(LeaseLost):
-        run.store.retire(run.token, 1)
+        run.store.retire(1)
     for refused in (
-        lambda: run.store.set_config(run.token, {"max_age": 1}, "d"),
-        lambda: run.store.set_error(run.token, "x"),
-        lambda: run.store.set_allowances(run.token, {"a": 1}),
+        lambda: run.store.set_config({"max_age": 1}, "d"),
+        lambda: run.store.set_error("x"),
+        lambda: run.store.set_allowances({"a": 1}),
     ):
         with pytest.raises(LeaseLost):
             refused()
@@ -182,7 +182,7 @@ def test_refused_commit_changes_nothing(run, spoil, error, message):
         plan = changed(plan, entries=(use, use))
     before = run.control_keys()
     with pytest.raises(error, match=message):
-        run.store.commit(run.token, plan, {e.entry_id: e for e in entries}, meta=meta, state={})
+        run.store.commit(plan, {e.entry_id: e for e in entries}, meta=meta, state={})
     assert run.control_keys() == before
 
 
@@ -191,7 +191,7 @@ def test_what_an_entry_holds_beyond_the_step_is_dropped_by_its_reason(run):
     run.push("a.0", size=3, lengths=[4, 5, 6])
     (entry,) = run.pool()
     plan = plan_of([entry], 1, drop={"a.0/2": "oversized"})
-    assert run.store.commit(run.token, plan, {entry.entry_id: entry}, meta=run.store.meta(), state={})[0] == "ok"
+    assert run.store.commit(plan, {entry.entry_id: entry}, meta=run.store.meta(), state={})[0] == "ok"
     account = run.store.ledger().envs["a"]
     assert (account.packed, account.dropped, account.pending) == ((2, 9), {"oversized": (1, 6)}, (0, 0))
     assert run.store.verify().findings == ()
@@ -376,7 +376,7 @@ def test_only_trained_steps_retire(run):
     for i in range(3):
         run.step(f"a.{i}")
     run.train(2)
-    assert run.store.retire(run.token, 99) == 2
+    assert run.store.retire(99) == 2
     assert run.store.meta().retired == 2
     assert [h.step for h in run.store.headers()] == [3]
     assert len(run.payload_keys()) == 1
@@ -389,7 +389,7 @@ def test_dropped_payloads_stay_until_the_steps_beside_them_retire(run):
     run.drop("stale", run.pool())
     run.train(1)
     assert len(run.payload_keys()) == 2
-    assert run.store.retire(run.token, 1) == 2
+    assert run.store.retire(1) == 2
     assert run.payload_keys() == []
     assert run.client.zcard(run.store.keys.garbage) == 0
 
@@ -400,7 +400,7 @@ def test_retired_step_is_said_to_be_retired(run, steps):
     for i in range(steps):
         run.step(f"a.{i}")
     run.train(1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     for pull in (lambda: run.store.wait_step(1, block_seconds=5), lambda: run.store.read_parts(1)):
         with pytest.raises(StepRetired) as caught:
             pull()
@@ -414,7 +414,7 @@ def test_sweep_takes_more_keys_than_fit_one_round_trip(run):
     run.step("a.0")
     run.train(1)
     run.client.zadd(run.store.keys.garbage, {f"rlb:{run.store.run}:g:x:{i}": 0 for i in range(1100)})
-    assert run.store.retire(run.token, 1) == 1101
+    assert run.store.retire(1) == 1101
 
 
 def test_headers_are_found_by_range(run):

@@ -65,7 +65,7 @@ def resumes_after_another_step(run: Run) -> None:
 def resumes_before_retired_steps(run: Run) -> None:
     run.step("a.0")
     run.train(1, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     attempt(run)
 
 
@@ -174,7 +174,8 @@ def reads_meta_without_a_run(run: Run) -> None:
 
 def retires_without_the_lease(run: Run) -> None:
     run.lead("somebody")
-    run.store.retire(run.token - 1, 1)
+    run.token -= 1
+    run.store.retire(1)
 
 
 def commits_out_of_order(run: Run) -> None:
@@ -197,7 +198,7 @@ def commits_half_of_an_entry(run: Run) -> None:
     use = plan.entries[0]
     half = EntryUse(entry_id=use.entry_id, env="a", packed_rollouts=1, packed_tokens=use.packed_tokens)
     used = {e.entry_id: e for e in entries}
-    run.store.commit(run.token, changed(plan, entries=(half,)), used, meta=run.store.meta(), state={})
+    run.store.commit(changed(plan, entries=(half,)), used, meta=run.store.meta(), state={})
 
 
 def plans_a_rollout_that_the_entry_does_not_hold(run: Run) -> None:
@@ -209,7 +210,7 @@ def plans_a_rollout_that_the_entry_does_not_hold(run: Run) -> None:
     values = {name: getattr(ref, name) for name in RolloutRef.__dataclass_fields__}
     refs = (RolloutRef(**(values | {"rollout_id": "other"})), *plan.rollouts[1:])
     used = {e.entry_id: e for e in entries}
-    run.store.commit(run.token, changed(plan, rollouts=refs), used, meta=run.store.meta(), state={})
+    run.store.commit(changed(plan, rollouts=refs), used, meta=run.store.meta(), state={})
 
 
 def pushes_after_a_gap(run: Run) -> None:
@@ -241,7 +242,7 @@ def voids_a_step_to_come(run: Run) -> None:
 def voids_a_retired_step(run: Run) -> None:
     run.step("a.0")
     run.train(1, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     run.client.hset(run.store.keys.trainer, "seen", "0")  # it is gone
     run.store.void_from(1)
 
@@ -249,7 +250,7 @@ def voids_a_retired_step(run: Run) -> None:
 def rewinds_to_before_a_retired_step(run: Run) -> None:
     run.step("a.0")
     run.train(1, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     run.client.hset(run.store.keys.trainer, "seen", "0")  # it is gone
     run.store.rewind(0)
 
@@ -424,7 +425,7 @@ def test_an_entry_that_changed_since_it_was_read_stops_a_recovery(bare: Run) -> 
     claim = encode_claim(Claim(step=1, epoch=bare.meta.epoch, digest="d", steps=(lost,)))
     bare.client.hset(bare.store.keys.trainer, mapping={"number": 1, "claim": claim})
     with pytest.raises(RlbufferError) as caught:
-        bare.store.recover(bare.token, bare.store.trainer(), [replace(entry, rollouts=5)])
+        bare.store.recover(bare.store.trainer(), [replace(entry, rollouts=5)])
     assert str(caught.value) == (
         f"pool entry {entry.entry_id} holds 2 rollouts and {entry.tokens} tokens, which is not what was read before"
     )

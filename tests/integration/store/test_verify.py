@@ -17,11 +17,11 @@ pytest_plugins = ("store_fixtures",)
 def busy(run: Run) -> Run:
     """Step 1 retired, step 2 trained, steps 3 and 4 packed, one push pending, one dropped."""
     run.lead()
-    run.store.set_config(run.token, {"max_age": 1, "envs": {"b": {"max_age": 0}}}, "d")
+    run.store.set_config({"max_age": 1, "envs": {"b": {"max_age": 0}}}, "d")
     for i in range(4):
         run.step(f"a.{i}", f"b.{i}")
     run.train(2, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     run.push("a.8", version=4)
     run.drop("stale", run.pool())
     run.push("a.9", version=4)
@@ -255,7 +255,7 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
         calls.append(command)
         if len(calls) == 2:
             busy.train(3, oldest_kept=3)
-            busy.store.retire(busy.token, 3)
+            busy.store.retire(3)
         return look(command)
 
     monkeypatch.setattr(busy.store, "look", slow)

@@ -64,7 +64,7 @@ def ask(run, **changes):
 def test_one_ask_takes_tickets_is_heard_and_sees_the_newest_version_and_a_drain(run):
     run.store.heartbeat("worker", "w0", {"version": 2})
     run.lead()
-    run.store.set_allowances(run.token, {"a": 3})
+    run.store.set_allowances({"a": 3})
     assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=True)
     announced = PolicyVersion(version=3, location="/3", size=1)
     number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
@@ -79,14 +79,14 @@ def test_one_ask_takes_tickets_is_heard_and_sees_the_newest_version_and_a_drain(
 
 def test_a_heartbeat_that_fails_leaves_the_rest_of_an_ask_as_it_is(run):
     run.lead()
-    run.store.set_allowances(run.token, {"a": 2})
+    run.store.set_allowances({"a": 2})
     run.client.set(run.store.keys.heartbeats("worker"), "no hash")
     assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=False)
 
 
 def test_a_server_that_has_forgotten_its_scripts_gives_tickets_in_the_same_ask(run):
     run.lead()
-    run.store.set_allowances(run.token, {"a": 3})
+    run.store.set_allowances({"a": 3})
     run.client.script_flush()
     asked = ask(run)
     assert (asked.numbers, asked.is_heard) == ((0, 1), False)
@@ -155,7 +155,7 @@ def test_a_damaged_rollout_counts_once_whoever_pulls_its_step_again(run):
     run.again().count_damaged(1, ["a.0/1"])
     assert run.store.ledger().damaged == 2
     run.train(1, oldest_kept=1)
-    run.store.retire(run.token, 1)
+    run.store.retire(1)
     run.store.count_damaged(2, ["a.1/0"])
     assert run.client.zrange(run.store.keys.damaged, 0, -1) == [b"2 a.1/0"]
     assert run.store.ledger().damaged == 3

@@ -144,7 +144,7 @@ def test_attempt_that_hands_steps_back_begins_a_line_and_takes_all_versions_back
     assert trained.store.policy().version == -1
     assert attempt.newest == 5
     # The recovery goes on in it: who began since then need not begin again.
-    found = trained.store.recover(trained.token, trained.store.trainer(), [])
+    found = trained.store.recover(trained.store.trainer(), [])
     assert found is not None
     assert found["epoch"] > attempt.epoch
     assert not is_given_up(trained, found["epoch"])

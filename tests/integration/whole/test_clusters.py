@@ -96,7 +96,7 @@ def test_payloads_lie_on_all_shards_and_control_keys_on_one(cluster: Cluster, ru
 def test_an_ask_for_everything_goes_to_the_shard_of_the_control_keys(run: Run) -> None:
     run.store.heartbeat("worker", "w", {})
     run.lead()
-    run.store.set_allowances(run.token, {"a": 1})
+    run.store.set_allowances({"a": 1})
     asked = run.store.ask("a", 2, worker="w", beat={"version": 4}, ttl_seconds=60, size=None, section="")
     assert (asked.numbers, asked.is_heard) == ((0,), True)
     assert run.store.heartbeats("worker")["w"]["version"] == 4
@@ -115,7 +115,7 @@ def test_the_commands_work_on_a_cluster(
     assert main(["config", "check"]) in (0, 3)
     assert main(["inspect", *name]) == 0
     assert main(["verify", *name]) == 0
-    run.store.release_lease("leader")
+    run.store.release_lease()
     assert main(["runs", "dump", *name, "run.dump"]) == 0
     assert main(["runs", "void", "2", *name, "--force"]) == 0
     assert main(["runs", "reset", run.store.run, "--yes"]) == 0

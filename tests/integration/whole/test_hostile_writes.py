@@ -128,7 +128,7 @@ def test_the_sweep_removes_only_payloads_of_its_own_run(run: Run) -> None:
     run.client.hset(other, "schema", "3")
     run.client.hset(own, "0", "x")
     run.client.zadd(run.store.keys.garbage, {other: 0, run.store.keys.meta: 0, own: 0})
-    assert run.store.retire(run.token, 0) == 1
+    assert run.store.retire(0) == 1
     assert run.client.exists(other) == 1
     assert run.store.meta() == run.meta
     assert run.client.exists(own) == 0

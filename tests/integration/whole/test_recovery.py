@@ -223,7 +223,7 @@ def test_a_checkpoint_ahead_of_the_server_takes_the_run_with_it(run: Run) -> Non
     again = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     again.load_state_dict(state)
     again.start()
-    run.store.release_lease("leader")
+    run.store.release_lease()
     run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
     loop = Loop(run.again())
     found = loop.wait_for("recovery")
@@ -247,7 +247,7 @@ def test_steps_of_other_content_than_the_trainers_are_void(run: Run) -> None:
     again = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     again.load_state_dict(other)
     again.start()
-    run.store.release_lease("leader")
+    run.store.release_lease()
     run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
     loop = Loop(run.again())
     found = loop.wait_for("recovery")
@@ -348,7 +348,7 @@ def test_a_rewind_drops_what_is_pending_too_and_forced_goes_below_retired_steps(
         run.step(f"a.{i}")
     run.push("a.3", version=3)
     run.train(3, oldest_kept=2)
-    run.store.retire(run.token, 2)
+    run.store.retire(2)
     with pytest.raises(rlbuffer.errors.RlbufferError, match=r"was seen [0-9.]+ s ago: stop it first, or use --force"):
         run.store.rewind(2)
     run.client.hset(run.store.keys.trainer, "seen", 1)
@@ -391,7 +391,7 @@ def test_a_run_taken_back_to_its_last_retired_step_goes_on_with_the_same_chain(r
         run.step(f"a.{i}")
     second = next(iter(run.store.headers(2, 2))).digest
     run.train(3, oldest_kept=2)
-    run.store.retire(run.token, 2)
+    run.store.retire(2)
     run.client.hset(run.store.keys.trainer, "seen", 1)
     run.store.void_from(3)
     meta = run.store.meta()
@@ -454,9 +454,9 @@ def below_retired(run: Run) -> Attempt:
         run.step(f"a.{run.sequence}")
     claim = Claim(step=5, epoch=run.meta.epoch, digest="f" * 64, steps=())
     run.store.report(number, epoch=run.meta.epoch, trained=5, digest="f" * 64, oldest_kept=0, claim=claim)
-    assert run.store.recover(run.token, run.store.trainer(), ()) is not None
+    assert run.store.recover(run.store.trainer(), ()) is not None
     epoch = run.store.meta().epoch
-    run.store.retire(run.token, 5)
+    run.store.retire(5)
     again = Claim(step=0, epoch=epoch, digest="", steps=())
     second = run.store.attempt(uuid="second", world_size=1, resume_step=0, claim=again)
     assert run.store.trainer().claim
@@ -469,7 +469,7 @@ def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_car
     """Its next heartbeat must not take it back: the leader may be away for longer."""
     run.store.report(below_retired.number, epoch=below_retired.epoch, trained=0, digest="", oldest_kept=0)
     assert run.store.trainer().claim
-    found = run.store.recover(run.token, run.store.trainer(), ())
+    found = run.store.recover(run.store.trainer(), ())
     assert found is not None
     assert found["step"] == 0
     assert not run.store.trainer().claim

@@ -173,8 +173,8 @@ def test_a_fatal_error_of_the_batcher_reaches_a_waiting_rank(place: Place) -> No
     buffer = place.connect()
     store = buffer.role(EveryRole)
     store.open_run()
-    lease = store.lease("somebody", ttl_seconds=60)
-    store.set_error(lease.token, "ValueError: a bug")
+    store.lease("somebody", ttl_seconds=60)
+    store.set_error("ValueError: a bug")
     reader = buffer.reader(timeout_seconds=30)
     with pytest.raises(BatcherFailed, match=r"the batcher of run .* failed: ValueError: a bug"):
         next(reader.steps())

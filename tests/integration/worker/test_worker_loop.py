@@ -139,7 +139,7 @@ def test_a_worker_whose_env_has_no_share_of_a_step_says_who_has_it(
     stage.start()
     stage.announce(0)
     eventually(lambda: (its := waits()) is not None and its.kind is Wait.TICKET)
-    stage.store.set_config(stage.token, {"budgets": {"math": 0.75, "code": [[1, 0.25], [9, 0.2]]}}, "digest")
+    stage.store.set_config({"budgets": {"math": 0.75, "code": [[1, 0.25], [9, 0.2]]}}, "digest")
     eventually(lambda: (its := waits()) is not None and its.kind is Wait.NO_SHARE and its.detail == "math, code")
 
 
