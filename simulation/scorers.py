@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.client.writer import Writer
+from rlbuffer.client.producer import Producer
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.records.group import Group
 from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Pending, _Scorer
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.store.worker import WorkerStore
 from simulation.actors import NEED
 from simulation.host import AWAY, Host
 from simulation.scheduler import Process
@@ -28,8 +27,8 @@ def scorer(host: Host, index: int, process: Process) -> None:
     buffer = Buffer(host.store(process, Viewer), settings=RunSettings())
     store = buffer.role(ScorerStore)
     epoch = store.open_run().epoch
-    writer = Writer(buffer.role(WorkerStore), f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
-    world.invariants.joined(writer.incarnation, epoch)
+    producer = Producer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
+    world.invariants.joined(producer.incarnation, epoch)
     options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
     real = _Scorer(buffer, process.name, options, None, None, threading.Event())
     real._beat.start()
@@ -44,23 +43,23 @@ def scorer(host: Host, index: int, process: Process) -> None:
         ids = [pending.entry.entry_id for pending in claimed]
         real._beat.hold(ids)
         try:
-            _score(host, real, writer, claimed)
+            _score(host, real, producer, claimed)
         finally:
             if not process.is_dead:
                 real._beat.hold([])
                 store.release_scoring(ids, owner=real._owner)
 
 
-def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Pending]) -> None:
+def _score(host: Host, real: _Scorer, producer: Producer, claimed: Sequence[_Pending]) -> None:
     world = host.world
     for pending, group in [(pending, real._read(pending)) for pending in claimed]:
         if group is None:
             continue  # damaged or gone: tried again later
         world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
         try:
-            pushed = writer.replace(judged(group), pending.entry.entry_id)
+            pushed = producer.push([(judged(group), pending.entry.entry_id)])[0]
         except AWAY:
-            continue  # it may be there; the writer settles that before its next push, or leaves it behind
+            continue  # it may be there; the producer settles that before its next push, or leaves it behind
         real._found.pop(pending.entry.entry_id, None)
         if pushed.status == "stored" and not world.was_disturbed:
             world.invariants.expect_scored(group.group_id, pending.entry.entry_id)

@@ -34,8 +34,10 @@ from rlbuffer.errors import (
 from rlbuffer.records.group import Group, Pushed
 from rlbuffer.records.info import check_producer
 from rlbuffer.records.states import PushStatus
-from rlbuffer.store.worker import WorkerStore
+from rlbuffer.store.producer import ProducerStore
 
+PATIENCE_SECONDS = 300.0
+"""Longest that a push is repeated while the server is away."""
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
@@ -67,18 +69,21 @@ class _Push:
 
 
 class Producer:
-    """The pushes of one name and incarnation; safe from several threads."""
+    """The pushes of one name and incarnation, a writer's or a scorer's; safe from several threads.
+
+    `fit` makes of a group what is stored of it, where it takes no other's place.
+    """
 
     def __init__(
         self,
-        store: WorkerStore,
+        store: ProducerStore,
         name: str,
-        incarnation: str | None,
+        incarnation: str | None = None,
         *,
         epoch: int,
-        patience_seconds: float,
-        on_retry: Callable[[RlbufferError], None] | None,
-        fit: Callable[[Group], Group],
+        patience_seconds: float = PATIENCE_SECONDS,
+        on_retry: Callable[[RlbufferError], None] | None = None,
+        fit: Callable[[Group], Group] = lambda group: group,
     ) -> None:
         self._is_named = incarnation is not None
         """The user has given the incarnation, so that it survives a restart."""
@@ -144,8 +149,8 @@ class Producer:
             done, self._call = self._call, []
             return [push.pushed for push in done if push.pushed]
 
-    def say_done(self, env: str) -> None:
-        """Settles what is left, and says that `env` sends nothing more."""
+    def say_last(self, say: Callable[[int], None]) -> None:
+        """Settles what is left, and then says something in the epoch that it is given."""
         self._check_process()
         with self._lock:
             self._leave_broken([])
@@ -153,7 +158,7 @@ class Producer:
             deadline = time.monotonic() + self._patience
             while True:
                 try:
-                    return self._store.say_done(env, epoch=self.epoch)
+                    return say(self.epoch)
                 except EpochChanged as change:
                     self._follow(change)
                 except ServerUnreachable as error:

@@ -223,7 +223,8 @@ class Writer:
                 again tries again; a push of another group leaves it behind, and what is not stored counts as lost.
             RunGone: the run was reset while this writer was at work.
         """
-        return self._pushed(group, "", sequence)
+        (pushed,) = self._producer.push([(_checked(group, "push"), "")], _sequence("push", sequence))
+        return pushed
 
     def push_many(self, groups: Iterable[Group], *, sequence: int | None = None) -> list[Pushed]:
         """Stores several groups as :meth:`push` does one after the other, with far fewer round trips.
@@ -255,20 +256,7 @@ class Writer:
         """
         if not isinstance(env, str) or not ENV_NAME.match(env):
             raise ValueError(f"done: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
-        self._producer.say_done(env)
-
-    def replace(self, group: Group, entry_id: str) -> Pushed:
-        """Puts a group in the place of a pending push of the same rollouts, which lacked what this one has.
-
-        When that push is no longer pending (another was first, or it was dropped), this one is a ``duplicate``.
-        Everything else is as with :meth:`push`.
-        """
-        return self._pushed(group, entry_id)
-
-    def _pushed(self, group: Group, replaces: str, sequence: int | None = None) -> Pushed:
-        push = (_checked(group, "push"), replaces)
-        (pushed,) = self._producer.push([push], _sequence("push", sequence))
-        return pushed
+        self._producer.say_last(lambda epoch: self._store.say_done(env, epoch=epoch))
 
     def _fitted(self, group: Group) -> Group:
         """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""

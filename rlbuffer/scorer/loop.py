@@ -47,7 +47,7 @@ from rlbuffer.wire import payload
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.writer import Writer
+    from rlbuffer.client.producer import Producer
     from rlbuffer.scorer.reference import Reference
 
 ENTRIES_PER_READ = 1000
@@ -137,7 +137,7 @@ class _Scorer:
             while not (self._stop.is_set() or has_ended):
                 self._forget()
                 try:
-                    has_ended = await self._serve_run(self._buffer.writer(self._name, on_retry=self._held_up))
+                    has_ended = await self._serve_run(self._producer())
                 except Stopped:
                     break
                 except RunGone as error:
@@ -159,7 +159,11 @@ class _Scorer:
             _log.info("stopped: %s", text, extra=fields("stopped", **counts))
         return has_ended
 
-    async def _serve_run(self, writer: Writer) -> bool:
+    def _producer(self) -> Producer:
+        epoch = self._store.open_run().epoch
+        return Producer(self._store, self._name, epoch=epoch, on_retry=self._held_up)
+
+    async def _serve_run(self, producer: Producer) -> bool:
         """Serves the run until it is stopped, or the run has ended (-> True)."""
         looked = float("-inf")
         while not self._stop.is_set():
@@ -180,7 +184,7 @@ class _Scorer:
             ids = [pending.entry.entry_id for pending in claimed]
             self._beat.hold(ids)
             try:
-                await self._score(writer, claimed)
+                await self._score(producer, claimed)
             finally:
                 self._beat.hold([])
                 await asyncio.to_thread(self._store.release_scoring, ids, owner=self._owner)
@@ -223,7 +227,7 @@ class _Scorer:
         return [pending for pending in due if pending.entry.entry_id in claimed]
 
     # -- scoring -----------------------------------------------------------------------------------------------------
-    async def _score(self, writer: Writer, claimed: Sequence[_Pending]) -> None:
+    async def _score(self, producer: Producer, claimed: Sequence[_Pending]) -> None:
         start = time.monotonic()
         read = await self._unless_stopped(in_thread(lambda: [self._read(pending) for pending in claimed]))
         work = [(pending, group) for pending, group in zip(claimed, read, strict=True) if group is not None]
@@ -243,7 +247,7 @@ class _Scorer:
                     self._fail(pending, str(error))
                     continue
             scored = replace(scored, needs=tuple(need for need in scored.needs if need not in needs))
-            await self._push(writer, pending, scored, time.monotonic() - start)
+            await self._push(producer, pending, scored, time.monotonic() - start)
 
     def _read(self, pending: _Pending) -> Group | None:
         """The whole group of a push; None when it cannot be read."""
@@ -306,9 +310,11 @@ class _Scorer:
                 del out[pending.entry.entry_id]
         return out
 
-    async def _push(self, writer: Writer, pending: _Pending, group: Group, seconds: float) -> None:
+    async def _push(self, producer: Producer, pending: _Pending, group: Group, seconds: float) -> None:
         try:
-            pushed = await self._unless_stopped(in_thread(lambda: self._stored(writer, group, pending.entry.entry_id)))
+            pushed = await self._unless_stopped(
+                in_thread(lambda: self._stored(producer, group, pending.entry.entry_id))
+            )
         except (InvalidRollout, PushBroken) as error:
             self._fail(pending, str(error))
             return
@@ -327,11 +333,11 @@ class _Scorer:
         _log.debug("group %s is scored", group.group_id, extra=own)
         self._progress.add(len(group.rollouts), tokens)
 
-    def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
+    def _stored(self, producer: Producer, group: Group, entry_id: str) -> str:
         """Returns the entry that it became; "" when another was first. Waits as long as the server refuses."""
         while True:
             try:
-                return writer.replace(group, entry_id).entry_id
+                return producer.push([(group, entry_id)])[0].entry_id
             except ServerRefused as error:
                 self._held_up(error)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import rlbuffer
+from rlbuffer.client.producer import Producer
 from rlbuffer.daemon import Daemon
 from rlbuffer.store.dump import dump, restore
 from rlbuffer.store.operator import OperatorStore
@@ -79,7 +80,8 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
             waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
             assert scorer.role(ScorerStore).claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
             assert scorer.store.read_pool()
-            assert scorer.writer("s").replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
+            producer = Producer(scorer.role(ScorerStore), "s", epoch=scorer.store.meta().epoch)
+            assert producer.push([(rlbuffer.make_group(env="a", seed=90), waits)])[0].entry_id
             scorer.role(ScorerStore).release_scoring([waits], owner="s")
             for step in reader.steps():
                 assert step.rollouts == 8

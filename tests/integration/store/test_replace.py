@@ -9,6 +9,7 @@ from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.producer import Producer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.testing import make_group
@@ -119,14 +120,14 @@ def test_a_server_that_lost_a_replacement_gets_it_again(run: Run):
     run.push("a.0", needs=["ref_logprobs"])
     (old,) = run.pool()
     fields = dict(run.client.xrange(run.store.keys.pool)[0][1])
-    writer = Buffer(run.store, settings=RunSettings()).writer("s", incarnation="s")
-    writer.replace(group(), old.entry_id)
+    scorer = Producer(run.store, "s", "s", epoch=run.meta.epoch)
+    scorer.push([(group(), old.entry_id)])
     producer = run.store.keys.producer("s", "s")
     run.client.delete(run.store.keys.pool, producer)
     run.client.xadd(run.store.keys.pool, fields, id=old.entry_id)
     run.push("a.1", needs=["ref_logprobs"])
     last = run.pool()[-1]
-    pushed = writer.replace(make_group(env="a", size=2, group_id="a.1"), last.entry_id)
+    (pushed,) = scorer.push([(make_group(env="a", size=2, group_id="a.1"), last.entry_id)])
     assert pushed.status == "stored"
     assert [(e.group_id, e.info.needs, bool(e.replaces)) for e in run.pool()] == [("a.0", (), True), ("a.1", (), True)]
 
