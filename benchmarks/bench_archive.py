@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 
-from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import redis
+from every_role import EveryRole
 
 from benchmarks.apart import Apart
-from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     GROUP_SIZE,
     Arrays,

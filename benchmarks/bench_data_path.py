@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import redis
+from every_role import EveryRole
 from numpy.typing import NDArray
 
 from benchmarks.apart import Apart
-from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     CALL_GROUPS,
     GROUP_SIZE,

@@ -20,7 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.every_role import EveryRole
+from every_role import EveryRole
+
 from benchmarks.moves import Clock
 from benchmarks.report import Report
 from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks

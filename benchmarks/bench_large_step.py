@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from every_role import EveryRole
+
 from benchmarks.bench_batcher import GROUP_SIZE
 from benchmarks.bench_leader import Cost, fill, spent
-from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig

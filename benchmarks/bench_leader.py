@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import redis
+from every_role import EveryRole
 
 from benchmarks.bench_batcher import GROUP_SIZE, make_info
-from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer

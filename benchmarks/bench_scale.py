@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from every_role import EveryRole
 
 from benchmarks.bench_idle_workers import beat_for, open_
-from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.step_pull import StepPull

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.bench_scale import Place, measure
-from benchmarks.report import ROOT, Report
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-
 from shards import Cluster
+
+from benchmarks.bench_scale import Place, measure
+from benchmarks.report import Report
 
 SHARDS = 3
 NODE_TIMEOUT_MS = 30_000

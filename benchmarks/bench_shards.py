@@ -7,7 +7,6 @@ is that server's CPU over the CPU of the busiest shard, for the same rollouts in
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
+from own_server import OwnServer
+from shards import Cluster
 
-from benchmarks.every_role import EveryRole
 from benchmarks.moves import (
     GROUP_SIZE,
     Arrays,
@@ -30,7 +31,7 @@ from benchmarks.moves import (
     push_together,
     sizes,
 )
-from benchmarks.report import ROOT, Report
+from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.client.writer import Writer
@@ -38,11 +39,6 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.session import open_store
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-
-from own_server import OwnServer
-from shards import Cluster
 
 SHARDS = (1, 2, 3)
 ROUNDS = 5

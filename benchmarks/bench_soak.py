@@ -13,7 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.every_role import EveryRole
+from every_role import EveryRole
+
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 from numpy.typing import NDArray
 
-from benchmarks.every_role import EveryRole
 from benchmarks.moves import Arrays, arrays, hmget, make_groups, plain_client
 from benchmarks.report import Report
 from benchmarks.workloads import WORKLOADS

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from every_role import EveryRole
 from numpy.typing import NDArray
 
-from benchmarks.every_role import EveryRole
 from benchmarks.report import Report
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import redis
+from every_role import EveryRole
 from numpy.typing import NDArray
 
 from benchmarks.apart import Apart
-from benchmarks.every_role import EveryRole
 from benchmarks.workloads import WORKLOADS
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.step_pull import StepPull
