@@ -19,14 +19,13 @@ from typing import Any
 
 import rlbuffer
 from benchmarks.report import Report
-from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.searching import list_groups
 from rlbuffer.testing import make_group
 
 PENDING_GROUPS = 10_000
 GROUP_SIZE = 8
 MOST_SECONDS = 0.5
-MOST_FILTER_SECONDS = 0.3
+MOST_FILTER_SECONDS = 1.5
 MOST_CPU_SECONDS = 0.6
 MOST_COMMAND_MS = 5.0
 SLOW_MICROSECONDS = 500
@@ -52,8 +51,6 @@ def run(report: Report) -> None:
             before = _watch(buffer)
             times = [asyncio.run(_opened(buffer)) for _ in range(REPEATS)]
             searches = {where: _searched(buffer, where) for where in SEARCHES}
-            look = PoolLook(buffer.store)
-            in_browser = {where: _searched(buffer, where, look) for where in SEARCHES}
             looks = _looks(buffer)
             one_shot = [_one_shot(home) for _ in range(REPEATS)]
             slowest, command, writes = _asked(buffer, before)
@@ -62,19 +59,16 @@ def run(report: Report) -> None:
     rows, header = (sorted(column)[REPEATS // 2] for column in zip(*times, strict=True))
     met = report.target(f"{PENDING_GROUPS:,} groups are on the screen within {MOST_SECONDS} s", rows < MOST_SECONDS)
     quick = {
-        where: report.target(
-            f"`{where}` in an open browser within {MOST_FILTER_SECONDS} s", taken < MOST_FILTER_SECONDS
-        )
-        for where, taken in in_browser.items()
+        where: report.target(f"`{where}` is answered within {MOST_FILTER_SECONDS} s", taken < MOST_FILTER_SECONDS)
+        for where, taken in searches.items()
     }
     report.table(
         [
             f"filter that no group of {PENDING_GROUPS:,} matches",
-            "a call, s",
-            "open browser, s",
+            "seconds",
             f"< {MOST_FILTER_SECONDS}",
         ],
-        [[where, f"{searches[where]:.3f}", f"{in_browser[where]:.3f}", quick[where]] for where in SEARCHES],
+        [[where, f"{searches[where]:.3f}", quick[where]] for where in SEARCHES],
     )
     cpu, wall = (sorted(column)[REPEATS // 2] for column in zip(*one_shot, strict=True))
     light = report.target(f"`rlbuffer inspect` takes less than {MOST_CPU_SECONDS} s of CPU", cpu < MOST_CPU_SECONDS)
@@ -101,12 +95,13 @@ def run(report: Report) -> None:
 
 def _looks(buffer: rlbuffer.Buffer) -> tuple[float, float]:
     """Milliseconds of the first look of `rlbuffer top`, and the median of those after it."""
-    from rlbuffer_cli.render.top import look
+    from rlbuffer.client.run_state import read_run_state
+    from rlbuffer_cli.render.run import READ_RECORDS, run_view
 
-    pool, times = PoolLook(buffer.store), []
+    times = []
     for _ in range(1 + REPEATS):
         begun = time.perf_counter()
-        look(buffer, [], pool)
+        run_view(read_run_state(buffer.store, history=READ_RECORDS), None)
         times.append(1000 * (time.perf_counter() - begun))
     return times[0], sorted(times[1:])[REPEATS // 2]
 
@@ -145,12 +140,12 @@ def _asked(buffer: rlbuffer.Buffer, before: dict[str, int]) -> tuple[float, str,
     return slowest["duration"] / 1000, slowest["command"].split(b" ")[0].decode(), writes
 
 
-def _searched(buffer: rlbuffer.Buffer, where: str, pool: PoolLook | None = None) -> float:
-    """Seconds of a search, the median of a few; `pool` is what an open browser has."""
+def _searched(buffer: rlbuffer.Buffer, where: str) -> float:
+    """Seconds of a search, the median of a few."""
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        assert list_groups(buffer.store, where=where, text_of=buffer.texts.decoded, pool=pool) == []
+        assert list_groups(buffer.store, where=where, text_of=buffer.texts.decoded) == []
         times.append(time.perf_counter() - begun)
     return sorted(times)[REPEATS // 2]
 
@@ -169,6 +164,6 @@ async def _opened(buffer: rlbuffer.Buffer) -> tuple[float, float]:
         while not pool.is_read:
             await pilot.pause(0.005)
         rows = time.perf_counter() - begun
-        while pool.summary is None:
+        while pool.state is None:
             await pilot.pause(0.005)
         return rows, time.perf_counter() - begun

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.state.heartbeats import waiting_of
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.viewer import heartbeat_of
 from rlbuffer.wire import payload
@@ -94,7 +93,7 @@ class Reasons:
     def _judge(self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], now: float) -> None:
         fail = self._world.invariants.fail
         at, beat = heartbeat_of(self._beats().get(b"leader", b"")) or (0, {})
-        waiting, step = waiting_of(beat), number(meta, b"step")
+        waiting, step = Waiting.of(beat.get("waiting")), number(meta, b"step")
         if waiting != self._said:
             self._said, self._since = waiting, now
         if now - max(self._calm, self._since) <= self._turns:

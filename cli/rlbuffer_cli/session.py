@@ -85,12 +85,11 @@ def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
 
 def at_work(buffer: Buffer) -> list[str]:
     """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
-    from rlbuffer.state.heartbeats import FRESH_SECONDS
-    from rlbuffer_cli.render.pool import last_seen
+    from rlbuffer.client.run_state import read_run_state
 
-    seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}
-    leader = ["batcher"] if buffer.store.is_led() else []
-    return leader + sorted(who for who, ago in seen.items() if ago <= FRESH_SECONDS)
+    state = read_run_state(buffer.store)
+    leader = ["batcher"] if state.is_led else []
+    return leader + sorted(p.title for p in state.processes if p.is_fresh and p.kind != "batcher")
 
 
 def resume_hint(settings: RunSettings, run: str, step: int) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlbuffer.archive.library import Archive
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.pool_look import PoolLook
     from rlbuffer.client.views import GroupDetail, GroupView, StepView
     from rlbuffer.errors import RlbufferError
     from rlbuffer.records.step_header import StepHeader
@@ -99,15 +98,13 @@ class WholeRun:
         old = [step for step in archive.steps if step.step < first][-MOST_HEADERS:]
         return [*archive.headers(old), *live]
 
-    def groups(
-        self, where: str, limit: int, problems: list[RlbufferError], pool: PoolLook | None = None
-    ) -> list[GroupView]:
+    def groups(self, where: str, limit: int, problems: list[RlbufferError]) -> list[GroupView]:
         """Groups that match `where`, as :meth:`rlbuffer.client.buffer.Buffer.groups`; where it names steps, with those
         of the archive behind the server's."""
         from rlbuffer.client.searching import list_groups
 
         store, text_of = self.buffer.store, self.buffer.texts.decoded
-        views = list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of, pool=pool)
+        views = list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
         older = islice(self._older(where), limit - len(views))
         return [*views, *(detail.view for detail in older)]
 

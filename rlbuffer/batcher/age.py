@@ -89,6 +89,10 @@ class VersionIndex(Generic[G]):
         """Number of groups of version `oldest` or newer."""
         return sum(len(self._buckets[v]) for v in self._versions[bisect_left(self._versions, oldest) :])
 
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """Version -> number of its groups."""
+        return ((version, len(self._buckets[version])) for version in self._versions)
+
     def __len__(self) -> int:
         return sum(len(b) for b in self._buckets.values())
 

@@ -189,11 +189,6 @@ class Batcher:
         """(env, what is missing) -> forming groups that wait for a scorer to add it."""
         return self._pool.needs
 
-    @property
-    def forming(self) -> int:
-        """Groups that wait for more of their rollouts."""
-        return sum(len(env.forming) for env in self._pool.envs.values())
-
     def committed(self, plan: StepPlan) -> None:
         """The store committed the plan of the last decision: its groups are gone, the accounts move.
 
@@ -285,6 +280,12 @@ class Batcher:
         if version is not None:
             self.set_published(version)
         return allowances.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
+
+    def pool_sums(self, step: int) -> dict[str, dict[str, Any]]:
+        """env -> its groups in numbers, after `step`: as :meth:`EnvGroups.sums` says."""
+        published = self._known.published
+        newest = {**published, "": max(step, published.get("", 0))}
+        return {name: env.sums(newest) for name, env in self.pools.items()}
 
     def sweep(self, step: int) -> tuple[Drop, ...]:
         """Lets go what is too old for `step`, where `next` may not be asked yet. -> what must be dropped."""

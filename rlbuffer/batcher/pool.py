@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -115,6 +116,21 @@ class EnvGroups:
         self.forming[group.group_id] = group
         if group.rollouts:
             lane.forming.add(group)
+
+    def sums(self, newest: Mapping[str, int]) -> dict[str, Any]:
+        """The groups in numbers; ages count from the adapter's `newest` version. Costs as much as versions are held."""
+        ages: Counter[str] = Counter()
+        for adapter, lane in self.lanes.items():
+            for version, count in chain(lane.forming.counts(), lane.ready.counts(), lane.used.counts()):
+                ages[str(max(0, newest.get(adapter, 0) - version))] += count
+        return {
+            "groups_ready": self.ready_groups,
+            "groups_forming": len(self.forming),
+            "rollouts_ready": self.ready_rollouts,
+            "tokens_ready": self.ready_tokens,
+            "tokens_forming": self.forming_tokens,
+            "ages": dict(ages),
+        }
 
     def _count(self, group: Group, sign: int) -> None:
         if group.is_ready:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbuffer.client.filters import parse
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.searching import TextOf, matching
 from rlbuffer.client.views import pending_groups
 from rlbuffer.records.states import Reason, State
@@ -100,26 +101,25 @@ class Drain:
 
     def look(self) -> DrainState:
         """The state of the drain. The leader's word counts only when it is newer than the last ticket."""
-        store = self._store
-        _, is_asked = store.wishes()
-        tickets = store.tickets_out()
-        now = store.now()
+        state = read_run_state(self._store)
+        is_asked = state.draining_since is not None
+        tickets = {env.name: env.tickets for env in state.envs if env.tickets}
         if tickets:
             self._empty_since = None
         elif self._empty_since is None:
-            self._empty_since = now
-        if not store.is_led():
-            forming = sum(view.state == State.FORMING for view, _ in pending_groups(store))
+            self._empty_since = state.at
+        if not state.is_led:
+            forming = sum(view.state == State.FORMING for view, _ in pending_groups(self._store))
             return DrainState(is_asked=is_asked, has_leader=False, tickets=tickets, forming=forming, is_idle=True)
         # One that has just taken over has said nothing yet: then it is still reading.
-        beat = store.heartbeats("batcher").get("leader") or {"seconds_ago": float("inf")}
-        is_newer = self._empty_since is not None and now - float(beat["seconds_ago"]) > self._empty_since
+        leader, since = state.leader, self._empty_since
+        is_newer = leader is not None and since is not None and state.at - leader.seconds_ago > since
         return DrainState(
             is_asked=is_asked,
             has_leader=True,
             tickets=tickets,
-            forming=int(beat.get("forming", 0)),
-            is_idle=is_newer and bool(beat.get("idle", False)),
+            forming=sum(env.groups_forming or 0 for env in state.envs),
+            is_idle=leader is not None and is_newer and leader.idle,
         )
 
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
 from rlbuffer.process.logs import Lasting
-from rlbuffer.records.waiting import Problem, Wait, Waiting
-from rlbuffer.state.heartbeats import batcher_waiting, run_problems
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
@@ -101,23 +101,10 @@ class LongWait:
             return
         self._next = now + AGAIN_SECONDS
         try:
-            said = str(batcher_waits(self._store) or "The batcher is at work.")
+            said = str(read_run_state(self._store).waiting or "The batcher is at work.")
         except RlbufferError as error:
             said = str(error).splitlines()[0]
         _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
-
-
-def batcher_waits(store: Viewer) -> Waiting | None:
-    """Why no step comes, as far as the run knows; None while the batcher works."""
-    beat = store.heartbeats("batcher").get("leader")
-    is_led = store.is_led()
-    return batcher_waiting(beat, is_led=is_led, error="" if is_led else store.meta().error)
-
-
-def problems_now(store: Viewer, waiting: Waiting | None) -> tuple[Problem, ...]:
-    """What somebody must cure while the batcher has `waiting`."""
-    batchers, workers, scorers = (store.heartbeats(kind) for kind in ("batcher", "worker", "scorer"))
-    return run_problems(leader=batchers.get("leader"), workers=workers, scorers=scorers, waiting=waiting)
 
 
 def for_trainer(waiting: Waiting | None) -> Waiting | None:
@@ -133,7 +120,8 @@ def refused_for(seconds: float, why: str) -> str:
 
 def no_batch(store: Viewer, number: int, seconds: float) -> str:
     """The reason why step `number` has not come within `seconds`, as far as the run knows."""
-    waiting = for_trainer(batcher_waits(store))
+    state = read_run_state(store)
+    waiting = for_trainer(state.waiting)
     said = [str(waiting)] if waiting is not None else []
-    said += map(str, problems_now(store, waiting))
+    said += map(str, state.problems)
     return " ".join([f"no batch for step {number} within {seconds:g} s.", *said])

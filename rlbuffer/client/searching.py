@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from rlbuffer.client.details import detail_of, logprob_mean, rollout_view, stand_in
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
-from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.texts import HasTokens
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
@@ -47,19 +46,17 @@ def list_groups(
     limit: int = 100,
     problems: list[RlbufferError] | None = None,
     text_of: TextOf | None = None,
-    pool: PoolLook | None = None,
 ) -> list[GroupView]:
     """Groups that match `where`: pending ones, then those in steps, then dropped ones, the newest of each first.
 
     Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
-    everything. `text_of` gives the text of a rollout that was pushed without any. `pool` is of who looks again and
-    again.
+    everything. `text_of` gives the text of a rollout that was pushed without any.
 
     Raises:
         FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
         PayloadError: a step cannot be read, without `problems`.
     """
-    chosen = _chosen(store, where, limit, problems, text_of, pool)
+    chosen = _chosen(store, where, limit, problems, text_of)
     return [view for view, _ in chosen]
 
 
@@ -84,7 +81,6 @@ def _chosen(
     limit: int,
     problems: list[RlbufferError] | None,
     text_of: TextOf | None,
-    pool: PoolLook | None = None,
 ) -> list[tuple[GroupView, GroupSource]]:
     chosen = parse(where)
     is_of_step = any(term.field == "step" for term in chosen.terms)
@@ -94,7 +90,6 @@ def _chosen(
         takes_step=lambda step: chosen.allows("step", step),
         takes_push=_taker(chosen),
         problems=problems,
-        pushes=None if pool is None else pool.pushes,
     )
     out: list[tuple[GroupView, GroupSource]] = []
     try:

@@ -134,15 +134,13 @@ def every_group(
     takes_step: Callable[[int], bool] = lambda step: True,
     takes_push: Callable[[PoolEntry], bool] = lambda entry: True,
     problems: list[RlbufferError] | None = None,
-    pushes: Callable[[], Mapping[str, Sequence[PoolEntry]]] | None = None,
 ) -> Iterator[tuple[GroupView, GroupSource]]:
     """Every group in a state, of a first push, or a step, that is taken; others are not read.
 
-    Steps that cannot be read are left out and added to `problems`; None: PayloadError. `pushes` gives the pool's, by
-    group; None: they are read.
+    Steps that cannot be read are left out and added to `problems`; None: PayloadError.
     """
     if takes(State.FORMING) or takes(State.READY):
-        yield from pending_groups(store, takes_push=takes_push, pushes=pushes)
+        yield from pending_groups(store, takes_push=takes_push)
     if takes(State.PACKED) or takes(State.TRAINED):
         yield from _in_steps(store, takes_step, problems)
     if takes(State.DROPPED):
@@ -169,10 +167,9 @@ def pending_groups(
     store: Viewer,
     *,
     takes_push: Callable[[PoolEntry], bool] = lambda entry: True,
-    pushes: Callable[[], Mapping[str, Sequence[PoolEntry]]] | None = None,
 ) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
     """The groups in the pool, newest first, each with the pushes that make it up; as :func:`every_group`."""
-    parts = _by_group(store) if pushes is None else pushes()
+    parts = _by_group(store)
     if not parts:
         return
     now = store.now()
@@ -181,34 +178,6 @@ def pending_groups(
         its = parts[group_id]
         if takes_push(its[0]):
             yield _pending_view(group_id, its, versions=versions, now=now), its
-
-
-class PendingGroup(NamedTuple):
-    """A group of the pool as far as a run's header shows it."""
-
-    env: str
-    state: State
-    age: int
-
-
-def count_pending(store: Viewer) -> Iterator[PendingGroup]:
-    """The groups of :func:`pending_groups` without their rollouts: those of a whole push are not unpacked."""
-    return counted(store, _by_group(store))
-
-
-def counted(store: Viewer, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[PendingGroup]:
-    """The groups of these pushes, by their ids."""
-    versions = _versions(store) if parts else {}
-    for group_id, entries in parts.items():
-        info = entries[0].info
-        if len(entries) > 1 or info is None or not info.totals.is_distinct:
-            view = _pending_view(group_id, entries, versions=versions, now=0.0)
-            yield PendingGroup(view.env, view.state, view.age or 0)
-            continue
-        totals = info.totals
-        is_ready = totals.is_scored and totals.rollouts >= info.planned_size > 0 and not info.needs
-        age = max(versions.get(info.adapter, 0) - totals.oldest, 0)
-        yield PendingGroup(entries[0].env, State.READY if is_ready else State.FORMING, age)
 
 
 def _versions(store: Viewer) -> dict[str, int]:

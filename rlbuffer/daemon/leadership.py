@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -383,13 +384,16 @@ class Leadership:
         watches = (self._archive, self._memory, self._scorers, self._doubts)
         self._teller.say(
             waiting,
-            {
-                "step": self._meta.step,
-                "pending": self._pending.count,
-                "forming": self._pending.batcher.forming,
-                "idle": self._is_idle,
-                "archive": str(self._archive.folder or ""),
-            },
+            self._state,
             [problem for watch in watches for problem in watch.problems()],
             self._workers.problems(waiting),
         )
+
+    def _state(self) -> dict[str, Any]:
+        """The leader's own part of its heartbeat."""
+        return {
+            "step": self._meta.step,
+            "envs": self._pending.batcher.pool_sums(self._meta.step),
+            "idle": self._is_idle,
+            "archive": str(self._archive.folder or ""),
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
@@ -76,12 +76,13 @@ class Teller:
     def say(
         self,
         waiting: Waiting | None,
-        beat: Mapping[str, Any],
+        beat: Callable[[], Mapping[str, Any]],
         own: Sequence[Problem] = (),
         others: Sequence[Problem] = (),
     ) -> None:
         """Why there is no step, None when nothing is waited for; and when it is due the leader's heartbeat, which is
-        `beat`, the figures, and what somebody must cure: `own`. What `others` say of themselves is told here only.
+        `beat`, made then, the figures, and what somebody must cure: `own`. What `others` say of themselves is told here
+        only.
         """
         own = [*own, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
@@ -89,10 +90,10 @@ class Teller:
         for problem in [*own, *others]:
             if self._lasting.is_due(problem.key, now):
                 _log.warning("%s", problem, extra=fields("trouble", **problem.record()))
-        self._state = {**beat, "problems": [problem.record() for problem in own]}
         key = None if waiting is None else waiting.key
         if key != self._key or now - self._beat_at > TELEMETRY_SECONDS:
             self._beat_at, self._key = now, key
+            self._state = {**beat(), "problems": [problem.record() for problem in own]}
             if self._has_stepped:  # sums over 256 pushes of every env
                 self._record, self._has_stepped = self.figures.record(), False
             self.beat(waiting)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from rlbuffer.records.waiting import Problem, Waiting
-from rlbuffer.state.heartbeats import worker_problems
+from rlbuffer.state.heartbeats import Process, processes, worker_problems
 from rlbuffer.store.viewer import Viewer
 
 WORKERS_LOOK_SECONDS = 1.0
@@ -19,12 +17,12 @@ class WorkerWatch:
 
     def __init__(self, store: Viewer) -> None:
         self._store = store
-        self._beats: Mapping[str, Mapping[str, Any]] = {}
+        self._seen: tuple[Process, ...] = ()
         self._looked = float("-inf")
 
     def problems(self, waiting: Waiting | None) -> tuple[Problem, ...]:
         """What the workers say, and what their silence says, while the leader has `waiting`."""
         now = time.monotonic()
         if now - self._looked > WORKERS_LOOK_SECONDS:
-            self._looked, self._beats = now, self._store.heartbeats("worker")
-        return worker_problems(self._beats, waiting)
+            self._looked, self._seen = now, processes("worker", self._store.heartbeats("worker"))
+        return worker_problems(self._seen, waiting)

@@ -1,6 +1,7 @@
-"""What heartbeats say: why a process waits, and what somebody must cure.
+"""What heartbeats say: what a process does, why it waits, and what somebody must cure.
 
-Any process may write a heartbeat, so nothing in it is certain to be there, nor of a type.
+Any process may write a heartbeat, so nothing in it is certain to be there, nor of a type: each field is checked, and
+one of another type counts as not said.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from rlbuffer.records.waiting import FINAL, Problem, Trouble, Wait, Waiting
 from rlbuffer.state.text import counted, duration
@@ -21,8 +22,95 @@ SHOWN_SILENT_SECONDS = 12.0
 """An env whose workers are silent for so long has none: their tickets lapse."""
 DEAD_SECONDS = 15.0
 """A batcher without a lease that was heard later than this may be taking over."""
+KINDS = ("batcher", "worker", "scorer", "rank")
+LEADER = "leader"
+"""Name of the batcher that leads; `rlbuffer run` has a heartbeat of this kind, too."""
 
 Beat = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process by its last heartbeat."""
+
+    kind: str
+    """``batcher``, ``worker``, ``scorer`` or ``rank``."""
+    name: str
+    seconds_ago: float
+    """Since the heartbeat, on the server's clock."""
+    env: str = ""
+    version: int = -1
+    """Policy version that samples."""
+    step: int = 0
+    """Of a rank: the last that it has trained. Of the batcher: the last that is committed."""
+    groups: int = 0
+    """Done and stored since it started; so are the next two."""
+    rollouts: int = 0
+    failed_groups: int = 0
+    rollouts_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    gives: tuple[str, ...] = ()
+    """What a scorer adds."""
+    doing: str = ""
+    """The function of an env that runs."""
+    traceback: str = ""
+    """Of the last error of an env."""
+    archive: str = ""
+    """Folder that the batcher archives to."""
+    idle: bool = False
+    """The batcher can make no further step of what is here."""
+    pid: int = 0
+    host: str = ""
+    has_stopped: bool = False
+    """It said goodbye."""
+    waiting: Waiting | None = None
+    """What it waits for; None while it works, and of one that does not say."""
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, kind: str, name: str, beat: Beat, *, seconds_ago: float | None = None) -> Self:
+        """The process of a heartbeat; `seconds_ago`: where the record does not have it."""
+        said: dict[str, Any] = {}
+        for field in fields(cls):
+            value, default = beat.get(field.name), field.default
+            if isinstance(default, float):
+                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                    said[field.name] = float(value)
+            elif isinstance(default, str | int) and type(value) is type(default):
+                said[field.name] = value
+        gives, problems = beat.get("gives"), beat.get("problems")
+        return cls(
+            **said
+            | {
+                "kind": kind,
+                "name": name,
+                "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
+                "gives": tuple(map(str, gives)) if isinstance(gives, list) else (),
+                "has_stopped": bool(beat.get("left") or beat.get("stopped")),
+                "waiting": Waiting.of(beat.get("waiting")),
+                "problems": tuple(filter(None, map(Problem.of, problems))) if isinstance(problems, list) else (),
+            }
+        )
+
+    @property
+    def title(self) -> str:
+        """``worker NAME``, ``rank N``; ``batcher`` for the one that leads."""
+        return self.kind if (self.kind, self.name) == ("batcher", LEADER) else f"{self.kind} {self.name}"
+
+    @property
+    def is_fresh(self) -> bool:
+        """It was heard a moment ago."""
+        return self.seconds_ago <= FRESH_SECONDS
+
+    @property
+    def is_alive(self) -> bool:
+        """It was heard a moment ago, and that was no goodbye."""
+        return self.is_fresh and not self.has_stopped
+
+
+def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
+    """The processes of one kind, by name."""
+    return tuple(Process.of(kind, name, beat) for name, beat in sorted(beats.items()))
 
 
 def failures_of(beat: Beat) -> dict[str, int]:
@@ -31,72 +119,60 @@ def failures_of(beat: Beat) -> dict[str, int]:
     return {str(k): n for k, n in kinds.items() if isinstance(n, int)} if isinstance(kinds, Mapping) else {}
 
 
-def waiting_of(beat: Beat) -> Waiting | None:
-    """Why the process waits; None while it works, and of one that does not say."""
-    return Waiting.of(beat.get("waiting"))
-
-
-def problems_of(beat: Beat) -> tuple[Problem, ...]:
-    """What the process says that somebody must cure."""
-    said = beat.get("problems")
-    return tuple(filter(None, map(Problem.of, said))) if isinstance(said, list) else ()
-
-
-def batcher_waiting(beat: Beat | None, *, is_led: bool, error: str = "") -> Waiting | None:
+def batcher_waiting(leader: Process | None, *, is_led: bool, error: str = "") -> Waiting | None:
     """Why no step comes, by the leader's last heartbeat; None while it works. What a leader said that was killed since
     holds no more.
 
     `error`: the batcher's fatal one.
     """
-    waiting = None if beat is None else waiting_of(beat)
+    waiting = None if leader is None else leader.waiting
     if is_led or (waiting is not None and waiting.kind in FINAL):
         return waiting
     if error:
         return Waiting(kind=Wait.NO_BATCHER, detail=error)
-    silence = math.inf if beat is None else beat["seconds_ago"]
+    silence = math.inf if leader is None else leader.seconds_ago
     if silence > DEAD_SECONDS:
         return Waiting(kind=Wait.NO_BATCHER, seconds=silence if math.isfinite(silence) else 0.0)
     return waiting
 
 
-def worker_problems(workers: Mapping[str, Beat], waiting: Waiting | None = None) -> tuple[Problem, ...]:
+def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) -> tuple[Problem, ...]:
     """What the workers say that somebody must cure, and what their silence says: one of a kind for each env.
 
     The last words of a worker that has ended count until another one samples its env. Workers of one's own need not
     send heartbeats: that there is none at all counts only where the batcher has `waiting`, and nothing has come.
     """
-    alive = {name for name, beat in workers.items() if _is_fresh(beat)}
-    served = {str(workers[name].get("env")) for name in alive}
+    workers = tuple(workers)
+    served = {worker.env for worker in workers if worker.is_alive}
     found: list[Problem] = []
-    envs: dict[str, dict[str, float]] = {}
-    for name, beat in sorted(workers.items()):
-        env = str(beat.get("env") or "")
-        envs.setdefault(env, {})[name] = beat["seconds_ago"]
-        if name not in alive and env in served:
+    envs: dict[str, list[Process]] = {}
+    for worker in workers:
+        envs.setdefault(worker.env, []).append(worker)
+        if not worker.is_alive and worker.env in served:
             continue
-        found += [replace(problem, env=env, worker=name) for problem in problems_of(beat)]
-        if beat.get("doing") and name not in alive:
-            found.append(Problem(kind=Trouble.WORKER_GONE, env=env, worker=name, detail=str(beat["doing"])))
-    for env, ages in sorted(envs.items()):
-        if env and min(ages.values()) > SHOWN_SILENT_SECONDS:
-            heard = ", ".join(f"{name} was heard {duration(ago)} ago" for name, ago in ages.items())
+        found += [replace(problem, env=worker.env, worker=worker.name) for problem in worker.problems]
+        if worker.doing and not worker.is_alive:
+            found.append(Problem(kind=Trouble.WORKER_GONE, env=worker.env, worker=worker.name, detail=worker.doing))
+    for env, members in sorted(envs.items()):
+        if env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
+            heard = ", ".join(f"{worker.name} was heard {duration(worker.seconds_ago)} ago" for worker in members)
             found.append(Problem(kind=Trouble.NO_WORKER, env=env, detail=heard))
     if not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:
         found.append(Problem(kind=Trouble.NO_WORKER))
     return merged(found)
 
 
-def run_problems(
-    *, leader: Beat | None, workers: Mapping[str, Beat], scorers: Mapping[str, Beat], waiting: Waiting | None
-) -> tuple[Problem, ...]:
+def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple[Problem, ...]:
     """What somebody must cure, as every process of a run says it while the batcher has `waiting`."""
-    own = [replace(p, worker=name) for name, beat in scorers.items() if _is_fresh(beat) for p in problems_of(beat)]
-    leading = problems_of(leader) if leader is not None and _is_fresh(leader) else ()
-    return (*leading, *worker_problems(workers, waiting), *own)
-
-
-def _is_fresh(beat: Beat) -> bool:
-    return bool(beat["seconds_ago"] <= FRESH_SECONDS)
+    processes = tuple(processes)
+    leading = [p for each in processes if each.title == "batcher" and each.is_alive for p in each.problems]
+    scorers = [
+        replace(p, worker=each.name)
+        for each in processes
+        if each.kind == "scorer" and each.is_alive
+        for p in each.problems
+    ]
+    return (*leading, *worker_problems([each for each in processes if each.kind == "worker"], waiting), *scorers)
 
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -113,6 +113,24 @@ class Viewer(Session):
         """Facts, as Connection.describe says: name, version, address, embedded, sizes in bytes, unfreed, policy."""
         return self.connection.describe()
 
+    def replies(self, ask: Callable[[Any, Keys], object]) -> tuple[Mapping[str, Any], list[Any]]:
+        """Looks at the run in one round trip. `ask` puts commands that only read into a pipeline.
+
+        Returns the facts of :meth:`server`, of a cluster those of the shard with the control keys; and the replies,
+        None for a key of another type than its command is for.
+        """
+        is_memory = self.connection.is_memory
+
+        def look(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                ask(pipe, self.keys)
+                if not is_memory:
+                    pipe.info("server", "memory")
+                return answers(pipe)
+
+        replies = self.look(look)
+        return self.connection.facts({} if is_memory else replies.pop()), replies
+
     def losses(self) -> int:
         """Times that this process lost the server; it may have come back without its newest writes."""
         return self.connection.losses
@@ -191,11 +209,7 @@ class Viewer(Session):
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
         the trainer measured in its steps (:meth:`add_record`)."""
         key = self.keys.history if of == "history" else self.keys.records
-        reply = self.look(lambda client: client.xrevrange(key, count=count))
-        return [
-            {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
-            for entry_id, fields in ranged(reply)
-        ]
+        return parse_records(self.look(lambda client: client.xrevrange(key, count=count)))
 
     def wishes(self) -> tuple[int, bool]:
         """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
@@ -224,9 +238,7 @@ class Viewer(Session):
                 return list(pipe.execute())
 
         written, taken = self.look(look)
-        given, numbers = ({text(k): text(v) for k, v in fields.items()} for fields in (written, taken))
-        ends = {env: int(match[1]) for env, end in given.items() if (match := _END.match(end))}
-        over = [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
+        given, numbers, ends, over = ends_of(written, taken)
 
         def count(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -595,24 +607,7 @@ class Viewer(Session):
         step there are none of earlier lines. `limit`: newest entries that are looked at.
         """
         newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
-        now, step = self._place()
-        entries: list[tuple[int, dict[str, Any]]] = []
-        firsts: dict[str, dict[int, int]] = {}
-        """Env -> line -> its first version."""
-        for entry_id, fields in reversed(ranged(newest)):
-            result = evaluation_of(entry_id, fields)
-            line = number(fields.get(b"line")) or 0
-            # Of a line that a rewind ended: before anything is evaluated again, this alone tells what was taken back.
-            if result is not None and (line >= now or result["version"] <= step):
-                entries.append((line, result))
-                lines = firsts.setdefault(result["env"], {})
-                lines[line] = min(lines.get(line, result["version"]), result["version"])
-        results: dict[tuple[str, int], dict[str, Any]] = {}
-        for line, result in entries:
-            env, version = result["env"], result["version"]
-            if not any(later > line and first <= version for later, first in firsts[env].items()):
-                results.setdefault((env, version), result)
-        return list(results.values())
+        return standing(newest, *self._place())
 
     def _line(self) -> int:
         """The epoch in which version numbers began to mean what they mean now."""
@@ -620,8 +615,9 @@ class Viewer(Session):
 
     def _place(self) -> tuple[int, int]:
         """The line of versions, and the run's last step."""
-        line, since, step = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since", "step"]))
-        return int(line or since or 0), int(step or 0)
+        names = "line", "since", "step"
+        values = self.look(lambda client: client.hmget(self.keys.meta, names))
+        return place_in(dict(zip(map(str.encode, names), values, strict=True)))
 
     # -- archive ---------------------------------------------------------------------------------------------------
 
@@ -696,6 +692,14 @@ class Viewer(Session):
         return {text(name): value for name, value in (fields or {}).items()}
 
 
+def parse_records(reply: Any) -> list[Mapping[str, Any]]:
+    """The records in the entries of a history."""
+    return [
+        {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
+        for entry_id, fields in ranged(reply)
+    ]
+
+
 def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
     """The meta hash as a record; what is missing is 0 or empty."""
 
@@ -756,6 +760,33 @@ def part_of(entry_id: str, fields: Fields, keys: Keys) -> StepPart:
     return part
 
 
+def place_in(meta: Mapping[bytes, bytes | None]) -> tuple[int, int]:
+    """The line of versions, and the run's last step, in its meta."""
+    return int(meta.get(b"line") or meta.get(b"since") or 0), int(meta.get(b"step") or 0)
+
+
+def standing(newest: Any, now: int, step: int) -> list[dict[str, Any]]:
+    """The results among entries, the newest first, that stand while the line of versions is `now` and the run is at
+    `step`; the oldest first, one for each env and version."""
+    entries: list[tuple[int, dict[str, Any]]] = []
+    firsts: dict[str, dict[int, int]] = {}
+    """Env -> line -> its first version."""
+    for entry_id, fields in reversed(ranged(newest)):
+        result = evaluation_of(entry_id, fields)
+        line = number(fields.get(b"line")) or 0
+        # Of a line that a rewind ended: before anything is evaluated again, this alone tells what was taken back.
+        if result is not None and (line >= now or result["version"] <= step):
+            entries.append((line, result))
+            lines = firsts.setdefault(result["env"], {})
+            lines[line] = min(lines.get(line, result["version"]), result["version"])
+    results: dict[tuple[str, int], dict[str, Any]] = {}
+    for line, result in entries:
+        env, version = result["env"], result["version"]
+        if not any(later > line and first <= version for later, first in firsts[env].items()):
+            results.setdefault((env, version), result)
+    return list(results.values())
+
+
 def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
     """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
     env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
@@ -779,6 +810,15 @@ def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:
     if milliseconds is None or not isinstance(record, dict):
         return None
     return milliseconds, record
+
+
+def ends_of(
+    written: Mapping[bytes, bytes], taken: Mapping[bytes, bytes]
+) -> tuple[dict[str, str], dict[str, str], dict[str, int], list[str]]:
+    """The hashes of ends and numbers as text; env -> how many tickets it has; the envs of which all were given."""
+    given, numbers = ({text(k): text(v) for k, v in fields.items()} for fields in (written, taken))
+    ends = {env: int(match[1]) for env, end in given.items() if (match := _END.match(end))}
+    return given, numbers, ends, [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
 
 
 def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import failing_envs
 from homes import Home
 
-from rlbuffer.client.refusals import problems_now
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 ENVS = {
@@ -94,7 +94,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
         buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def sentences() -> str:
-            return "\n".join(map(str, problems_now(buffer.store, None)))
+            return "\n".join(map(str, read_run_state(buffer.store).problems))
 
         missing = set(failing)
 
@@ -105,8 +105,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
 
         home.wait_until(all_were_named, seconds=30, why="the workers' problems")
         shown = home.call("inspect", "--run", "failing", "--json", "--totals")
-        records = [json.loads(line) for line in shown.stdout.splitlines()]
-        beats = {r["worker"]: r for r in records if r["schema"] == "rlbuffer.worker/1"}
+        beats = {p["name"]: p for p in json.loads(shown.stdout)["processes"] if p["kind"] == "worker"}
         assert beats.keys() == failing, shown
         for env, beat in beats.items():
             what = EXPECTED[env][0]

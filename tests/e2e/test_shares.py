@@ -74,7 +74,7 @@ def totals(home: Home) -> str:
     """The batcher's waiting sentence, as `inspect --json --totals` says it."""
     looked = home.call("inspect", "--run", "shares", "--json", "--totals")
     assert looked.returncode == 0, looked.stderr
-    return json.loads(looked.stdout.splitlines()[0])["waiting"].get("batcher", {}).get("sentence", "")
+    return (json.loads(looked.stdout)["waiting"] or {}).get("sentence", "")
 
 
 def start_all(home: Home, config: Path) -> dict[str, subprocess.Popen[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
-from rlbuffer.state.heartbeats import problems_of, waiting_of
+from rlbuffer.state.heartbeats import Process
 from rlbuffer.store.member import Member
 from rlbuffer.store.viewer import Viewer
 
@@ -15,7 +15,7 @@ def says(store: Member, waiting: Waiting | None) -> None:
 
 def said(store: Viewer) -> Waiting | None:
     """Why the batcher waits, by its last heartbeat."""
-    return waiting_of(store.heartbeats("batcher").get("leader", {}))
+    return _leader(store).waiting
 
 
 def kind(store: Viewer) -> Wait | None:
@@ -26,4 +26,8 @@ def kind(store: Viewer) -> Wait | None:
 
 def problem(store: Viewer, kind: Trouble) -> Problem | None:
     """The problem of this kind in the batcher's last heartbeat."""
-    return next((p for p in problems_of(store.heartbeats("batcher").get("leader", {})) if p.kind is kind), None)
+    return next((p for p in _leader(store).problems if p.kind is kind), None)
+
+
+def _leader(store: Viewer) -> Process:
+    return Process.of("batcher", "leader", store.heartbeats("batcher").get("leader", {"seconds_ago": 0.0}))

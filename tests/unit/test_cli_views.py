@@ -11,8 +11,8 @@ import pytest
 
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli.render import text
-from rlbuffer_cli.render.pool import age_histogram
 from rlbuffer_cli.render.ranks import rank_line
+from rlbuffer_cli.render.run import age_histogram
 from rlbuffer_cli.render.run_view import plot
 from rlbuffer_cli.render.text import flow
 from rlbuffer_cli.render.train_view import slow_side, train_lines

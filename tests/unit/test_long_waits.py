@@ -11,7 +11,8 @@ from every_role import EveryRole
 
 import rlbuffer
 from rlbuffer.client import refusals
-from rlbuffer.client.refusals import LongWait, batcher_waits
+from rlbuffer.client.refusals import LongWait
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.records.waiting import FINAL, Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
@@ -51,20 +52,20 @@ def test_what_a_batcher_said_that_was_killed_since_holds_no_more(monkeypatch: py
             next(buffer.reader(timeout_seconds=0.05).steps())
         assert str(gone) in str(caught.value)
         waits.says(store, filling)
-        assert batcher_waits(store) == filling, "another may be taking over"
+        assert read_run_state(store).waiting == filling, "another may be taking over"
         with monkeypatch.context() as patch:
             patch.setattr("rlbuffer.state.heartbeats.DEAD_SECONDS", -1.0)
-            silent = batcher_waits(store)
+            silent = read_run_state(store).waiting
             assert silent is not None
             assert silent.kind is Wait.NO_BATCHER
             for kind in FINAL:
                 waits.says(store, Waiting(kind=kind, step=3))
-                assert batcher_waits(store) == Waiting(kind=kind, step=3)
+                assert read_run_state(store).waiting == Waiting(kind=kind, step=3)
         waits.says(store, filling)
         store.lease("other", ttl_seconds=60.0)
         store.set_error("ConfigError: no")
         store.release_lease()
-        assert batcher_waits(store) == Waiting(kind=Wait.NO_BATCHER, detail="ConfigError: no")
+        assert read_run_state(store).waiting == Waiting(kind=Wait.NO_BATCHER, detail="ConfigError: no")
 
 
 def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:

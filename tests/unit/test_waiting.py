@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgpack
 import pytest
 
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
-from rlbuffer.state.heartbeats import problems_of, waiting_of, worker_problems
+from rlbuffer.state.heartbeats import Process, processes, worker_problems
 
 STRANGE: list[Any] = [
     *(None, "", b"\xff", 7, [], ["no_trainer"], {}, {"kind": "of another version"}, {"kind": ["no_trainer"]}),
@@ -39,9 +41,19 @@ def test_a_problem_of_each_kind_travels_as_a_map_and_has_a_sentence(kind: Troubl
 
 @pytest.mark.parametrize("value", STRANGE)
 def test_what_is_no_record_counts_as_none(value: Any) -> None:
-    assert waiting_of({"waiting": value}) is None
-    assert problems_of({"problems": value}) == ()
-    assert problems_of({"problems": [value, {"kind": "memory"}]}) == (Problem(kind=Trouble.MEMORY),)
+    said = Process.of("worker", "w", {"waiting": value, "problems": value}, seconds_ago=1.0)
+    assert (said.waiting, said.problems) == (None, ())
+    said = Process.of("worker", "w", {"problems": [value, {"kind": "memory"}]}, seconds_ago=1.0)
+    assert said.problems == (Problem(kind=Trouble.MEMORY),)
+
+
+@pytest.mark.parametrize("value", [*STRANGE, math.nan, math.inf, True, -1, 1.5, 2**64 - 1, {1: 2}, [[]]])
+def test_whatever_a_heartbeat_holds_makes_a_process_that_is_json(value: Any) -> None:
+    beat = {field.name: value for field in fields(Process)} | {"left": value, "stopped": value}
+    process = Process.of("worker", "w", beat, seconds_ago=1.0)
+    assert (process.kind, process.name, process.seconds_ago) == ("worker", "w", 1.0)
+    assert process.title
+    json.dumps(asdict(process), allow_nan=False)
 
 
 def test_fields_of_another_type_are_left_out() -> None:
@@ -60,23 +72,28 @@ FAILS = Problem(kind=Trouble.ENV_FAILS, count=3, detail="KeyError 3")
 
 def test_the_problems_of_an_envs_workers_are_one_of_each_kind() -> None:
     workers = {f"w{n}": beat(FAILS) for n in range(5)} | {"x": beat(FAILS, env="b")}
-    first, second = worker_problems(workers)
+    first, second = worker_problems(processes("worker", workers))
     assert (first.kind, first.env, first.count, first.worker) == (Trouble.ENV_FAILS, "a", 15, "w0, w1, w2 and 2 more")
     assert (second.env, second.count) == ("b", 3)
 
 
 def test_the_last_words_of_a_worker_count_until_another_one_samples_its_env() -> None:
     gone = beat(FAILS, ago=9.0, doing="score() (envs.py:3 in score)")
-    assert [p.kind for p in worker_problems({"w": gone})] == [Trouble.ENV_FAILS, Trouble.WORKER_GONE]
-    assert worker_problems({"w": gone, "heir": beat()}) == ()
+    assert [p.kind for p in worker_problems(processes("worker", {"w": gone}))] == [
+        Trouble.ENV_FAILS,
+        Trouble.WORKER_GONE,
+    ]
+    assert worker_problems(processes("worker", {"w": gone, "heir": beat()})) == ()
 
 
 def test_an_env_whose_workers_are_silent_has_none() -> None:
-    assert [(p.kind, p.env) for p in worker_problems({"w": beat(ago=13.0)})] == [(Trouble.NO_WORKER, "a")]
-    assert worker_problems({"w": beat(ago=13.0), "other": beat(ago=9.0)}) == ()
+    assert [(p.kind, p.env) for p in worker_problems(processes("worker", {"w": beat(ago=13.0)}))] == [
+        (Trouble.NO_WORKER, "a")
+    ]
+    assert worker_problems(processes("worker", {"w": beat(ago=13.0), "other": beat(ago=9.0)})) == ()
 
 
 def test_a_run_without_a_worker_is_told_of_while_nothing_has_come() -> None:
-    assert worker_problems({}) == ()
-    assert worker_problems({}, Waiting(kind=Wait.FILLING, env="a")) == ()
-    assert worker_problems({}, Waiting(kind=Wait.FILLING)) == (Problem(kind=Trouble.NO_WORKER),)
+    assert worker_problems(()) == ()
+    assert worker_problems((), Waiting(kind=Wait.FILLING, env="a")) == ()
+    assert worker_problems((), Waiting(kind=Wait.FILLING)) == (Problem(kind=Trouble.NO_WORKER),)

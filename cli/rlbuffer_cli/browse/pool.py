@@ -9,28 +9,23 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from rlbuffer.client.filters import parse
-from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.state.run_state import RunState
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
-from rlbuffer_cli.render.pool import (
+from rlbuffer_cli.render.pool import GROUP_HEADER, GROUP_NUMBERS, GROUP_OPTIONAL, SORTS, group_record, group_row
+from rlbuffer_cli.render.run import (
     ENV_HEADER,
     ENV_NUMBERS,
-    GROUP_HEADER,
-    GROUP_NUMBERS,
-    GROUP_OPTIONAL,
-    SORTS,
-    RunSummary,
+    ENV_OPTIONAL,
+    act_lines,
     env_row,
     fact_lines,
     first_lines,
-    group_record,
-    group_row,
-    summarize,
-    waiting_lines,
-    warning_lines,
+    pace_lines,
 )
 from rlbuffer_cli.render.text import aligned, utc
 
@@ -68,12 +63,9 @@ class Pool(Look):
         self.where = ""
         """The filter that they obey; another one is asked for until it is read."""
         self.limit = GROUPS_PER_READ
-        self._look = PoolLook(self.looking.buffer.store)
         self.sort, self.is_reversed = "newest first", False
-        self.summary: RunSummary | None = None
+        self.state: RunState | None = None
         self.problems: list[RlbufferError] = []
-        self.seconds = 0.0
-        """The server's clock when the summary was read."""
         self.is_read = False
         self.is_of_worker = False
         """The filter was chosen on the screen of workers, where the way back leads to."""
@@ -92,21 +84,19 @@ class Pool(Look):
             count = f"the first {count} (m: more)"
         where = f" where {self.where}" if self.where else ""
         order = f"by {self.sort}" if self.sort != "newest first" else "by state, newest first"
-        clock = f" as of {str(utc(self.seconds))[11:19]} UTC" if self.seconds else ""
+        clock = f" as of {str(utc(self.state.at))[11:19]} UTC" if self.state is not None else ""
         return f'{count}{where}, {order}{", reversed" * self.is_reversed} · run "{self.looking.buffer.run}"{clock}'
 
     async def fetch(self) -> None:
         buffer, run, where, limit = self.looking.buffer, self.looking.run, self.looking.where, self.limit
         problems: list[RlbufferError] = []
-        store, look = buffer.store, self._look
-        self.views = await self.ask(lambda: run.groups(where, limit, problems, look))
+        self.views = await self.ask(lambda: run.groups(where, limit, problems))
         self.where = where
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
-        summary, self.seconds = await self.ask(lambda: (summarize(buffer, look), store.now()))
-        self.summary = summary
-        self.put_header(summary)
+        self.state = state = await self.ask(lambda: read_run_state(buffer.store))
+        self.put_header(state)
 
     def put_groups(self) -> None:
         """Shows the groups in the chosen order."""
@@ -114,27 +104,27 @@ class Pool(Look):
         views = views[::-1] if self.is_reversed else views
         self.query_one("#groups", Table).put([group_row(view) for view in views], [view.group_id for view in views])
 
-    def put_header(self, summary: RunSummary) -> None:
+    def put_header(self, state: RunState) -> None:
         """Shows the run: what it is, who waits for whom, its envs, then everything else."""
         cells = aligned(
             ENV_HEADER,
-            [env_row(env) for env in summary.envs],
+            [env_row(state, env) for env in state.envs],
             right=ENV_NUMBERS,
-            optional=["forming", "packed", "trained"],
+            optional=ENV_OPTIONAL,
             width=self.size.width,
         )
-        envs = ["  ".join(row).rstrip() for row in cells] if summary.envs else ["no env has sent anything yet"]
+        envs = ["  ".join(row).rstrip() for row in cells] if state.envs else ["no env has sent anything yet"]
         problems = [f"! {problem}" for problem in self.problems]
-        acts = [*problems, *warning_lines(summary), *waiting_lines(summary)]
         header = self.query_one("#header", Prose)
-        header.put([*first_lines(summary), *acts, *envs, *fact_lines(summary)])
+        facts = *fact_lines(state), *pace_lines(state)
+        header.put([*first_lines(state), *problems, *act_lines(state), *envs, *facts])
         room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) * 3 // 5))
         header.styles.height = min(header.height_at(self.size.width), room)
 
     def on_resize(self) -> None:
         """Fits the header again."""
-        if self.summary is not None:
-            self.put_header(self.summary)
+        if self.state is not None:
+            self.put_header(self.state)
 
     def frame(self) -> None:
         """Writes the title and the keys, with the way out of a filter, and to more groups."""

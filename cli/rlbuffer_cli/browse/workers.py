@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from textual.widget import Widget
 
-from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.client.run_state import read_run_state
+from rlbuffer.state.run_state import RunState
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
-from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
-from rlbuffer_cli.render.workers import BEAT_NUMBERS
+from rlbuffer_cli.render.run import (
+    PROCESS_HEADER,
+    PROCESS_NUMBERS,
+    PROCESS_OPTIONAL,
+    READ_RECORDS,
+    process_lines,
+    process_rows,
+)
 
 
 class Workers(Look):
@@ -32,10 +40,10 @@ class Workers(Look):
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
-        self.processes = Processes(beats={}, policy_version=-1, writers={})
+        self.state: RunState | None = None
 
     def body(self) -> list[Widget]:
-        table = Table(PROCESS_HEADER, right=BEAT_NUMBERS, optional=PROCESS_OPTIONAL, id="beats")
+        table = Table(PROCESS_HEADER, right=PROCESS_NUMBERS, optional=PROCESS_OPTIONAL, id="beats")
         return [table, Prose(id="failure")]
 
     def on_mount(self) -> None:
@@ -43,31 +51,32 @@ class Workers(Look):
         self.query_one("#beats").focus()
 
     def heading(self) -> str:
-        version = self.processes.policy_version
+        if self.state is None:
+            return "reading"
+        version = self.state.policy_version
         newest = f", newest policy v{version}" if version >= 0 else ""
-        beats = self.processes.beats
-        heard = sum(beat["seconds_ago"] <= FRESH_SECONDS for beat in beats.values())
-        return f"{plural(len(self.processes.rows()), 'process', 'processes')}, {heard} heard just now{newest}"
+        heard = sum(process.is_fresh for process in self.state.processes)
+        return f"{plural(len(process_rows(self.state)), 'process', 'processes')}, {heard} heard just now{newest}"
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store
-        self.processes = await self.ask(lambda: processes_of(store))
-        rows = self.processes.rows()
+        self.state = await self.ask(lambda: read_run_state(store, history=READ_RECORDS))
+        rows = process_rows(self.state)
         self.query_one("#beats", Table).put(list(rows.values()), list(rows))
         self.show_failure()
 
     def show_failure(self) -> None:
         """Shows all that the one under the cursor says."""
-        key = self.identifier()
-        beat = self.processes.beats.get(key, {})
-        lines = self.processes.lines(key) or (["nothing has failed"] if beat else [])
+        lines = [] if self.state is None else process_lines(self.state, self.identifier())
+        lines = lines or (["nothing has failed"] if self.record() else [])
         self.query_one("#failure", Prose).put(lines)
 
     def identifier(self) -> str:
         return self.query_one("#beats", Table).key
 
     def record(self) -> Mapping[str, Any] | None:
-        return self.processes.beats.get(self.identifier())
+        known = () if self.state is None else self.state.processes
+        return next((asdict(process) for process in known if process.title == self.identifier()), None)
 
     def on_pane_chosen(self) -> None:
         """Shows the groups of the worker under the cursor."""

@@ -58,7 +58,7 @@ def command(
 
 def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
     from rlbuffer.client.operations import Drain, pending_amounts
-    from rlbuffer.client.refusals import batcher_waits
+    from rlbuffer.client.run_state import read_run_state
     from rlbuffer.errors import BatchTimeout, RlbufferError
     from rlbuffer_cli.commands.drop import amounts
 
@@ -69,7 +69,7 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         if not state.is_asked:
             raise RlbufferError(f'the drain of run "{name}" was undone meanwhile: tickets are given again')
         if deadline is not None and time.monotonic() >= deadline:
-            waiting = batcher_waits(store)
+            waiting = read_run_state(store).waiting
             raise BatchTimeout(
                 f'run "{name}" is not drained within {timeout:g} s: {state}. It goes on draining; `rlbuffer drain '
                 f"--undo` lets workers go on." + (f" {waiting}" if state.has_leader and waiting else "")

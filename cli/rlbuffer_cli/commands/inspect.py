@@ -209,25 +209,24 @@ def _may_browse() -> bool:
 
 
 def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) -> int:
-    from rlbuffer.client.pool_look import PoolLook
+    from rlbuffer.client.run_state import read_run_state
     from rlbuffer_cli.render import pool
 
     problems: list[RlbufferError] = []
-    buffer = run.buffer
+    store = run.buffer.store
     if totals:
-        summary = pool.summarize(buffer)
-        for record in pool.summary_records(summary) if as_json else ():
-            echo(json.dumps(record))
-        if not as_json:
-            pool.show_run(summary)
+        state = read_run_state(store)
+        if as_json:
+            echo(json.dumps(state.as_object()))
+        else:
+            pool.show_run(state)
         return 0
-    look = PoolLook(buffer.store)
-    views = run.groups(where, limit, problems, look)
+    views = run.groups(where, limit, problems)
     if as_json:
         for view in views:
             echo(json.dumps(pool.group_record(view)))
     else:
-        pool.show(pool.summarize(buffer, look), views, where=where, limit=limit)
+        pool.show(read_run_state(store), views, where=where, limit=limit)
     for problem in problems:
         say(f"Error: {problem}", err=True)
     return 1 if problems else 0
@@ -251,17 +250,16 @@ def _alive(given: options.Given, who: str, within: float, as_json: bool) -> int:
 
 def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
     """Seconds since then, and whether it was the goodbye of a batcher."""
+    from rlbuffer.client.run_state import read_run_state
     from rlbuffer.errors import NotFound
-    from rlbuffer_cli.render.pool import last_seen
     from rlbuffer_cli.session import open_existing
 
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        seen = last_seen(buffer.store)
+        seen = {process.title: process for process in read_run_state(buffer.store).processes}
         if who not in seen:
             known = ", ".join(seen) or "nobody"
             raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
-        leader = buffer.store.heartbeats("batcher").get("leader", {}) if who == "batcher" else {}
-        return seen[who], bool(leader.get("stopped"))
+        return seen[who].seconds_ago, who == "batcher" and seen[who].has_stopped
 
 
 def _look_up(run: WholeRun, identifier: str) -> tuple[GroupDetail, RolloutView | None]:

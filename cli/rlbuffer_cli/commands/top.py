@@ -17,9 +17,9 @@ from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.state.run_state import RunState
     from rlbuffer.state.step_record import StepRecord
     from rlbuffer_cli.render.metrics_tail import MetricsTail
-    from rlbuffer_cli.render.top import Sight
 
 
 @click.command("top")
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--every", type=click.FloatRange(0.1), default=2.0, show_default=True, metavar="S", help="Seconds between looks."
 )
-@click.option("--json", "as_json", is_flag=True, help="One object per line.")
+@click.option("--json", "as_json", is_flag=True, help="One object per look.")
 def command(given: options.Given, once: bool, every: float, as_json: bool) -> int:
     """See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.
 
@@ -72,16 +72,14 @@ def _may_draw() -> bool:
 
 def _print(view: _View, *, once: bool, every: float, as_json: bool) -> int:
     from rlbuffer_cli.render.text import terminal_width
-    from rlbuffer_cli.render.top import sight_lines, sight_records
 
     try:
         while True:
-            sight = view.look()
             if as_json:
-                for record in sight_records(sight):
-                    echo(json.dumps(record))
+                echo(json.dumps(view.read(history=0).as_object()))
             else:
-                for line in [*sight_lines(sight, terminal_width()), *[""] * (not once)]:
+                view.look()
+                for line in [*view.rows(terminal_width()), *[""] * (not once)]:
                     echo(line)
             if once:
                 return 0
@@ -95,26 +93,31 @@ class _View:
     """The last look, for a terminal."""
 
     def __init__(self, buffer: Buffer, tail: MetricsTail) -> None:
-        from rlbuffer.client.pool_look import PoolLook
-
-        self._buffer, self._tail, self._pool = buffer, tail, PoolLook(buffer.store)
+        self._buffer, self._tail = buffer, tail
         self._trained: list[StepRecord] = []
-        self._sight: Sight | None = None
+        self._state: RunState | None = None
         self.trouble = ""
         """The reason why the last look failed; "" when it did not."""
 
-    def look(self) -> Sight:
-        from rlbuffer_cli.render.top import look
+    def read(self, *, history: int) -> RunState:
+        from rlbuffer.client.run_state import read_run_state
+
+        return read_run_state(self._buffer.store, history=history)
+
+    def look(self) -> None:
+        from rlbuffer_cli.render.run import READ_RECORDS
 
         self._trained += self._tail.new()
-        self._sight, self.trouble = look(self._buffer, self._trained, self._pool), ""
-        return self._sight
+        self._state, self.trouble = self.read(history=READ_RECORDS), ""
+
+    def rows(self, width: int | None) -> list[str]:
+        from rlbuffer_cli.render.run import run_view
+
+        return ["looking ..."] if self._state is None else run_view(self._state, width, self._trained)
 
     def lines(self, width: int) -> list[str]:
         """The view, cut to the lines that the terminal has; the last one is the cursor's."""
         from rlbuffer_cli.render.text import cut
-        from rlbuffer_cli.render.top import sight_lines
 
-        rows = [f"! {self.trouble}"] if self.trouble else []
-        rows += ["looking ..."] if self._sight is None else sight_lines(self._sight, width)
+        rows = [*([f"! {self.trouble}"] if self.trouble else []), *self.rows(width)]
         return [cut(row, width) for row in rows[: shutil.get_terminal_size().lines - 1]]

@@ -6,24 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlencode
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
 from rlbuffer.state.text import plural
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import SERVED_POLICY, Sources, group_facts, head, lens_choice, rollout_section, safe
 from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
-from rlbuffer_cli.render.pool import (
+from rlbuffer_cli.render.pool import GROUP_HEADER, GROUP_ORDER, SORTS, group_row
+from rlbuffer_cli.render.run import (
     ENV_HEADER,
-    GROUP_HEADER,
-    GROUP_ORDER,
-    SORTS,
+    PROCESS_HEADER,
+    READ_RECORDS,
     env_row,
-    group_row,
-    header_lines,
-    summarize,
+    process_lines,
+    process_rows,
+    run_lines,
 )
-from rlbuffer_cli.render.processes import PROCESS_HEADER, processes_of
 from rlbuffer_cli.render.steps import (
     ROLLOUT_HEADER,
     STEP_HEADER,
@@ -75,16 +74,15 @@ def pool(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
     """The run, its envs, and its groups by a filter, in an order."""
     where, sort = query.get("where", ""), query.get("sort", "newest first")
     problems: list[RlbufferError] = []
-    look = PoolLook(run.buffer.store)
     try:
-        views = run.groups(where, GROUPS_ON_A_PAGE, problems, look)
+        views = run.groups(where, GROUPS_ON_A_PAGE, problems)
     except FilterError as error:
         views, problems = [], [error]
     views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
-    summary = summarize(run.buffer, look)
+    state = read_run_state(run.buffer.store)
     yield from frame(run.buffer, "pool")
-    yield lines(header_lines(summary))
-    yield table(ENV_HEADER, [env_row(env) for env in summary.envs])
+    yield lines(run_lines(state))
+    yield table(ENV_HEADER, [env_row(state, env) for env in state.envs])
     yield (
         f'<form><label>filter <input name="where" size="60" value="{safe(where)}"></label>'
         f'<input type="hidden" name="sort" value="{safe(sort)}"><input type="submit" value="show"></form>\n'
@@ -193,11 +191,11 @@ def step(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
 
 def workers(buffer: Buffer) -> Iterator[str]:
     """Processes: when each was heard, and what failed last."""
-    processes = processes_of(buffer.store)
-    rows = processes.rows()
+    state = read_run_state(buffer.store, history=READ_RECORDS)
+    rows = process_rows(state)
     yield from frame(buffer, "workers")
     yield table(PROCESS_HEADER, list(rows.values()))
-    yield lines([line for who in rows if (known := processes.lines(who)) for line in (who, *known)])
+    yield lines([line for who in rows if (known := process_lines(state, who)) for line in (who, *known)])
     yield PAGE_END
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.group import as_json as plain_types
-from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, processes_of
+from rlbuffer_cli.render.run import (
+    PROCESS_HEADER,
+    PROCESS_NUMBERS,
+    PROCESS_OPTIONAL,
+    READ_RECORDS,
+    process_lines,
+    process_rows,
+)
 from rlbuffer_cli.render.steps import (
     STEP_HEADER,
     STEP_NUMBERS,
@@ -22,7 +30,6 @@ from rlbuffer_cli.render.steps import (
     step_row,
 )
 from rlbuffer_cli.render.text import columns_of, show_table
-from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -65,19 +72,20 @@ def show_step(run: WholeRun, number: int, *, as_json: bool) -> int:
 
 def show_processes(buffer: Buffer, *, as_json: bool) -> int:
     """Prints when each worker, scorer, rank and batcher was heard, and what failed last. -> exit code."""
-    processes = processes_of(buffer.store)
+    from rlbuffer.client.run_state import read_run_state
+
+    state = read_run_state(buffer.store, history=READ_RECORDS)
     if as_json:
-        for who, beat in processes.beats.items():
-            kind, _, name = who.partition(" ")
-            echo(_dumped({"schema": "rlbuffer.process/1", "kind": kind, "name": name, **beat}))
+        for process in state.processes:
+            echo(_dumped({"schema": "rlbuffer.process/1", **asdict(process)}))
         return 0
-    rows = processes.rows()
+    rows = process_rows(state)
     if not rows:
         echo("no process has been heard")
         return 0
-    show_table(PROCESS_HEADER, list(rows.values()), right=BEAT_NUMBERS, optional=PROCESS_OPTIONAL)
+    show_table(PROCESS_HEADER, list(rows.values()), right=PROCESS_NUMBERS, optional=PROCESS_OPTIONAL)
     for who in rows:
-        lines = processes.lines(who)
+        lines = process_lines(state, who)
         for line in [who, *lines] if lines else []:
             say(line, indent="    ")
     return 0

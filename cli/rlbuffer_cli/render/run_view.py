@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.state.run_state import EnvState
 from rlbuffer.state.text import amount, duration, percent, printable
 from rlbuffer_cli.render.text import BLOCKS, bar, sparkline, table
 from rlbuffer_cli.render.watch import Watch
@@ -100,7 +101,7 @@ class RunView:
         done = watch.records[-1].step if watch.records else 0
         latest = watch.mean_reward(watch.records[-10:])
         caption = "waiting for the first step" if latest is None else f"reward {latest:.3f} (mean of the last 10 steps)"
-        version = max(watch.glance.policy_version, 0)
+        version = max(watch.glance.state.policy_version, 0) if watch.glance.state else 0
         lines = [
             _line(
                 f"step {done}/{planned}  {bar(done / planned, width=24)}  {duration(watch.seconds)}   policy v{version}"
@@ -122,7 +123,8 @@ class RunView:
         step = self._watch.records[-1].step if self._watch.records else 1
         budgets = budgets_at(self._settings.batcher.budgets, step)
         shares = self._watch.shares()
-        names = sorted({*budgets, *shares, *self._watch.glance.pool})
+        known = {env.name: env for env in self._watch.glance.state.envs} if self._watch.glance.state else {}
+        names = sorted({*budgets, *shares, *known})
         spare = width - max([3, *map(len, names)]) - ENV_COLUMNS
         strip, stretch = (16, 16) if spare >= 32 else (12, 8) if spare >= 20 else (8, 6)
         rows = []
@@ -130,7 +132,9 @@ class RunView:
             curve = [v for r in self._watch.records if (v := r.rewards.get(env)) is not None]
             share, budget = shares.get(env, 0.0), budgets.get(env)
             target = f"{percent(share)}" + (f" of {percent(budget)}" if budget is not None else "")
-            pending, trained, dropped = self._watch.glance.pool.get(env, (0, 0, 0))
+            account = known.get(env, EnvState(name=env))
+            pending, trained = account.pending.rollouts, account.trained.rollouts
+            dropped = sum(each.rollouts for each in account.dropped.values())
             rows.append(
                 [
                     env,

@@ -107,14 +107,15 @@ def _print_error(text: str) -> None:
 def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], None]) -> None:
     """Asks the server once a second what the batcher waits for; in a thread, because it may be away."""
     from rlbuffer.client.buffer import connect
-    from rlbuffer.client.refusals import batcher_waits, for_trainer
+    from rlbuffer.client.refusals import for_trainer
+    from rlbuffer.client.run_state import read_run_state
     from rlbuffer.errors import RlbufferError
 
     while not done.wait(ASK_SECONDS):
         try:
             with connect(settings.redis_url, run=settings.run, config=settings, name="train view") as buffer:
                 while not done.wait(ASK_SECONDS):
-                    tell(str(for_trainer(batcher_waits(buffer.store)) or ""))
+                    tell(str(for_trainer(read_run_state(buffer.store).waiting) or ""))
         except RlbufferError as error:
             tell(str(error).splitlines()[0])
 

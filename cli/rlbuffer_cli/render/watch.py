@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.client.refusals import batcher_waits
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import RlbufferError
+from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli.render.metrics_tail import MetricsTail
 
@@ -23,14 +24,19 @@ KEPT_LINES = 6
 class Glance:
     """The last look at the server."""
 
-    pool: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """env -> pending, trained and dropped rollouts."""
+    state: RunState | None = None
     ages: Counter[int] = field(default_factory=Counter)
     """Age in policy versions -> rollouts of the newest step."""
     rank_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each rank in the newest step."""
-    policy_version: int = -1
-    waiting: str = ""
+    trouble: str = ""
+    """The reason why the last look failed."""
+
+    @property
+    def waiting(self) -> str:
+        """What the view says of the batcher."""
+        waiting = None if self.state is None else self.state.waiting
+        return self.trouble or str(waiting or "")
 
 
 class Watch:
@@ -72,14 +78,10 @@ class Watch:
             try:
                 self.glance = self._look()
             except RlbufferError as error:
-                self.glance.waiting = str(error).splitlines()[0]
+                self.glance.trouble = str(error).splitlines()[0]
 
     def _look(self) -> Glance:
-        store = self._buffer.store
-        glance = Glance(policy_version=store.policy().version, waiting=str(batcher_waits(store) or ""))
-        for env, account in store.ledger().envs.items():
-            dropped = sum(d[0] for d in account.dropped.values())
-            glance.pool[env] = (account.pending[0], account.trained[0], dropped)
+        glance = Glance(state=read_run_state(self._buffer.store))
         if self.records:
             view = self._buffer.step(self.records[-1].step)
             for rank, rollout in view.rollouts:

@@ -272,6 +272,10 @@ class Connection:
                 patience_seconds=PATIENCE_SECONDS,
                 repeat=True,
             )
+        return self.facts(info)
+
+    def facts(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts of :meth:`describe` in what INFO says of the server; empty in memory."""
         return {"address": self.address, "embedded": self.embedded is not None} | figures(info)
 
     @property

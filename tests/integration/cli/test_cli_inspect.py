@@ -12,11 +12,11 @@ import pytest
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.records.waiting import Problem, Trouble, Wait
+from rlbuffer.records.waiting import Wait
 from rlbuffer.store.member import Member
 from rlbuffer.testing import make_group
-from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
 
 Call = Callable[..., tuple[int, str, str]]
@@ -68,32 +68,22 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
     assert "Error: 'worker repeat' has never been heard in run 'math'. Heard were: worker vcopy.\n" in err
 
 
-def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_in_json(buffer: Buffer, call: Call) -> None:
     buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
-    stuck = Problem(kind=Trouble.WORKER_STUCK, worker="odd", env="a", detail="no\x1bne")
-    buffer.heartbeat("worker", "odd", {"version": "x", "problems": [stuck.record()]})
-    _, out, _ = call("inspect")
-    assert "vcopy v3 12 rollouts/s" in out
-    assert "no\\x1bne" in out
-    _, out, _ = call("inspect", "--json", "--totals")
-    records = [json.loads(line) for line in out.splitlines()]
-    assert [(r["schema"], r.get("worker")) for r in records] == [
-        ("rlbuffer.run/1", None),
-        ("rlbuffer.worker/1", "odd"),
-        ("rlbuffer.worker/1", "vcopy"),
-    ]
-    monkeypatch.setattr(workers, "FRESH_SECONDS", -1.0)
-    _, out, _ = call("inspect")
-    assert "vcopy last seen 0." in out
+    buffer.heartbeat("worker", "odd", {"version": "x", "error": "no\x1bne"})
+    record = json.loads(call("inspect", "--json", "--totals")[1])
+    assert record["schema"] == "rlbuffer.run/2"
+    assert [(p["name"], p["version"]) for p in record["processes"]] == [("odd", -1), ("vcopy", 3)]
 
 
 @pytest.mark.parametrize(("code", "kind"), [(0, Wait.ENDED), (130, Wait.FAILED), (1, Wait.FAILED)])
 def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, kind: Wait) -> None:
     settings = RunSettings.model_validate({"run": "math", "home": "h", "trainer": {"steps": 7}})
     say_ended(buffer, settings, code)
-    said = json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])["waiting"]["batcher"]
-    assert said["kind"] == kind
-    assert said["sentence"] in call("inspect")[1]
+    waiting = read_run_state(buffer.store).waiting
+    assert waiting is not None
+    assert waiting.kind is kind
+    assert str(waiting) in call("inspect")[1]
 
 
 def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, call: Call) -> None:
@@ -115,8 +105,7 @@ def test_totals_are_the_run_and_its_envs_without_groups(url: str, buffer: Buffer
     assert (code, out.startswith('run "math" on '), "a.77" in out) == (0, True, False)
     assert any(line.startswith("a ") for line in out.splitlines())
     assert "a.77" in call("inspect")[1]
-    records = [json.loads(line) for line in call("inspect", "--totals", "--json")[1].splitlines()]
-    assert records[0]["schema"] == "rlbuffer.run/1"
+    assert json.loads(call("inspect", "--totals", "--json")[1])["schema"] == "rlbuffer.run/2"
 
 
 def test_alive_is_one_object_for_a_program(buffer: Buffer, call: Call) -> None:

@@ -12,7 +12,8 @@ import sys
 import termios
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ import pytest
 import waits
 from store_runs import Run
 
-import rlbuffer
-from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import duration
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import text
-from rlbuffer_cli.render.top import look, sight_lines
+from rlbuffer_cli.render.run import pace_lines, pace_of
 
 TRAINED = {"event": "step", "step": 1, "seconds": {"wait": 0.5, "total": 1.0}}
 RANKS = {"ranks": [{"forward": 0.1, "backward": 0.1}, {"forward": 0.4, "backward": 0.1}]}
@@ -100,33 +100,26 @@ def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
 ) -> None:
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     run.step("a.0")
-    with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as buffer:
-        store = buffer.store
-        (one,) = (record for record in store.history() if record["event"] == "step")
-        now = float(round(store.now()))
-        store.now = lambda: now  # type: ignore[method-assign]
-        records = [one | {"at": now - since - gap * n} for n in range(100)]
-        store.history = lambda count=0, of="history": records if of == "history" else []  # type: ignore[method-assign,assignment]
-        sight = look(buffer, [], PoolLook(store))
-    assert (sight.window_seconds, sight.steps, sight.tokens) == (window, steps, steps * one["tokens"])
-    said = next(line for line in sight_lines(sight, None) if line.startswith("  rates"))
+    state = read_run_state(run.store, history=1)
+    records = tuple(dict(state.history[0]) | {"at": state.at - since - gap * n} for n in range(100))
+    state = replace(state, history=records)
+    pace = pace_of(state)
+    assert (pace.window_seconds, pace.steps, pace.tokens) == (window, steps, steps * records[0]["tokens"])
+    said = next(line for line in pace_lines(state) if line.startswith("  rates"))
     assert said.endswith(f" committed in the last {duration(window)}")
     run.close()
 
 
 @pytest.mark.server
-def test_json_has_the_same_figures_one_object_per_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_state_of_the_run_as_one_object(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = top(run, capsys, "--json")
-    records = [json.loads(line) for line in out.splitlines()]
-    kinds = [record["schema"].removeprefix("rlbuffer.").removesuffix("/1") for record in records]
-    assert (code, err) == (0, "")
-    assert kinds == ["top", "run", "env", "env", "worker", "worker", "rank"]
-    first: Mapping[str, Any] = records[0]
-    assert first["run"] == run.store.run
-    assert first["rollouts_per_second"] == 15.0
-    assert (first["steps_ahead"], first["sampled_versions"], first["trainer_wait"]) == (1, [0, 1], 0.5)
-    assert first["drops"] == {"stale": [2, first["drops"]["stale"][1]]}
-    assert records[1]["waiting"] == {"batcher": SHORT.record() | {"sentence": str(SHORT)}}
+    record = json.loads(out)
+    assert (code, err, record["schema"], record["run"]) == (0, "", "rlbuffer.run/2", run.store.run)
+    assert [(env["name"], env["pushed"][0]) for env in record["envs"]] == [("a", 4), ("b", 2)]
+    assert [process["kind"] for process in record["processes"]] == ["batcher", "worker", "worker", "rank"]
+    assert (record["step"], record["trained_step"]) == (1, 0)
+    assert record["waiting"] == SHORT.record() | {"sentence": str(SHORT)}
+    assert [problem["kind"] for problem in record["problems"]] == ["worker_stuck"]
 
 
 @pytest.mark.server

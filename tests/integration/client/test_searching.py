@@ -12,7 +12,7 @@ import pytest
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client import searching, views
+from rlbuffer.client import searching
 from rlbuffer.client.operations import choose
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
@@ -79,22 +79,6 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
 )
 def test_groups_are_chosen_by_their_rollouts(buffer: rlbuffer.Buffer, where: str, ids: list[str]) -> None:
     assert [view.group_id for view in buffer.groups(where)] == ids
-
-
-def test_the_header_counts_the_groups_that_are_listed(run: Run, buffer: rlbuffer.Buffer) -> None:
-    push(run, "b.5", {"reward": None})  # forming: it is not scored
-    group = make_group(env="b", group_id="b.6", size=4)
-    for part in (group.rollouts[:1], group.rollouts[:1], group.rollouts[1:]):
-        run.sequence += 1
-        run.store.push(
-            replace(group, rollouts=part), producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch
-        )
-    push(run, "b.7", {"rollout_id": "same"}, {"rollout_id": "other"})
-    listed = sorted((view.env, view.state, view.age) for view in buffer.groups("state:forming,ready"))
-    assert sorted(views.count_pending(buffer.store)) == listed
-    assert {state for _, state, _ in listed} == {"forming", "ready"}
-    run.client.flushall()
-    assert list(views.count_pending(buffer.store)) == []
 
 
 def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> None:

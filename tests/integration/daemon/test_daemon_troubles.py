@@ -40,7 +40,7 @@ def served(run: Run) -> Iterator[Served]:
 def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
     logged, teller = Logged("rlbuffer.daemon"), Teller(run.store)
     for count, env in enumerate(("a", "a", "b", "a"), start=1):
-        teller.say(None, {}, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
+        teller.say(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
     logged.close()
     assert [line.env for line in logged.told("trouble")] == ["a", "b"]
 
@@ -50,8 +50,8 @@ def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, mo
     monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     teller = Teller(run.store)
     for ready in range(25):
-        teller.say(Waiting(kind=Wait.FILLING, step=1, done=ready / 45), {"pending": ready})
-        beats.append(run.store.heartbeats("batcher")["leader"]["pending"])
+        teller.say(Waiting(kind=Wait.FILLING, step=1, done=ready / 45), lambda ready=ready: {"step": ready})
+        beats.append(run.store.heartbeats("batcher")["leader"]["step"])
         now[0] += 0.1
     assert sorted(set(beats)) == [0, 11, 22]  # every 1.1 s
 

@@ -13,13 +13,13 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.lessons import LEAST_STEPS
-from rlbuffer.client.pool_look import PoolLook
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.run.run_checks import on_run
 from rlbuffer.testing import make_group
-from rlbuffer_cli.render.top import look, sight_lines, sight_records
+from rlbuffer_cli.render.run import READ_RECORDS, run_view
 
 pytest_plugins = ("store_fixtures",)
 
@@ -89,11 +89,10 @@ def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) ->
 def seen(run: Run) -> tuple[str, list[str]]:
     """The lesson that `top` shows, and what `doctor` finds of it."""
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        sight = look(buffer, [], PoolLook(buffer.store))
-    assert sight.reward == next(iter(sight_records(sight)))["reward"]
-    problem = next((p for p in sight.summary.problems if p.kind is Trouble.NO_LESSON), None)
+        state = read_run_state(buffer.store, history=READ_RECORDS)
+    problem = next((p for p in state.problems if p.kind is Trouble.NO_LESSON), None)
     lesson = "" if problem is None else str(problem)
-    assert lesson in "\n".join(sight_lines(sight, None))
+    assert lesson in "\n".join(run_view(state, None))
     texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
     return lesson, [text for text in texts if text == lesson]
 

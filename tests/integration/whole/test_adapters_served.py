@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from daemon_runs import Served
@@ -14,10 +11,11 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.store.verify.verify import verify
-from rlbuffer_cli.main import main
+from rlbuffer_cli.render.run import run_lines
 
 pytest_plugins = ("store_fixtures",)
 
@@ -155,36 +153,12 @@ def test_a_takeover_and_a_step_taken_back_leave_every_adapter_where_its_last_ste
     assert told(again.train(again.reader.steps())) == {"x": (4, 32, 1, True), "y": (4, 32, 0, False)}
 
 
-def test_inspect_shows_how_far_each_adapter_is(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_the_run_has_the_version_of_each_adapter(served: Served) -> None:
     run, trainer, steps = started(served)
     for n in range(2):
         push(run, f"x{n}", "x")
         push(run, f"y{n}", "y")
         trainer.train(steps)
-    if run.url == "memory://":
-        from rlbuffer_cli.render.pool import header_lines, summarize, summary_records
-
-        summary = summarize(trainer.buffer)
-        lines, records = header_lines(summary), list(summary_records(summary))
-    else:
-        monkeypatch.setenv("RLBUFFER_HOME", str(run.home))
-        arguments = ["inspect", "--redis", run.url, "--run", run.store.run]
-        assert main(arguments) in (0, None)
-        lines = capsys.readouterr().out.splitlines()
-        assert main([*arguments, "--json", "--totals"]) in (0, None)
-        records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert "  adapter x v1 · own step 1, ready to update · 4 rollouts (32 tokens)" in lines
-    assert "  adapter y v0 · own step 0, 4 rollouts since · 4 rollouts (32 tokens)" in lines
-    found: list[dict[str, Any]] = [record for record in records if record["schema"] == "rlbuffer.adapter/1"]
-    assert found[0] == {
-        "schema": "rlbuffer.adapter/1",
-        "adapter": "x",
-        "samples": 4,
-        "tokens": 32,
-        "step": 1,
-        "gathered": 0,
-        "ready_to_update": True,
-        "policy_version": 1,
-    }
+    state = read_run_state(run.store)
+    assert state.adapters == {"x": 1, "y": 0}
+    assert "  adapter x v1" in run_lines(state)

@@ -18,6 +18,7 @@ from logged import Logged
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import EvaluationSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
@@ -26,7 +27,7 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling
-from rlbuffer_cli.render.pool import header_lines, summarize, summary_records
+from rlbuffer_cli.render.run import run_lines
 
 OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
 
@@ -184,12 +185,11 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
             "math", version, {"reward/mean": reward, "reward/error": 0.01, "rollouts": 64}
         )
     buffer.role(WorkerStore).add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
-    summary = summarize(buffer)
-    lines, records = header_lines(summary), list(summary_records(summary))
+    state = read_run_state(buffer.store)
+    lines = run_lines(state)
     assert "  eval/math/reward/mean 0.875 +- 0.010 at version 20 (64 rollouts)   ▁▅▇" in lines
     assert "  eval/code/reward/mean 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
-    results = [r for r in records if r["schema"] == "rlbuffer.evaluation/1"]
-    assert [(r["env"], r["version"], r["reward/mean"]) for r in results] == [
+    assert [(r["env"], r["version"], r["reward/mean"]) for r in state.evaluations] == [
         ("code", 20, 0.25),
         ("math", 0, 0.05),
         ("math", 10, 0.5),
@@ -203,9 +203,9 @@ def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Pat
 
     def shown() -> tuple[list[int], str]:
         with connect(run.url, run=run.store.run) as buffer:
-            summary = summarize(buffer)
-        [line] = [line for line in header_lines(summary) if line.startswith("  eval/math/")]
-        return [result["version"] for result in summary.evaluations], line.partition(" at ")[2].partition(" (")[0]
+            state = read_run_state(buffer.store)
+        [line] = [line for line in run_lines(state) if line.startswith("  eval/math/")]
+        return [result["version"] for result in state.evaluations], line.partition(" at ")[2].partition(" (")[0]
 
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     try:

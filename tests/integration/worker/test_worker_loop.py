@@ -23,7 +23,6 @@ from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUna
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.state.heartbeats import waiting_of
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
@@ -133,7 +132,7 @@ def test_a_worker_whose_env_has_no_share_of_a_step_says_who_has_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def waits() -> Waiting | None:
-        return waiting_of(stage.heartbeat())
+        return Waiting.of(stage.heartbeat().get("waiting"))
 
     monkeypatch.setattr("rlbuffer.worker.loop.DRAIN_LOOK_SECONDS", 0.1)
     stage.start()
