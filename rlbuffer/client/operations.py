@@ -107,7 +107,7 @@ class Drain:
         if tickets:
             self._empty_since = None
         elif self._empty_since is None:
-            self._empty_since = state.at
+            self._empty_since = self._store.now()  # tickets were counted after `state.at`
         if not state.is_led:
             forming = sum(view.state == State.FORMING for view, _ in pending_groups(self._store))
             return DrainState(is_asked=is_asked, has_leader=False, tickets=tickets, forming=forming, is_idle=True)
