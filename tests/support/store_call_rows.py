@@ -332,6 +332,9 @@ ROWS: dict[str, Row] = {
         call=lambda store, run: list(store.heartbeats("rank")),
         prepare=lambda run: run.store.heartbeat("rank", "0", {}),
     ),
+    "replies": Row(
+        call=lambda store, run: store.replies(lambda pipe, keys: pipe.hget(keys.meta, "step"))[1], prepare=_steps
+    ),
     "add_record": Row(
         call=lambda store, run: store.add_record({"step": 1, "digest": "d", "loss": 0.5}), counts_twice=True
     ),

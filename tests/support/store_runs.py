@@ -144,6 +144,12 @@ class Run:
         self.store.drop([(drop, entries)])
         return drop
 
+    def age(self, kind: str, name: str, seconds: float) -> None:
+        """Makes a heartbeat older."""
+        key = self.store.keys.heartbeats(kind)
+        at, _, record = self.client.hget(key, name).partition(b" ")
+        self.client.hset(key, name, str(int(at) - round(1000 * seconds)).encode() + b" " + record)
+
     def control_keys(self) -> dict[str, Any]:
         """Every control key of the run with its whole content."""
         return {key: self._content(key) for key in self._names(f"{{rlb:{self.store.run}}}:*")}

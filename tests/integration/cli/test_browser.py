@@ -370,7 +370,7 @@ def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
 ) -> None:
     run.push("a.0")
 
-    def fail(kind: str) -> None:
+    def fail(*_: object) -> None:
         raise ServerUnreachable("gone")
 
     async def tour(person: Person) -> None:
@@ -382,7 +382,7 @@ def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
         await person.press("escape")
         await person.until(lambda _: not screen.children, "its widgets to go")
         if fails:
-            monkeypatch.setattr(buffer.store, "heartbeats", fail)
+            monkeypatch.setattr(buffer.store, "replies", fail)
         await screen._load()
         await person.press("question_mark")
         await person.sees("What each screen answers")

@@ -124,7 +124,7 @@ def test_a_leader_that_was_killed_says_nothing_more(mixed: Run) -> None:
     mixed.store.release_lease("leader")
     mixed.store.heartbeat("batcher", "leader", {"waiting": Waiting(kind=Wait.FILLING).record()})
     assert read_run_state(mixed.store).waiting == Waiting(kind=Wait.FILLING), "it may be taking over"
-    age(mixed, 100.0)
+    mixed.age("batcher", "leader", 100.0)
     state = read_run_state(mixed.store)
     assert state.waiting is not None
     assert state.waiting.kind is Wait.NO_BATCHER
@@ -135,13 +135,6 @@ def test_a_leader_that_was_killed_says_nothing_more(mixed: Run) -> None:
     waiting = read_run_state(mixed.store).waiting
     assert waiting is not None
     assert (waiting.kind, waiting.detail) == (Wait.NO_BATCHER, "out of luck")
-
-
-def age(run: Run, seconds: float) -> None:
-    """Sets the leader's heartbeat back."""
-    key = run.store.keys.heartbeats("batcher")
-    at, _, record = run.client.hget(key, "leader").partition(b" ")
-    run.client.hset(key, "leader", str(int(at) - round(1000 * seconds)).encode() + b" " + record)
 
 
 @pytest.mark.parametrize("value", STRANGE)
