@@ -7,14 +7,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.config.fractions import budgets_at
+from rlbuffer.errors import PayloadError
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.heartbeats import KINDS, LEADER, Process, batcher_waiting, run_problems
 from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState, pool_of
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.records import EnvLedger, policy_of
-from rlbuffer.store.session import number, text
-from rlbuffer.store.viewer import Viewer, ends_of, heartbeat_of, parse_meta, parse_records, place_in, standing
+from rlbuffer.store.session import number, ranged, text
+from rlbuffer.store.viewer import Viewer, ends_of, heartbeat_of, parse_meta, place_in, record_of, standing
 
 READ_EVALUATIONS = 200
 """Newest results that are read."""
@@ -49,11 +51,29 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
     if number(meta_fields.get(b"schema")) != SCHEMA:
         store.meta()  # says what is wrong
     meta, at = parse_meta(meta_fields), _seconds(time)
-    version = {text(adapter): policy_of(text(adapter), value).version for adapter, value in policy.items()}
+    unreadable: list[str] = []
+    """Where, and why."""
+
+    def records_of(key: str, reply: Any) -> Iterator[Mapping[str, Any]]:
+        for entry_id, fields in ranged(reply or []):
+            try:
+                yield record_of(entry_id, fields)
+            except PayloadError as error:
+                unreadable.append(f"{key} {entry_id}: {error}")
+
+    version: dict[str, int] = {}
+    for adapter, value in policy.items():
+        try:
+            version[text(adapter)] = policy_of(text(adapter), value).version
+        except PayloadError as error:
+            unreadable.append(f"{store.keys.policy}: {error}")
+    newest = tuple(records_of(store.keys.history, past[0])) if past else ()
+    trained = next(map(StepRecord.read, records_of(store.keys.records, records)), None)
     processes, leader = _processes(beats, at)
     is_led = (number(until) or 0) > at * 1000
     first = next((p for p in processes if p.kind == "batcher" and p.name == LEADER), None)
     waiting = batcher_waiting(first, is_led=is_led, error="" if is_led else meta.error)
+    strange = Problem(kind=Trouble.UNREADABLE, count=len(unreadable), detail=unreadable[0]) if unreadable else None
     return RunState(
         run=store.run,
         at=at,
@@ -82,9 +102,9 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
         processes=processes,
         is_led=is_led,
         waiting=waiting,
-        problems=run_problems(processes, waiting),
-        history=tuple(parse_records(past[0] or [])) if past else (),
-        trained=next((StepRecord.read(record) for record in parse_records(records or [])), None),
+        problems=(*run_problems(processes, waiting), *([strange] if strange else [])),
+        history=newest,
+        trained=trained,
         **_account(
             store,
             ledger,

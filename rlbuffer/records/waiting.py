@@ -165,6 +165,8 @@ class Trouble(StrEnum):
     """The archive cannot be written, and nothing retires without it."""
     NO_LESSON = "no_lesson"
     """Nearly nothing in the last steps has a gradient."""
+    UNREADABLE = "unreadable"
+    """Entries on the server that rlbuffer has not written. Made by who reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,4 +428,9 @@ def _problem(p: Problem) -> str:
             return (
                 f"Nothing to learn: {p.detail}. At a reward near its best take harder prompts, or end; elsewhere look "
                 "at the rollouts and at entropy, and take easier prompts or an earlier checkpoint."
+            )
+        case Trouble.UNREADABLE:
+            return (
+                f"{p.count} entries of the run cannot be read and are left out, the first: {p.detail}. Find who else "
+                "writes to this server, and remove them there."
             )

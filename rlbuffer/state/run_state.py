@@ -173,7 +173,17 @@ class RunState:
             "waiting": None if self.waiting is None else _with_sentence(self.waiting),
             "problems": [_with_sentence(problem) for problem in self.problems],
         }
-        return {"schema": SCHEMA} | asdict(self) | said
+        written: dict[str, Any] = _json(asdict(self))
+        return {"schema": SCHEMA} | written | said
+
+
+def _json(value: Any) -> Any:
+    """Values as JSON has them: what somebody wrote as bytes becomes text."""
+    if isinstance(value, Mapping):
+        return {name: _json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(inner) for inner in value]
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
 
 
 def _with_sentence(record: Waiting | Problem) -> dict[str, Any]:

@@ -120,18 +120,26 @@ class StepRecord:
     def read(cls, line: Mapping[str, Any]) -> StepRecord:
         """The record that somebody wrote: what is missing, or of another kind than it should be, was not measured."""
         empty = cls()
-        return cls(
-            **{
-                part.name: line[part.name]
-                for part in fields(cls)
-                if isinstance(line.get(part.name), _KINDS[type(getattr(empty, part.name))])
-            }
-        )
+        values = {
+            part.name: _numbers(line[part.name])
+            for part in fields(cls)
+            if isinstance(line.get(part.name), _KINDS[type(getattr(empty, part.name))])
+        }
+        if "ranks" in values:
+            values["ranks"] = [_numbers(rank) if isinstance(rank, Mapping) else {} for rank in values["ranks"]]
+        return cls(**values)
 
     def as_object(self) -> dict[str, Any]:
         """What was measured, by field, in their order: the line of ``metrics.jsonl``."""
         values = ((part.name, getattr(self, part.name)) for part in fields(self))
         return {name: value for name, value in values if value or value == 0}
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers of a mapping, at any depth; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return {k: _numbers(v) for k, v in value.items() if v is None or isinstance(v, int | float | Mapping)}
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

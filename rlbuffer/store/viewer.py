@@ -209,7 +209,8 @@ class Viewer(Session):
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
         the trainer measured in its steps (:meth:`add_record`)."""
         key = self.keys.history if of == "history" else self.keys.records
-        return parse_records(self.look(lambda client: client.xrevrange(key, count=count)))
+        reply = self.look(lambda client: client.xrevrange(key, count=count))
+        return [record_of(entry_id, fields) for entry_id, fields in ranged(reply)]
 
     def wishes(self) -> tuple[int, bool]:
         """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
@@ -692,12 +693,12 @@ class Viewer(Session):
         return {text(name): value for name, value in (fields or {}).items()}
 
 
-def parse_records(reply: Any) -> list[Mapping[str, Any]]:
-    """The records in the entries of a history."""
-    return [
-        {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
-        for entry_id, fields in ranged(reply)
-    ]
+def record_of(entry_id: str, fields: Fields) -> Mapping[str, Any]:
+    """The record in an entry of a history, with ``at``, Unix seconds. Raises PayloadError."""
+    record = payload.loads(fields.get(b"record", b""), limit=MAX_HISTORY_BYTES)
+    if not isinstance(record, dict):
+        raise PayloadError(f"a {type(record).__name__}, not a record")
+    return {**record, "at": int(entry_id.split("-")[0]) / 1000}
 
 
 def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgpack
@@ -15,11 +15,13 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RunGone
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Trouble, Wait, Waiting
 from rlbuffer.state.run_state import Amount, RunState
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
+from rlbuffer_cli.render.run import run_lines
 
 pytest_plugins = ["store_fixtures"]
 
@@ -155,6 +157,37 @@ def test_whatever_stands_in_heartbeats_the_account_is_the_same(mixed: Run, value
     assert len(state.processes) in (0, 3 * len(HEARTBEATS)), "what cannot be decoded is no heartbeat"
     json.dumps(state.as_object(), allow_nan=False)
     assert all(map(str, state.problems))
+
+
+def test_a_step_that_somebody_else_wrote_has_the_numbers_of_it(mixed: Run) -> None:
+    strange = {"a": "x", "b": 1, "c": {"d": b"\xff"}}
+    written = dict.fromkeys((part.name for part in fields(StepRecord)), strange)
+    mixed.store.add_record({**written, "digest": "d", "step": 3, "ranks": [4, {"wait": 1.0, "tokens": "x"}]})
+    state = read_run_state(mixed.store)
+    assert state.trained is not None
+    assert (state.trained.step, state.trained.loss, state.trained.ranks) == (3, None, [{}, {"wait": 1.0}])
+    assert (state.trained.rewards, state.trained.reward_parts) == ({"b": 1, "c": {}}, {"b": 1, "c": {}})
+    assert run_lines(state)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xff\x00", payload.dumps([1]), payload.dumps({"event": b"\xff", "step": [b"\xff"]})]
+)
+def test_what_nobody_can_read_is_named_and_the_rest_is_shown(mixed: Run, value: bytes) -> None:
+    keys = mixed.store.keys
+    mixed.client.hset(keys.policy, "\u202e", value)
+    for key in (keys.records, keys.history, keys.eval):
+        mixed.client.xadd(key, {"record": value})
+        mixed.client.xadd(key, {"\u202e": value})
+    for kind in HEARTBEATS:
+        mixed.client.hset(keys.heartbeats(kind), mapping=dict.fromkeys(("leader", "\u202e", "0"), value))
+    state = read_run_state(mixed.store, history=100)
+    assert accounted(state, mixed)
+    assert [problem.kind for problem in state.problems] == [Trouble.UNREADABLE]
+    assert keys.policy in state.problems[0].detail or keys.history in state.problems[0].detail
+    assert [record["event"] for record in state.history][-3:] == ["drop", "step", "step"]
+    json.dumps(state.as_object(), allow_nan=False)
+    "\n".join(run_lines(state)).encode()
 
 
 def test_a_run_that_is_not_there_is_said_to_be_gone(run: Run) -> None:
