@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
+from rlbuffer.batcher import adapters, admission, budget, closing, situation, step_plan
 from rlbuffer.batcher.group import Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
@@ -258,8 +258,8 @@ class Batcher:
             plan=None,
             state=self._state(self._step, self._at, known.accounts, known.adapters),
             drops=drops,
-            why=explaining.reason(known, step, trial, limits, fractions, waits_to_learn),
-            allowances=allowances.allow(known, step, limits, awaited=awaited),
+            why=situation.reason(known, step, trial, limits, fractions, waits_to_learn),
+            allowances=admission.allow(known, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
             is_over=known.is_over,
         )
@@ -279,7 +279,7 @@ class Batcher:
         """
         if version is not None:
             self.set_published(version)
-        return allowances.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
+        return admission.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
 
     def pool_sums(self, step: int) -> dict[str, dict[str, Any]]:
         """env -> its groups in numbers, after `step`: as :meth:`EnvGroups.sums` says."""
@@ -317,7 +317,7 @@ class Batcher:
             most = f"a step holds at most {self._config.flat:g} of flat groups"
             pool.drop(group, Reason.FLAT, f"{self.teaching.flatness(group)}, and {most}")
         known.short = frozenset(trial.short)
-        awaited = allowances.awaited_envs(known, trial, step)
+        awaited = admission.awaited_envs(known, trial, step)
         self._patience.looked(
             pool.now,
             short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
@@ -390,7 +390,7 @@ class Batcher:
             plan=plan,
             state=self._state(step, now, accounts, accounted),
             drops=drops,
-            allowances=allowances.allow(after, step + 1, limits, taken=groups),
+            allowances=admission.allow(after, step + 1, limits, taken=groups),
             waiting_for_version=asked,
             dead=self._patience.dead(now),
         )

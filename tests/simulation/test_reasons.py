@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.batcher import explaining
+from rlbuffer.batcher import situation
 from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.records.waiting import Wait, Waiting
@@ -24,7 +24,7 @@ def says_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(explaining, "reason", lambda *args: None)
+    patch.setattr(situation, "reason", lambda *args: None)
 
 
 def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(explaining, "reason", lambda *args: Waiting(kind=Wait.VERSION))
+    patch.setattr(situation, "reason", lambda *args: Waiting(kind=Wait.VERSION))
 
 
 @pytest.mark.parametrize(
