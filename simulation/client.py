@@ -33,10 +33,7 @@ class SimulatedClient(CoreCommands):
     def execute_command(self, *args: Any, **options: Any) -> Any:
         command = encoded(args)
         if command[0] == b"XREAD" and b"BLOCK" in command:
-            at = command.index(b"BLOCK")
-            plain = command[:at] + command[at + 2 :]
-            key = plain[plain.index(b"STREAMS") + 1]
-            reply = self._wire.round_trip_blocking(plain, key, int(command[at + 1]) / 1000)
+            reply = wait(self._wire, command)
         else:
             reply = self._wire.round_trip((command,), is_transaction=False)[0]
         if isinstance(reply, Exception):
@@ -91,7 +88,15 @@ class SimulatedPipeline(CoreCommands):
         commands, self._commands = self._commands, []
         if not commands:
             return []
-        replies = self._wire.round_trip([c for c, _ in commands], is_transaction=self._is_transaction)
+        blocking = next((at for at, (command, _) in enumerate(commands) if b"BLOCK" in command[:6]), None)
+        if blocking is None:
+            replies = self._wire.round_trip([c for c, _ in commands], is_transaction=self._is_transaction)
+        else:  # what stands before the read is carried out before it, and the rest when it has its answer
+            replies = [
+                *self._wire.round_trip([c for c, _ in commands[:blocking]], is_transaction=False),
+                wait(self._wire, commands[blocking][0]),
+                *self._wire.round_trip([c for c, _ in commands[blocking + 1 :]], is_transaction=False),
+            ]
         for reply in replies:
             if isinstance(reply, Exception) and raise_on_error:
                 raise reply
@@ -99,6 +104,13 @@ class SimulatedPipeline(CoreCommands):
             reply if isinstance(reply, Exception) else shaped(c, reply, options)
             for (c, options), reply in zip(commands, replies, strict=True)
         ]
+
+
+def wait(wire: Wire, command: Sequence[bytes]) -> Any:
+    """The reply of an XREAD that blocks."""
+    at = command.index(b"BLOCK")
+    plain = [*command[:at], *command[at + 2 :]]
+    return wire.round_trip_blocking(plain, plain[plain.index(b"STREAMS") + 1], int(command[at + 1]) / 1000)
 
 
 def encoded(args: Sequence[Any]) -> list[bytes]:

@@ -16,7 +16,7 @@ from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.records import EnvLedger, policy_of
 from rlbuffer.store.session import number, ranged, text
-from rlbuffer.store.viewer import Viewer, ends_of, heartbeat_of, parse_meta, place_in, record_of, standing
+from rlbuffer.store.viewer import Viewer, ends_of, heartbeat_of, parse_meta, place_in, record_of, seconds_of, standing
 
 READ_EVALUATIONS = 200
 """Newest results that are read."""
@@ -50,7 +50,7 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
     until, paused, pending, evaluations, records, *past = hashes[10:]
     if number(meta_fields.get(b"schema")) != SCHEMA:
         store.meta()  # says what is wrong
-    meta, at = parse_meta(meta_fields), _seconds(time)
+    meta, at = parse_meta(meta_fields), seconds_of(time)
     unreadable: list[str] = []
     """Where, and why."""
 
@@ -179,8 +179,3 @@ def _processes(
                         leader = beat[1]
 
     return tuple(found()), leader
-
-
-def _seconds(reply: tuple[int, int]) -> float:
-    seconds, micros = reply
-    return int(seconds) + int(micros) / 1e6

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,22 @@ from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
-from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
-from rlbuffer.daemon.scorers import ScorerWatch
-from rlbuffer.daemon.sources import SourceWatch
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
-from rlbuffer.daemon.watches import WishWatch
-from rlbuffer.daemon.workers import WorkerWatch
+from rlbuffer.daemon.watches import (
+    Claims,
+    Ends,
+    Envs,
+    Retirement,
+    TrainerWord,
+    Watch,
+    Wishes,
+    has_made_its_steps,
+    is_silent,
+    scorers_missing,
+)
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.process.garbage_collection import without_garbage_collection
@@ -34,20 +41,15 @@ from rlbuffer.process.logs import fields
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.state.text import plural
-from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.state.heartbeats import Process, processes, worker_problems
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Attempt
+from rlbuffer.store.records import Attempt, Look
 
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
-SWEEP_SECONDS = 5.0
-"""Seconds between two sweeps of what scored groups leave behind."""
-GONE_SECONDS = 3.0
-"""A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
-TRAINER_SILENT_SECONDS = 10.0
-"""A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
+KINDS = ("worker", "scorer", "rank")
+"""Processes whose heartbeats the leader looks at, once a second."""
 WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
 """While an operator drains the run, none of these is worth a word."""
 
@@ -102,28 +104,35 @@ class Leadership:
         self._began = time.monotonic() if tenure.since is None else tenure.began
         self._word = store.trainer().seen_ms if tenure.since is None else tenure.word
         self._meta = store.meta()
-        self._wishes = WishWatch(store, asked, self._meta)
         learns = needs_advantage(trainer.loss)
         clock = {"since": self._since, "began": self._began}
-        self._pending = Pending(store, config, teller, needs_advantage=learns, **clock)
-        self._scorers = ScorerWatch(store, self._pending.batcher)
-        self._workers = WorkerWatch(store)
+        self._pending = pending = Pending(store, config, teller, needs_advantage=learns, **clock)
         self._doubts = Doubts(store, self._meta.step)
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
-        self._swept = float("-inf")
-        self._may_be_garbage = self._archive.folder is not None
-        """An earlier leader may have left payloads to sweep, which wait until they are archived."""
-        self._envs = EnvWatch(store, config, self._pending.batcher)
-        self._sources = SourceWatch(store, self._pending.batcher)
         self._memory = MemoryWatch(
             store, config, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
         )
+        self._ends, self._wishes = Ends(pending.batcher), Wishes(asked, self._meta.epoch)
+        self._trainer = TrainerWord(
+            store, config.lookahead, began=self._began, word=self._word, has_heard=tenure.has_heard
+        )
+        self._envs = Envs(config, pending.batcher)
+        self._watches: tuple[Watch, ...] = (
+            self._ends,
+            Claims(store, pending, self._archive),
+            self._wishes,
+            Retirement(store, pending, self._archive, self._memory),
+            self._trainer,
+            self._envs,
+        )
+        self._beats: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
+        """Kind -> heartbeats."""
+        self._workers: tuple[Process, ...] = ()
+        self._beats_at = self._published = float("-inf")
         self._allowances: Mapping[str, int] = {}
-        self._published = float("-inf")
         self._is_idle = False
         """No step can be made of what is here; nor will one be when the trainer goes on."""
-        self._has_heard = tenure.has_heard
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
 
@@ -135,7 +144,7 @@ class Leadership:
             since=self._since,
             began=self._began,
             word=self._word,
-            has_heard=self._has_heard,
+            has_heard=self._trainer.has_heard,
         )
 
     def take_over(self) -> None:
@@ -154,7 +163,7 @@ class Leadership:
         # Collections would be two fifths of the CPU of taking over 100,000 groups.
         with without_garbage_collection(stays=True):
             self._pending.restore()
-            while self._pending.ingest(block_seconds=0.0):
+            while self._pending.look().entries:
                 self._stay()
         own = fields(
             "ready" if self._is_first else "read again",
@@ -170,142 +179,79 @@ class Leadership:
         self._memory.tell()
         self._teller.figures.lead(self._pending.batcher, self._config)
 
-    def turn(self) -> bool:
-        """Reads what is new and makes a step if it can be made. -> False: all is to be read again, or the run has
-        ended."""
-        self._sources.look()
-        if not self._pending.ingest(block_seconds=LEADER_POLL_SECONDS):
-            self._sources.update_ends()
+    def turn(self) -> None:
+        """One look at the run, all watches, one decision. Raises ReadAgain."""
+        look = self._look()
         self._stay()
-        trainer = self._store.trainer()
-        if trainer.claim:
-            if self._archive.is_catching_up(self._meta.step):
-                return True
-            self._recover(trainer)
-            self._stay()
-            return False
-        if self._wishes.has_more():
-            self._stay()
-            return False
-        self._retire(trainer)
+        for watch in self._watches:
+            watch.tick(look)
+            if watch.why is not None:
+                # Nothing that is sampled now is known to train, and an allowance of before lets workers go on for ever.
+                self._is_idle = is_silent(look.trainer) or look.trainer.number == 0
+                self._publish({})
+                self._say(watch.why)
+                return
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
-            self._lead(trainer)
-        return self.ended is None
+            self._lead(look)
 
-    def _lead(self, trainer: Attempt) -> None:
-        meta, batcher = self._meta, self._pending.batcher
-        self._is_idle = trainer.number == 0 or (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-        unknown = self._unknown(trainer)
-        if unknown:
-            # Nothing that is sampled now is known to train, and an allowance of before lets workers go on without end.
-            self._publish({})
-            self._say(unknown)
-            return
+    def _look(self) -> Look:
+        now = time.monotonic()
+        is_due = now - self._beats_at > TELEMETRY_SECONDS
+        look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
+        if is_due:
+            self._beats, self._beats_at = look.beats, now
+            self._workers = processes("worker", look.beats["worker"])
+        self._meta = look.meta
+        return look
+
+    def _lead(self, look: Look) -> None:
+        trainer, step, batcher = look.trainer, look.meta.step + 1, self._pending.batcher
+        self._is_idle = is_silent(trainer)
         policies = trainer.policies
         self._memory.joined(trainer)
         self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        self._envs.update_pauses()
-        step = meta.step + 1
-        if step > trainer.trained + 1 + self._config.lookahead:
+        if (busy := self._trainer.busy(look)) is not None:
             self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._end_of(trainer) or self._of_trainer(trainer))
-            return
-        if trainer.hand.digest and trainer.hand.step >= step:
-            # Rank 0 trains a step of this number already, and will hand it back.
-            self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            in_hand = Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
-            self._say(self._of_trainer(trainer) if self._is_idle else in_hand)
+            self._say(self._end_of(trainer) or busy)
             return
         started = time.perf_counter()
         now, rng = self._pending.now, np.random.default_rng(step)
         decision = batcher.next(step, world_size=trainer.world_size, now=now, rng=rng)
-        if self._ends(decision, trainer):
+        if self._has_ended(decision, trainer):
             return
         self._pending.drop(decision.drops)
         self._publish(decision.allowances)
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
-        if decision.plan is None:
-            self._is_idle = True
-            why = self._end_of(trainer) or decision.why
-            is_draining = self._wishes.is_draining and why is not None and why.kind in WAITS_FOR_GROUPS
-            self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
+        if decision.plan is not None:
+            self._commit(decision, decision.plan, trainer, started)
             return
-        self._commit(decision, decision.plan, trainer, started)
-
-    def _unknown(self, trainer: Attempt) -> Waiting | None:
-        """The reason of a trainer whose place is not known yet, or whose weights nobody can sample from; else None."""
-        if trainer.number == 0:
-            return Waiting(kind=Wait.NO_TRAINER)
-        if not self._has_heard and not self._hears(trainer):
-            is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-            return self._of_trainer(trainer) if is_silent else Waiting(kind=Wait.TAKEOVER, step=self._meta.step)
-        return None if trainer.policies else Waiting(kind=Wait.VERSION, step=self._meta.step + 1)
+        self._is_idle = True
+        why = self._end_of(trainer) or decision.why
+        is_draining = self._wishes.is_draining and why is not None and why.kind in WAITS_FOR_GROUPS
+        self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
 
     def _end_of(self, trainer: Attempt) -> Waiting | None:
         """The reason of a trainer that has made its steps and left; None while it is there, or left otherwise."""
-        if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
-            return None
-        beat = self._store.heartbeats("rank").get("0", {})
-        return Waiting(kind=Wait.ENDED, step=trainer.trained) if beat.get("finished") == trainer.trained else None
+        is_over = has_made_its_steps(trainer, self._beats.get("rank", {}))
+        return Waiting(kind=Wait.ENDED, step=trainer.trained) if is_over else None
 
-    def _ends(self, decision: Decision, trainer: Attempt) -> bool:
+    def _has_ended(self, decision: Decision, trainer: Attempt) -> bool:
         """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
         step, known = self._meta.step, self._meta.ended
         if not decision.is_over or trainer.trained < step:
             if known is not None:
                 self._store.set_ended(None)
-                self._meta = self._store.meta()
             return False
-        if known != step and not self._store.set_ended(step, self._sources.known.written):
+        if known != step and not self._store.set_ended(step, self._ends.known.written):
             return False
         self.ended = step
         self._teller.ended(step)
         return True
-
-    def _hears(self, trainer: Attempt) -> bool:
-        """True when the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
-
-        Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
-        trainer has trained already, or has in hand, with other content. On a server that no trainer has spoken to yet,
-        silence is no word: versions may be out there that are not known here, and only the next attempt, or the one
-        that lives, can begin another line of them.
-        """
-        is_silent = time.monotonic() - self._began > ATTEMPT_SECONDS
-        has_spoken = is_silent or trainer.seen_ms not in (0, self._word)
-        self._has_heard = has_spoken and trainer.server in ("", self._store.server_id())
-        return self._has_heard
-
-    def _recover(self, trainer: Attempt) -> None:
-        """The trainer has steps that the server lost: the run goes on after them.
-
-        A claim may be older than the loss, and than the step in hand: the trainer is heard as after any takeover.
-        """
-        outcome = self._store.recover(trainer, self._pending.entries())
-        if outcome is not None:
-            lost, groups = plural(outcome["forgotten"], "step"), plural(outcome["groups"], "group")
-            _log.warning(
-                "the server had lost %s that the trainer has trained: the run goes on after step %d in epoch %d; %s "
-                "will not be trained again",
-                lost,
-                outcome["step"],
-                outcome["epoch"],
-                groups,
-                extra=fields("recovery", **outcome),
-            )
-            self._store.retire(int(outcome["step"]))
-
-    def _of_trainer(self, trainer: Attempt) -> Waiting:
-        step, trained, silent = self._meta.step, trainer.trained, trainer.seen_seconds_ago or 0.0
-        if not trainer.seen_ms:
-            return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained)
-        if silent < TRAINER_SILENT_SECONDS:
-            return Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=self._config.lookahead)
-        return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained, seconds=silent // 10 * 10)
 
     def _stay(self) -> None:
         """Raises LeaseLost when the lease lapsed, or the server was away since this leadership began.
@@ -324,22 +270,6 @@ class Leadership:
             self._store.set_allowances(allowances)
             self._allowances, self._published = dict(allowances), now
         self._pending.close_tickets()
-
-    def _retire(self, trainer: Attempt) -> None:
-        up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
-        up_to = self._archive.may_retire(up_to, share=self._memory.share)
-        if up_to > self._meta.retired:
-            self._store.retire(up_to)
-            self._memory.retired(up_to)
-            self._meta = self._store.meta()
-        is_due = (self._pending.replaced or self._may_be_garbage) and time.monotonic() - self._swept > SWEEP_SECONDS
-        newest = self._meta.step
-        if is_due and self._archive.may_retire(newest, share=self._memory.share) == newest:
-            # Scored groups have left payloads behind; they must not wait for a checkpoint.
-            self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
-            self._store.retire(self._meta.retired)
-        if self._memory.relieve(trainer, self._meta, self._archive):
-            self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
         used = self._pending.of(plan)
@@ -366,7 +296,7 @@ class Leadership:
             self._pending.refused(plan, detail)
             return
         self._pending.committed(plan)
-        self._meta = self._store.meta()
+        self._meta = replace(self._meta, step=plan.step)
         try:
             header = self._store.wait_step(plan.step, block_seconds=0.0)
         except StepRetired:
@@ -375,18 +305,18 @@ class Leadership:
         self._say(None)
         if header is not None:
             seconds = time.perf_counter() - started
-            self._memory.committed(header, self._meta)
+            self._memory.committed(header)
             self._teller.figures.committed(plan, used, header, seconds)
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
         self._teller.settled()
 
     def _say(self, waiting: Waiting | None) -> None:
-        watches = (self._archive, self._memory, self._scorers, self._doubts)
+        missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))
         self._teller.say(
             waiting,
             self._state,
-            [problem for watch in watches for problem in watch.problems()],
-            self._workers.problems(waiting),
+            [*self._archive.problems(), *self._memory.problems(), *missing, *self._doubts.problems()],
+            worker_problems(self._workers, waiting),
         )
 
     def _state(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 import uuid
+from contextlib import suppress
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer, connect
@@ -23,6 +24,7 @@ from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.revisions import Reread, Revisions
 from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.watches import ReadAgain
 from rlbuffer.errors import (
     ConfigError,
     LeaseLost,
@@ -190,8 +192,10 @@ class Daemon:
             leadership.take_over()
             self._is_at_work = True
             self._lost.is_over()
-            while not stop.is_set() and leadership.turn():
-                self._heed_hangup()
+            with suppress(ReadAgain):
+                while not stop.is_set() and leadership.ended is None:
+                    leadership.turn()
+                    self._heed_hangup()
             self._ended = leadership.ended
             tenure = leadership.tenure
 

@@ -66,6 +66,8 @@ class MemoryWatch:
         """The server has no maxmemory: the limit is a share of its machine's memory."""
         self._looked = float("-inf")
         self._freed = float("-inf")
+        self._retired = 0
+        """The last retired step."""
         self._marked = 0
         """The step whose header asks for a checkpoint because memory is short."""
         self._attempt = 0
@@ -90,8 +92,9 @@ class MemoryWatch:
         Raises:
             ConfigError: the steps that must be there at once do not fit the server's memory.
         """
+        self._retired = meta.retired
         for header in self._store.headers():
-            self._note(header, retired=meta.retired)
+            self._note(header)
         forecast = self._forecast(self._world_size)
         if meta.step == 0 or meta.config != self._config.as_dict():
             self._refuse(forecast, self._world_size)
@@ -115,7 +118,7 @@ class MemoryWatch:
             ConfigError: the steps that must be there at once do not fit the server's memory.
         """
         for header in self._store.headers() if meta is not None else ():
-            self._note(header, retired=0 if meta is None else meta.retired)
+            self._note(header)
         self._refuse(self._forecast(self._world_size), self._world_size)
 
     def tell(self) -> None:
@@ -171,32 +174,32 @@ class MemoryWatch:
         raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
+    def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> None:
         """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
-        -> whether it did."""
+        `step`: the last committed one."""
         self._look()
-        done = min(trainer.at, trainer.trained, meta.step)
+        done = min(trainer.at, trainer.trained, step)
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
-            return False
-        up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
+            return
+        up_to = self._pressure.retires_up_to(retired=self._retired, done=done, sizes=self._sizes)
         up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
-        if up_to is None or up_to <= meta.retired:
-            return False
+        if up_to is None or up_to <= self._retired:
+            return
         used, limit = self._pressure.used or 0, self._pressure.limit
-        first = meta.retired + 1
+        first = self._retired + 1
         self._store.retire(up_to, early={"used": used, "limit": limit})
         self.retired(up_to)
         if up_to > trainer.checkpoint:
             self._pressure.must_ask()
         text, newest = steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint), trainer.checkpoint
         _warn(text, "retired early", first=first, last=up_to, used=used, limit=limit, checkpoint=newest)
-        return True
 
     def retired(self, up_to: int) -> None:
         """Steps up to `up_to` are gone; their memory comes back a little later."""
         for step in [step for step in self._sizes if step <= up_to]:
             del self._sizes[step], self._planned[step]
         self._pressure.freed()
+        self._retired = up_to
         self._freed = time.monotonic()
 
     def marked(self, meta: Meta, trainer: Attempt) -> Meta:
@@ -204,15 +207,15 @@ class MemoryWatch:
         done = min(trainer.at, trainer.trained, meta.step)
         step = meta.step + 1
         if not self._pressure.asks(
-            step, retired=meta.retired, done=done, sizes=self._sizes, checkpoint=trainer.checkpoint
+            step, retired=self._retired, done=done, sizes=self._sizes, checkpoint=trainer.checkpoint
         ):
             return meta
         self._marked = step
         return replace(meta, checkpoint_now=True)
 
-    def committed(self, header: StepHeader, meta: Meta) -> None:
+    def committed(self, header: StepHeader) -> None:
         """A step is committed."""
-        self._note(header, retired=meta.retired)
+        self._note(header)
         if header.checkpoint_now and header.step == self._marked:
             _warn(checkpoint_asked(header.step), "checkpoint", step=header.step)
 
@@ -234,11 +237,11 @@ class MemoryWatch:
             full = f"{used / 2**20:.1f} of {mib(limit)}, {in_steps}: pushes wait until steps retire"
         return (Problem(kind=Trouble.MEMORY, detail=full),)
 
-    def _note(self, header: StepHeader, *, retired: int) -> None:
+    def _note(self, header: StepHeader) -> None:
         self._sizes[header.step] = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
         self._planned[header.step] = header.world_size
         if header.checkpoint_now:
-            self._pressure.has_asked(header.step, retired=retired)
+            self._pressure.has_asked(header.step, retired=self._retired)
 
     def _look(self) -> None:
         now = time.monotonic()

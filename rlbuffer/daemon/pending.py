@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.batcher.adapters import at_step
@@ -15,7 +15,7 @@ from rlbuffer.errors import StepRetired
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import PoolEntry
+from rlbuffer.store.records import Look, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
@@ -92,14 +92,12 @@ class Pending:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
-    def ingest(self, *, block_seconds: float) -> int:
-        """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
-        entries = self._store.take_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds)
-        if not entries:
-            return 0
+    def look(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> Look:
+        """Looks at the run, and takes in the page of the pool that was read."""
+        look = self._store.take_look(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
         now = self.now
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
-        for entry in entries:
+        for entry in look.entries:
             self._cursor = entry.entry_id
             if entry.info is None:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
@@ -117,7 +115,7 @@ class Pending:
         if undecodable:
             self._store.drop(undecodable)
             self._teller.dropped(drop for drop, _ in undecodable)
-        return len(entries)
+        return look
 
     def _replaced(self, entry: PoolEntry) -> str:
         """The entry whose place this one took; "" when it only says so: PUSH lets only the same rollouts do that."""

@@ -1,37 +1,254 @@
-"""The leader's watch of operators' wishes while it leads."""
+"""What a leader looks after: each watch sees what every turn has read, and may say why no step can be made."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from rlbuffer.store.records import Meta
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.archiving import Archiving
+from rlbuffer.daemon.memory_watch import MemoryWatch
+from rlbuffer.daemon.pending import Pending
+from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.process.logs import fields
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.text import plural
+from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.records import Attempt, Look, Sources
 
-WISHES_SECONDS = 0.5
-"""Seconds between looks at whether an operator has asked for something."""
+_log = logging.getLogger(__name__)
+SWEEP_SECONDS = 5.0
+"""Seconds between two sweeps of what scored groups leave behind."""
+GONE_SECONDS = 3.0
+"""A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
+TRAINER_SILENT_SECONDS = 10.0
+"""A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
 
-class WishWatch:
-    """Looks whether an operator has asked for something since this leadership began.
+class ReadAgain(Exception):
+    """What is in memory may not be true any more: everything is to be read again."""
+
+
+class Watch:
+    """Looks after one thing. The first watch of a turn that has a `why` ends it, and the later ones see nothing."""
+
+    why: Waiting | None = None
+    """No step can be made, nor is any sampled for; what is out may not be known to train."""
+
+    def tick(self, look: Look) -> None:
+        """Sees what the turn has read. Raises ReadAgain."""
+
+
+class Ends(Watch):
+    """Tells the batcher which envs are done, once all that they have pushed is read."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self.known = Sources()
+        """What the batcher knows."""
+
+    def tick(self, look: Look) -> None:
+        if look.sources is not None:
+            self.known = seen = look.sources
+            expected = {f"[worker.{section}]" for section in seen.expected}
+            self._batcher.set_sources(done=seen.done, said=seen.said, others=seen.open | expected)
+
+
+class Claims(Watch):
+    """A trainer has steps that the server lost: the run goes on after them.
+
+    A claim may be older than the loss, and than the step in hand: the trainer is heard as after any takeover.
+    """
+
+    def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving) -> None:
+        self._store, self._pending, self._archive = store, pending, archive
+
+    def tick(self, look: Look) -> None:
+        if not look.trainer.claim:
+            self.why = None
+        elif self._archive.is_catching_up(look.meta.step):
+            self.why = Waiting(kind=Wait.TAKEOVER, step=look.meta.step)
+        else:
+            outcome = self._store.recover(look.trainer, self._pending.entries())
+            if outcome is not None:
+                _log.warning(
+                    "the server had lost %s that the trainer has trained: the run goes on after step %d in epoch %d; "
+                    "%s will not be trained again",
+                    plural(outcome["forgotten"], "step"),
+                    outcome["step"],
+                    outcome["epoch"],
+                    plural(outcome["groups"], "group"),
+                    extra=fields("recovery", **outcome),
+                )
+                self._store.retire(int(outcome["step"]))
+            raise ReadAgain
+
+
+class Wishes(Watch):
+    """Operators may have asked for something (settings, drops, a drain), and taken the run back.
+
+    Args:
+        known: `Meta.asked` as it was before anything else was read, the settings included.
+        epoch: in which everything was read.
+    """
+
+    def __init__(self, known: int, epoch: int) -> None:
+        self._known, self._epoch = known, epoch
+        self.is_draining = False
+        """No tickets are given."""
+
+    def tick(self, look: Look) -> None:
+        if look.meta.epoch != self._epoch:
+            raise LeaseLost(
+                f"the run is in epoch {look.meta.epoch}, and was read in epoch {self._epoch}: everything is read again"
+            )
+        self.is_draining = look.meta.draining_ms > 0
+        if look.meta.asked != self._known:
+            raise ReadAgain
+
+
+class Retirement(Watch):
+    """Lets steps go that no checkpoint needs any more, once they are archived; and others when memory is short."""
+
+    def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving, memory: MemoryWatch) -> None:
+        self._store, self._pending, self._archive, self._memory = store, pending, archive, memory
+        self._swept = float("-inf")
+        self._may_be_garbage = archive.folder is not None
+        """An earlier leader may have left payloads to sweep, which wait until they are archived."""
+
+    def tick(self, look: Look) -> None:
+        trainer, newest, share = look.trainer, look.meta.step, self._memory.share
+        up_to = self._archive.may_retire(min(trainer.oldest_kept, trainer.trained, newest), share=share)
+        if up_to > look.meta.retired:
+            self._store.retire(up_to)
+            self._memory.retired(up_to)
+        is_due = (self._pending.replaced or self._may_be_garbage) and time.monotonic() - self._swept > SWEEP_SECONDS
+        if is_due and self._archive.may_retire(newest, share=share) == newest:
+            # Scored groups have left payloads behind; they must not wait for a checkpoint.
+            self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
+            self._store.retire(max(up_to, look.meta.retired))
+        self._memory.relieve(trainer, newest, self._archive)
+
+
+class TrainerWord(Watch):
+    """Nothing is committed before the trainer says what it has trained, nor sampled before it has announced weights.
+
+    After a loss of acknowledged writes the next step here may be one that the trainer has trained already, or has in
+    hand, with other content. So it must report after a takeover, or be silent for so long that it counts as gone. On a
+    server that no trainer has spoken to yet, silence is no word: versions may be out there that are not known here, and
+    only the next attempt, or the one that lives, can begin another line of them.
 
     Args:
         store: the run.
-        known: `Meta.asked` as it was before anything else was read, the settings included.
-        meta: the run.
+        lookahead: as the config has it.
+        began: monotonic seconds of the takeover.
+        word: when the trainer had spoken last by then, by the server's clock, which may be set back: a change counts.
+        has_heard: it has spoken since.
     """
 
-    def __init__(self, store: Viewer, known: int, meta: Meta) -> None:
-        self._store = store
-        self._known = known
-        self._looked = time.monotonic()
-        self.is_draining = meta.draining_ms > 0
-        """No tickets are given."""
+    def __init__(self, store: LeaderStore, lookahead: int, *, began: float, word: int, has_heard: bool) -> None:
+        self._store, self._lookahead = store, lookahead
+        self._began, self._word, self.has_heard = began, word, has_heard
 
-    def has_more(self) -> bool:
-        """True when something was asked for: what is in memory may not be true any more."""
-        now = time.monotonic()
-        if now - self._looked < WISHES_SECONDS:
-            return False
-        self._looked = now
-        asked, self.is_draining = self._store.wishes()
-        return asked != self._known
+    def tick(self, look: Look) -> None:
+        trainer, step = look.trainer, look.meta.step
+        self.has_heard = self.has_heard or self._hears(trainer)
+        self.why = None
+        if trainer.number == 0:
+            self.why = Waiting(kind=Wait.NO_TRAINER)
+        elif not self.has_heard:
+            self.why = self.of(look) if is_silent(trainer) else Waiting(kind=Wait.TAKEOVER, step=step)
+        elif not trainer.policies:
+            self.why = Waiting(kind=Wait.VERSION, step=step + 1)
+
+    def busy(self, look: Look) -> Waiting | None:
+        """The reason of a trainer that has enough steps; None when the next one may be made."""
+        trainer, step = look.trainer, look.meta.step + 1
+        if step > trainer.trained + 1 + self._lookahead:
+            return self.of(look)
+        if trainer.hand.digest and trainer.hand.step >= step:
+            # Rank 0 trains a step of this number already, and will hand it back.
+            return self.of(look) if is_silent(trainer) else Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
+        return None
+
+    def of(self, look: Look) -> Waiting:
+        """The reason of a trainer that trains, or says nothing."""
+        step, trained, silent = look.meta.step, look.trainer.trained, look.trainer.seen_seconds_ago or 0.0
+        if look.trainer.seen_ms and not is_silent(look.trainer):
+            return Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=self._lookahead)
+        seconds = silent // 10 * 10 if look.trainer.seen_ms else 0.0
+        return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained, seconds=seconds)
+
+    def _hears(self, trainer: Attempt) -> bool:
+        has_spoken = trainer.seen_ms not in (0, self._word) or time.monotonic() - self._began > ATTEMPT_SECONDS
+        return trainer.number > 0 and has_spoken and trainer.server in ("", self._store.server_id())
+
+
+class Envs(Watch):
+    """Tells the batcher of envs that an operator has paused, and people of those that have fallen silent."""
+
+    def __init__(self, config: BatcherConfig, batcher: Batcher) -> None:
+        self._config, self._batcher = config, batcher
+        self._paused: frozenset[str] = frozenset()
+        self._dead: frozenset[str] = frozenset()
+
+    def tick(self, look: Look) -> None:
+        for env in sorted(look.paused - self._paused):
+            self._batcher.pause(env)
+            _log.info("%s is paused: steps go on without it", env, extra=fields("env", env=env, state="paused"))
+        for env in sorted(self._paused - look.paused):
+            self._batcher.resume(env)
+            _log.info("%s takes part again", env, extra=fields("env", env=env, state="resumed"))
+        self._paused = look.paused
+
+    def report_silent(self, dead: Mapping[str, float], step: int) -> None:
+        """Tells of envs that have fallen silent or are back.
+
+        Args:
+            dead: env -> seconds of silence.
+            step: the one that waits.
+
+        Raises:
+            RlbufferError: an env is dead and the settings say that this stops the run.
+        """
+        for env in sorted(dead.keys() - self._dead):
+            sentence = str(Waiting(kind=Wait.ENV_DEAD, env=env, step=step, seconds=dead[env]))
+            _log.warning("%s", sentence, extra=fields("env", env=env, state="dead", seconds=dead[env]))
+            if self._config.on_dead_env == "stop":
+                raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
+        for env in sorted(self._dead - dead.keys()):
+            if env not in self._paused:
+                _log.info("%s is back", env, extra=fields("env", env=env, state="back"))
+        self._dead = frozenset(dead)
+
+
+def is_silent(trainer: Attempt) -> bool:
+    """It has missed its reports."""
+    return (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
+
+
+def has_made_its_steps(trainer: Attempt, ranks: Mapping[str, Mapping[str, Any]]) -> bool:
+    """True of a trainer that has left, by the heartbeats of its ranks, after the last step that it was to make."""
+    is_there = (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS
+    return not is_there and ranks.get("0", {}).get("finished") == trainer.trained
+
+
+def scorers_missing(needs: Mapping[tuple[str, str], int], scorers: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """A problem for each need of pending groups ((env, need) -> groups) that no living scorer gives."""
+    beats = [beat for beat in scorers.values() if beat["seconds_ago"] <= FRESH_SECONDS]  # its claims are lost, too
+    return [
+        Problem(kind=Trouble.NO_SCORER, env=env, count=count, detail=need)
+        for (env, need), count in sorted(needs.items())
+        if not any(_gives(beat, env, need) for beat in beats)
+    ]
+
+
+def _gives(beat: Mapping[str, Any], env: str, need: str) -> bool:
+    """Any process may write a heartbeat, so nothing in it is certain to be there."""
+    gives, envs = beat.get("gives"), beat.get("envs")
+    return isinstance(gives, list) and need in gives and (not envs or (isinstance(envs, list) and env in envs))

@@ -26,11 +26,11 @@ from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
 from rlbuffer.store.member import Member
 from rlbuffer.store.planned import Planned
-from rlbuffer.store.pool import HISTORY_ENTRIES, drop, reused_groups, stream_order
-from rlbuffer.store.records import Attempt, Claim, Lease, Meta, PoolEntry, Reused
+from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups, stream_order
+from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.session import answers, text
+from rlbuffer.store.session import BLOCK_SECONDS, answers, entries, raise_first, sound, text
 from rlbuffer.store.step_format import (
     check_numbers,
     encode,
@@ -39,7 +39,7 @@ from rlbuffer.store.step_format import (
     part_records,
     step_digest,
 )
-from rlbuffer.store.viewer import tombstone_ms, tombstone_steps
+from rlbuffer.store.viewer import heartbeats_of, seconds_of, sources_of, tombstone_ms, tombstone_steps
 from rlbuffer.wire import payload
 
 SUMMARY_LINES = 20_000
@@ -66,6 +66,8 @@ class LeaderStore(Member):
     since: int | None = None
     """The connection's losses when the lease was acquired."""
     _owner = ""
+    _ends: tuple[str, ...] = ()
+    """Envs that had an end when it was looked last: of those it is asked how many tickets are out."""
     _allowances_sent = 0
 
     # -- the lease -------------------------------------------------------------------------------------------------
@@ -159,12 +161,49 @@ class LeaderStore(Member):
 
     # -- the pool --------------------------------------------------------------------------------------------------
 
-    def take_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
-        """INGEST: as :meth:`read_pool`. In a cluster it makes the payloads permanent."""
-        entries = self.read_pool(after, count=count, block_seconds=block_seconds)
+    def take_look(
+        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, beats: Sequence[str] = ()
+    ) -> Look:
+        """INGEST: what a turn needs, with the pool behind the cursor as :meth:`read_pool` has it, and the heartbeats of
+        the kinds `beats`. In a cluster it makes the payloads permanent."""
+        keys, envs = self.keys, self._ends
+        block_ms = max(1, round(1000 * min(block_seconds, BLOCK_SECONDS))) if block_seconds > 0 else None
+
+        def send() -> list[Any]:
+            with self.connection.blocking.pipeline(transaction=False) as pipe:
+                pipe.hgetall(keys.ends)
+                pipe.hgetall(keys.numbers)
+                for env in envs:
+                    pipe.zcard(keys.tickets(env))
+                pipe.xread({keys.pool: after}, count=count, block=block_ms)
+                pipe.hgetall(keys.meta)
+                pipe.hgetall(keys.trainer)
+                pipe.hgetall(keys.policy)
+                pipe.zrange(keys.paused, 0, -1)
+                pipe.time()
+                for kind in beats:
+                    pipe.hgetall(keys.heartbeats(kind))
+                replies = pipe.execute(raise_on_error=False)
+            raise_first(replies[: len(replies) - len(beats)])  # whatever is wrong with heartbeats stops nobody
+            return list(replies)
+
+        replies = iter(self.connection.call(send, patience_seconds=self.patience_seconds))
+        written, taken = next(replies), next(replies)
+        sources = sources_of(written, taken, {env: next(replies) for env in envs})
+        self._ends = tuple(sources.ends)
+        found = pool_entries(keys, entries(next(replies)))
+        meta, trainer, versions, paused, time = islice(replies, 5)
         if self.connection.is_cluster:
-            self.look(partial(_keep, entries=entries))
-        return entries
+            self.look(partial(_keep, entries=found))
+        now = seconds_of(time)
+        return Look(
+            entries=found,
+            sources=sources if len(found) < count else None,
+            meta=self._meta_of(meta),
+            trainer=self._attempt_of(trainer, versions, now),
+            paused=frozenset(map(text, paused)),
+            beats={kind: heartbeats_of(sound([reply])[0], now) for kind, reply in zip(beats, replies, strict=True)},
+        )
 
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""

@@ -175,6 +175,23 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """State of the run as the leader reads it in a turn, in one round trip: the sources first, then the pool, then the
+    rest. An env is done on the server after its last push is there, and so before the pool is read to its end."""
+
+    entries: Sequence[PoolEntry]
+    """The pool behind the leader's cursor, a page at most."""
+    sources: Sources | None
+    """None where the pool goes on behind `entries`."""
+    meta: Meta
+    trainer: Attempt
+    paused: frozenset[str]
+    """Envs that an operator has paused."""
+    beats: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """Kind -> name -> its last heartbeat, of the kinds that were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
     """A step as the trainer remembers it, for a server that may forget it."""
 

@@ -141,12 +141,13 @@ class Viewer(Session):
 
     def now(self) -> float:
         """The server's clock, Unix seconds."""
-        seconds, micros = self.look(lambda client: client.time())
-        return int(seconds) + int(micros) / 1e6
+        return seconds_of(self.look(lambda client: client.time()))
 
     def meta(self) -> Meta:
         """The run's meta. Raises RunGone; RunDamaged when other keys of it are there without it; SchemaMismatch."""
-        fields = self.look(lambda client: client.hgetall(self.keys.meta))
+        return self._meta_of(self.look(lambda client: client.hgetall(self.keys.meta)))
+
+    def _meta_of(self, fields: Fields) -> Meta:
         if not fields:
             fields, *there = self.look(self._meta_and_content)  # at one moment: it may just be begun
             left = [key for key, is_there in zip(self._content(), there, strict=True) if is_there]
@@ -239,7 +240,7 @@ class Viewer(Session):
                 return list(pipe.execute())
 
         written, taken = self.look(look)
-        given, numbers, ends, over = ends_of(written, taken)
+        over = ends_of(written, taken)[3]
 
         def count(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -247,13 +248,7 @@ class Viewer(Session):
                     pipe.zcard(self.keys.tickets(env))
                 return list(pipe.execute())
 
-        # Numbers are given before they are out, and none is given any more: that order makes the answer certain.
-        done = frozenset(env for env, out in zip(over, self.look(count) if over else (), strict=True) if not out)
-        expected = frozenset(name[8:-1] for name in given if name.startswith("[worker."))
-        known = {env for env in (*given, *numbers) if not env.startswith("[")}
-        said = frozenset(env for env in done if given[env].startswith("="))
-        others = frozenset(known - done)
-        return Sources(done=done, said=said, open=others, expected=expected, ends=ends, written=written)
+        return sources_of(written, taken, dict(zip(over, self.look(count) if over else (), strict=True)))
 
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
@@ -524,8 +519,10 @@ class Viewer(Session):
                 pipe.time()
                 return list(pipe.execute())
 
-        fields, versions, (seconds, micros) = self.look(read)
-        now = int(seconds) + int(micros) / 1e6
+        fields, versions, time = self.look(read)
+        return self._attempt_of(fields, versions, seconds_of(time))
+
+    def _attempt_of(self, fields: Fields, versions: Fields, now: float) -> Attempt:
         if not fields:
             return Attempt(number=0, announced=versions)
 
@@ -591,15 +588,8 @@ class Viewer(Session):
                 pipe.time()
                 return answers(pipe)
 
-        fields, (seconds, micros) = self.look(read)
-        now = int(seconds) + int(micros) / 1e6
-        out = {}
-        for name, value in sorted((fields or {}).items()):
-            beat = heartbeat_of(value)
-            if beat is not None:
-                at, record = beat
-                out[text(name)] = {**record, "seconds_ago": abs(now - at / 1000)}
-        return out
+        fields, time = self.look(read)
+        return heartbeats_of(fields, seconds_of(time))
 
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
@@ -798,6 +788,41 @@ def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
     if not env or version is None or not isinstance(record, dict):
         return None
     return {**record, "env": env, "version": version, "at": int(entry_id.partition("-")[0]) / 1000}
+
+
+def seconds_of(time: tuple[int, int]) -> float:
+    """The reply of TIME as Unix seconds."""
+    return int(time[0]) + int(time[1]) / 1e6
+
+
+def sources_of(written: Fields, taken: Fields, out: Mapping[str, int]) -> Sources:
+    """The sources by the hashes of ends and of numbers, and then `out`, env -> tickets that are out.
+
+    Numbers are given before they are out, and none is given any more: that order makes it certain that an env is done.
+    One that `out` does not name is not known to be.
+    """
+    given, numbers, ends, over = ends_of(written, taken)
+    done = frozenset(env for env in over if out.get(env) == 0)
+    known = {env for env in (*given, *numbers) if not env.startswith("[")}
+    return Sources(
+        done=done,
+        said=frozenset(env for env in done if given[env].startswith("=")),
+        open=frozenset(known - done),
+        expected=frozenset(name[8:-1] for name in given if name.startswith("[worker.")),
+        ends=ends,
+        written=written,
+    )
+
+
+def heartbeats_of(fields: Fields | None, now: float) -> dict[str, dict[str, Any]]:
+    """Name -> its last record, with ``seconds_ago``; what is no record is left out."""
+    out = {}
+    for name, value in sorted((fields or {}).items()):
+        beat = heartbeat_of(value)
+        if beat is not None:
+            at, record = beat
+            out[text(name)] = {**record, "seconds_ago": abs(now - at / 1000)}
+    return out
 
 
 def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlbuffer.batcher import situation
-from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.watches import TrainerWord
 from rlbuffer.records.waiting import Wait, Waiting
 from simulation.__main__ import run_seed
 
@@ -37,7 +37,7 @@ def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leadership, "_of_trainer", lambda self, trainer: Waiting(kind=Wait.TRAINER_GONE))
+    patch.setattr(TrainerWord, "of", lambda self, look: Waiting(kind=Wait.TRAINER_GONE))
 
 
 def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from store_runs import Run
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.daemon import Daemon, leadership
+from rlbuffer.daemon import Daemon, watches
 
 LEASE_SECONDS = 20.0
 """One that is stopped gives it back at once; a busy machine must not take it from one that works."""
@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self, run: Run, *, word_seconds: float = 0.1) -> None:
         self.run = run
-        self._usual_seconds = leadership.ATTEMPT_SECONDS
+        self._usual_seconds = watches.ATTEMPT_SECONDS
         self._word_seconds = word_seconds
         self.logged = Logged("rlbuffer.daemon")
         self.events = self.logged.lines
@@ -38,7 +38,7 @@ class Served:
         """Starts a daemon; `options` are the Daemon's. -> its store."""
         store = self.run.again()
         self.run.closes(self)
-        leadership.ATTEMPT_SECONDS = self._word_seconds
+        watches.ATTEMPT_SECONDS = self._word_seconds
         options = {"lease_seconds": LEASE_SECONDS} | options
         daemon = Daemon(Buffer(store, settings=settings or RunSettings()), config, **options)
         stop = threading.Event()
@@ -63,7 +63,7 @@ class Served:
         while self._running:
             self.stop()
         self.logged.close()
-        leadership.ATTEMPT_SECONDS = self._usual_seconds
+        watches.ATTEMPT_SECONDS = self._usual_seconds
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 10.0, *, checks_errors: bool = True) -> Any:
         """The first true answer. `seconds` are an idle machine's: a busy one has ten times as long."""

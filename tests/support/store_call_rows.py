@@ -228,7 +228,7 @@ ROWS: dict[str, Row] = {
     "set_config": Row(call=lambda store, run: store.set_config({"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error("a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
-    "take_pool": Row(call=lambda store, run: store.take_pool(), prepare=_pool),
+    "take_look": Row(call=lambda store, run: store.take_look().entries, prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
     "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
     "set_ended": Row(call=lambda store, run: store.set_ended(0), prepare=lambda run: run.lead()),

@@ -254,10 +254,10 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
     archive = Archiving(pytest.fail, ArchiveSettings())
     for _ in range(memory_rules.MEMORY_LOOKS):
-        watch.relieve(trainer, meta, archive)
+        watch.relieve(trainer, meta.step, archive)
     (early,) = logged.told("memory")
     assert (early.first, early.last) == (3, 3)
     assert watch.marked(meta, trainer).checkpoint_now
-    watch.committed(header_of(step=8, checkpoint_now=True), meta)
+    watch.committed(header_of(step=8, checkpoint_now=True))
     logged.close()
     assert [(line.state, line.step) for line in logged.told("memory")[1:]] == [("checkpoint", 8)]

@@ -22,6 +22,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.store.records import Look
 from rlbuffer.store.viewer import Viewer
 from rlbuffer_cli.alive import heard
 
@@ -93,16 +94,16 @@ def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
     """Reading everything again for an operator, a leader goes on with the trainer's word, which may be lost by then."""
     store = served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))
-    look, known, away = store.wishes, store.wishes(), []
+    look, known, away = store.take_look, store.meta().asked, []
 
-    def away_once() -> tuple[int, bool]:
-        found = look()
-        if found != known and not away:
+    def away_once(*args: Any, **options: Any) -> Look:
+        found = look(*args, **options)
+        if found.meta.asked != known and not away:
             store.connection.losses += 1
             away.append(True)
         return found
 
-    monkeypatch.setattr(store, "wishes", away_once)
+    monkeypatch.setattr(store, "take_look", away_once)
     served.run.push("a.0")
     entries = served.run.pool()
     drop = Drop(group_id="a.0", env="a", reason="operator", rollouts=2, tokens=entries[0].tokens, entry_ids=("x",))

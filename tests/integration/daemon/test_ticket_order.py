@@ -12,7 +12,7 @@ from store_runs import Run
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.daemon import Daemon, leadership
+from rlbuffer.daemon import Daemon, watches
 from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
@@ -30,17 +30,19 @@ def test_the_allowance_goes_out_before_the_ticket_of_a_group_that_was_read(
     def heard(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
             result = call(*args, **options)
-            if name != "read_pool" or result:
-                calls.append((name, args[-1] if name != "read_pool" else len(result)))
+            if name != "take_look":
+                calls.append((name, args[-1]))
+            elif result.entries:
+                calls.append((name, len(result.entries)))
             if name == "close_tickets":
                 closed.set()
             return result
 
         return wrapper
 
-    for name in ("read_pool", "set_allowances", "close_tickets"):
+    for name in ("take_look", "set_allowances", "close_tickets"):
         monkeypatch.setattr(store, name, heard(name, getattr(store, name)))
-    monkeypatch.setattr(leadership, "ATTEMPT_SECONDS", 0.1)  # the trainer has nothing more to say
+    monkeypatch.setattr(watches, "ATTEMPT_SECONDS", 0.1)  # the trainer has nothing more to say
     daemon = Daemon(Buffer(store, settings=RunSettings()), BatcherConfig(64, step_groups=4, max_age=0, lookahead=0))
     thread = threading.Thread(target=daemon.run, args=(stop,))
     thread.start()
@@ -53,6 +55,6 @@ def test_the_allowance_goes_out_before_the_ticket_of_a_group_that_was_read(
     finally:
         stop.set()
         thread.join(timeout=30)
-    after_reading = [name for name, _ in calls[calls.index(("read_pool", 1)) + 1 :]]
+    after_reading = [name for name, _ in calls[calls.index(("take_look", 1)) + 1 :]]
     assert after_reading[:2] == ["set_allowances", "close_tickets"]
     assert ("close_tickets", [0]) in calls

@@ -19,7 +19,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
-from rlbuffer.daemon.envs import EnvWatch
+from rlbuffer.daemon.watches import Envs
 from rlbuffer.errors import (
     BatchTimeout,
     ConfigError,
@@ -206,7 +206,7 @@ def test_other_settings_than_the_runs_are_refused_with_each_difference(served: S
 
 def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served) -> None:
     config = BatcherConfig(64, on_dead_env="stop")
-    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config))
+    watch = Envs(config, rlbuffer.Batcher(config))
     with pytest.raises(RlbufferError) as caught:
         watch.report_silent({"math": 119.4}, 7)
     said = str(caught.value)

@@ -14,7 +14,7 @@ from store_runs import Run, plan_of
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.daemon import leadership
+from rlbuffer.daemon import watches
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server.binary import ServerBinary
@@ -138,7 +138,7 @@ def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves
     (entry,) = run.pool()
     assert run.client.pttl(entry.payload_key) > 0
     assert run.store.verify().findings == ()
-    run.store.take_pool()
+    run.store.take_look()
     assert run.client.pttl(entry.payload_key) == -1
 
 
@@ -173,7 +173,7 @@ class Going:
 
     def __init__(self, cluster: Cluster, home: Path) -> None:
         self.run = Run(cluster.url, home)
-        self.served = Served(self.run, word_seconds=leadership.ATTEMPT_SECONDS)
+        self.served = Served(self.run, word_seconds=watches.ATTEMPT_SECONDS)
         self.served.serve(CONFIG)
         self.loop = self.run.closes(Looping(self.run, STEP_SECONDS))
 

@@ -152,7 +152,7 @@ def test_none_of_forty_small_steps_that_the_server_forgot_trains_again(url_run: 
 
 
 def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuffer.daemon.leadership.ATTEMPT_SECONDS", 0.7)
+    monkeypatch.setattr("rlbuffer.daemon.watches.ATTEMPT_SECONDS", 0.7)
     attempt = run.store.attempt(uuid="silent", world_size=1, resume_step=0)
     run.store.announce(attempt.number, PolicyVersion(version=0))
     for i in range(2):

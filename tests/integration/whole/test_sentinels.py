@@ -18,7 +18,7 @@ from watched import MISSING, SERVICE, Watched, sentinel
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.daemon import leadership
+from rlbuffer.daemon import watches
 from rlbuffer.errors import RlbufferError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.store.server.connection import Connection
 from rlbuffer_cli.main import main
@@ -202,7 +202,7 @@ def test_what_was_written_on_a_fresh_connection_is_read_from_the_same_server(own
 
 def test_a_run_goes_on_through_a_planned_failover_and_the_death_of_the_primary(own: Watched, tmp_path: Path) -> None:
     run = Run(own.url, tmp_path)
-    served = Served(run, word_seconds=leadership.ATTEMPT_SECONDS)
+    served = Served(run, word_seconds=watches.ATTEMPT_SECONDS)
     served.serve(CONFIG)
     loop = run.closes(Looping(run, STEP_SECONDS))
 
