@@ -152,7 +152,7 @@ def test_a_batcher_that_has_failed_is_not_alive(served: Served) -> None:
 
     store = served.serve(CONFIG)
     served.wait_for(lambda: "leader" in served.run.store.heartbeats("batcher"))
-    store.read_pool = store.wishes = fail
+    store.take_look = fail
     served.wait_for(lambda: served.errors, checks_errors=False)
     assert served.run.store.heartbeats("batcher")["leader"]["stopped"] is True
 
