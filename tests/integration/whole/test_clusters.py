@@ -305,6 +305,7 @@ def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counte
         step = next(iter(reader.steps()))
         assert sorted(step.damaged) == sorted(ref.info.rollout_id for ref in damaged)
         assert run.store.ledger().damaged == len(damaged)
+        run.lead()  # anew: a shard was away
         pending = run.pool()
         broken = run.store.pin(plan_of(pending, 2).rollouts, {entry.entry_id: entry for entry in pending})
         assert broken == [entry.entry_id for entry in lost]
