@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,20 +54,17 @@ WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
 """While an operator drains the run, none of these is worth a word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tenure:
     """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
 
-    archive: Archiving
-    """Keeps what retires."""
-    since: float | None = None
-    """Server time when it began; None: with the next leadership."""
-    began: float = 0.0
-    """Monotonic seconds when it began."""
-    word: int = 0
-    """When the trainer had spoken last by then, by the server's clock, which may be set back: a change counts."""
-    has_heard: bool = False
-    """The trainer has said in it what it has trained, or is silent: the server's steps are its steps."""
+    def __init__(self, store: LeaderStore, archive: Archiving) -> None:
+        self.archive = archive
+        """Keeps what retires."""
+        self.since, self.began = store.now(), time.monotonic()
+        """Its beginning: server time, and monotonic seconds."""
+        self.trainer = TrainerWord(store, began=self.began, word=store.trainer().seen_ms)
+        self.is_new = True
+        """No leadership of it has taken over."""
 
 
 class Leadership:
@@ -98,15 +95,12 @@ class Leadership:
         self._config = config
         self._teller = teller
         self._lease = lease
-        self._is_first = tenure.since is None
-        self._archive = tenure.archive
-        self._since = store.now() if tenure.since is None else tenure.since
-        self._began = time.monotonic() if tenure.since is None else tenure.began
-        self._word = store.trainer().seen_ms if tenure.since is None else tenure.word
+        self._tenure, self._archive, self._trainer = tenure, tenure.archive, tenure.trainer
         self._meta = store.meta()
         learns = needs_advantage(trainer.loss)
-        clock = {"since": self._since, "began": self._began}
-        self._pending = pending = Pending(store, config, teller, needs_advantage=learns, **clock)
+        self._pending = pending = Pending(
+            store, config, teller, since=tenure.since, began=tenure.began, needs_advantage=learns
+        )
         self._doubts = Doubts(store, self._meta.step)
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
@@ -114,9 +108,6 @@ class Leadership:
             store, config, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
         )
         self._ends, self._wishes = Ends(pending.batcher), Wishes(asked, self._meta.epoch)
-        self._trainer = TrainerWord(
-            store, config.lookahead, began=self._began, word=self._word, has_heard=tenure.has_heard
-        )
         self._envs = Envs(config, pending.batcher)
         self._watches: tuple[Watch, ...] = (
             self._ends,
@@ -135,17 +126,6 @@ class Leadership:
         """No step can be made of what is here; nor will one be when the trainer goes on."""
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
-
-    @property
-    def tenure(self) -> Tenure:
-        """State that a leadership that follows this one goes on with."""
-        return Tenure(
-            archive=self._archive,
-            since=self._since,
-            began=self._began,
-            word=self._word,
-            has_heard=self._trainer.has_heard,
-        )
 
     def take_over(self) -> None:
         """Everything comes from the server.
@@ -166,7 +146,7 @@ class Leadership:
             while self._pending.look().entries:
                 self._stay()
         own = fields(
-            "ready" if self._is_first else "read again",
+            "ready" if self._tenure.is_new else "read again",
             run=self._store.run,
             step=self._meta.step,
             epoch=self._meta.epoch,
@@ -174,8 +154,9 @@ class Leadership:
             server=dict(self._store.server()),
             forecast=forecast,
         )
-        level = logging.INFO if self._is_first else logging.DEBUG
+        level = logging.INFO if self._tenure.is_new else logging.DEBUG
         _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
+        self._tenure.is_new = False
         self._memory.tell()
         self._teller.figures.lead(self._pending.batcher, self._config)
 
@@ -213,7 +194,7 @@ class Leadership:
         self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        if (busy := self._trainer.busy(look)) is not None:
+        if (busy := self._trainer.busy(look, self._config.lookahead)) is not None:
             self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
             self._say(self._end_of(trainer) or busy)

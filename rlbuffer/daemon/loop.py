@@ -175,8 +175,8 @@ class Daemon:
 
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
-        tenure = Tenure(archive=archive)
         self._await_whole_file(keeper, stop)
+        tenure = Tenure(self._store, archive)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
             config = self._revisions.settle()
@@ -197,7 +197,6 @@ class Daemon:
                     leadership.turn()
                     self._heed_hangup()
             self._ended = leadership.ended
-            tenure = leadership.tenure
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
         """Waits until the server's append-only file cannot hold half a transaction

@@ -145,44 +145,44 @@ class TrainerWord(Watch):
 
     Args:
         store: the run.
-        lookahead: as the config has it.
         began: monotonic seconds of the takeover.
         word: when the trainer had spoken last by then, by the server's clock, which may be set back: a change counts.
-        has_heard: it has spoken since.
     """
 
-    def __init__(self, store: LeaderStore, lookahead: int, *, began: float, word: int, has_heard: bool) -> None:
-        self._store, self._lookahead = store, lookahead
-        self._began, self._word, self.has_heard = began, word, has_heard
+    def __init__(self, store: LeaderStore, *, began: float, word: int) -> None:
+        self._store, self._began, self._word = store, began, word
+        self._has_heard = False
 
     def tick(self, look: Look) -> None:
         trainer, step = look.trainer, look.meta.step
-        self.has_heard = self.has_heard or self._hears(trainer)
+        self._has_heard = self._has_heard or self._hears(trainer)
         self.why = None
         if trainer.number == 0:
             self.why = Waiting(kind=Wait.NO_TRAINER)
-        elif not self.has_heard:
-            self.why = self.of(look) if is_silent(trainer) else Waiting(kind=Wait.TAKEOVER, step=step)
+        elif not self._has_heard:
+            self.why = self.silence(look) or Waiting(kind=Wait.TAKEOVER, step=step)
         elif not trainer.policies:
             self.why = Waiting(kind=Wait.VERSION, step=step + 1)
 
-    def busy(self, look: Look) -> Waiting | None:
+    def busy(self, look: Look, lookahead: int) -> Waiting | None:
         """The reason of a trainer that has enough steps; None when the next one may be made."""
-        trainer, step = look.trainer, look.meta.step + 1
-        if step > trainer.trained + 1 + self._lookahead:
-            return self.of(look)
-        if trainer.hand.digest and trainer.hand.step >= step:
+        trainer, step = look.trainer, look.meta.step
+        if step > trainer.trained + lookahead:
+            why = Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trainer.trained, limit=lookahead)
+        elif trainer.hand.digest and trainer.hand.step > step:
             # Rank 0 trains a step of this number already, and will hand it back.
-            return self.of(look) if is_silent(trainer) else Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
-        return None
+            why = Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
+        else:
+            return None
+        return self.silence(look) or why
 
-    def of(self, look: Look) -> Waiting:
-        """The reason of a trainer that trains, or says nothing."""
-        step, trained, silent = look.meta.step, look.trainer.trained, look.trainer.seen_seconds_ago or 0.0
-        if look.trainer.seen_ms and not is_silent(look.trainer):
-            return Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=self._lookahead)
-        seconds = silent // 10 * 10 if look.trainer.seen_ms else 0.0
-        return Waiting(kind=Wait.TRAINER_GONE, step=step, trained=trained, seconds=seconds)
+    def silence(self, look: Look) -> Waiting | None:
+        """The reason of a trainer that says nothing; None while it speaks."""
+        trainer = look.trainer
+        if trainer.seen_ms and not is_silent(trainer):
+            return None
+        seconds = (trainer.seen_seconds_ago or 0.0) // 10 * 10 if trainer.seen_ms else 0.0
+        return Waiting(kind=Wait.TRAINER_GONE, step=look.meta.step, trained=trainer.trained, seconds=seconds)
 
     def _hears(self, trainer: Attempt) -> bool:
         has_spoken = trainer.seen_ms not in (0, self._word) or time.monotonic() - self._began > ATTEMPT_SECONDS

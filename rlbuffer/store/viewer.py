@@ -82,8 +82,6 @@ MAX_HEARTBEAT_BYTES = 2**20
 """Largest heartbeat that is decoded."""
 NAMED_DAMAGED = 10_000
 """Damaged rollouts of a step that are named."""
-WISH_FIELDS = ("asked", "draining")
-"""Fields of `meta`: how many wishes there were, and since when the run drains."""
 _END = re.compile(r"=?([0-9]{1,15})\Z")
 """Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
 _log = logging.getLogger(__name__)
@@ -213,10 +211,9 @@ class Viewer(Session):
         reply = self.look(lambda client: client.xrevrange(key, count=count))
         return [record_of(entry_id, fields) for entry_id, fields in ranged(reply)]
 
-    def wishes(self) -> tuple[int, bool]:
-        """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
-        asked, draining = self.look(lambda client: client.hmget(self.keys.meta, WISH_FIELDS))
-        return int(asked or 0), draining is not None
+    def is_draining(self) -> bool:
+        """True while an operator lets no tickets be given: a cheap look."""
+        return bool(self.look(lambda client: client.hexists(self.keys.meta, "draining")))
 
     def is_led(self) -> bool:
         """True when a batcher holds the lease."""

@@ -18,7 +18,6 @@ from rlbuffer.store.producer import ProducerStore
 from rlbuffer.store.records import Asked, policy_of
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, raise_first, text
-from rlbuffer.store.viewer import WISH_FIELDS
 from rlbuffer.wire import payload
 
 LONGEST_TICKET_SECONDS = 900.0
@@ -59,7 +58,7 @@ class WorkerStore(ProducerStore):
         self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
     ) -> Asked:
         """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
-        at the wishes. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
+        at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
         telemetry, ticket = self.script("telemetry"), self.script("ticket")
         keys, args = self._take(env, n, ttl_seconds, size, section)
         note = beat_args(worker, beat)
@@ -69,20 +68,20 @@ class WorkerStore(ProducerStore):
                 pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *note)
                 pipe.evalsha(ticket.sha, len(keys), *keys, *args)
                 pipe.hget(self.keys.policy, "")
-                pipe.hmget(self.keys.meta, WISH_FIELDS)
+                pipe.hexists(self.keys.meta, "draining")
                 heard, *replies = pipe.execute(raise_on_error=False)
             if isinstance(replies[0], redis.exceptions.NoScriptError):
                 replies[0] = ticket(keys, args)  # loads it
             raise_first(replies)
             return [not isinstance(heard, Exception), *replies]  # whatever is wrong with a heartbeat is its own trouble
 
-        heard, reply, policy, (_, draining) = self.connection.call(
+        heard, reply, policy, is_draining = self.connection.call(
             send, patience_seconds=self.patience_seconds, op="ticket"
         )
         return Asked(
             numbers=tuple(self._numbers(env, reply)),
             policy=policy_of("", policy),
-            is_draining=draining is not None,
+            is_draining=bool(is_draining),
             is_heard=heard,
         )
 

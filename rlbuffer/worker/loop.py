@@ -177,7 +177,7 @@ class _Worker:
         """The reason why there is no ticket."""
         now = time.monotonic()
         if now - self._looked_at >= DRAIN_LOOK_SECONDS:
-            _, self._is_draining = self._buffer.store.wishes()
+            self._is_draining = self._buffer.store.is_draining()
             self._looked_at = now
         if self._is_draining:
             return Waiting(kind=Wait.DRAINING)

@@ -37,7 +37,7 @@ def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TrainerWord, "of", lambda self, look: Waiting(kind=Wait.TRAINER_GONE))
+    patch.setattr(TrainerWord, "silence", lambda self, look: Waiting(kind=Wait.TRAINER_GONE))
 
 
 def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
