@@ -66,4 +66,4 @@ def test_what_is_too_old_for_the_open_step_goes_while_the_trainer_is_away(run: R
     run.push("a.11", version=2)
     served.wait_for(lambda: [entry.group_id for entry in run.pool()] == ["a.11"])
     assert run.store.meta().step == 3
-    assert [drop["reason"] for drop in served.said("drop")] == ["stale"]
+    served.wait_for(lambda: [drop["reason"] for drop in served.said("drop")] == ["stale"])
