@@ -67,7 +67,7 @@ def mixed(run: Run) -> Run:
     run.push("b.2", version=1)
     run.drop("stale", [entry for entry in run.pool() if entry.env == "b"])
     push_half(run, "a.3")
-    run.store.set_allowances(run.token, {"a": 3})
+    run.store.set_allowances({"a": 3})
     assert len(run.store.take_tickets("a", 2, ttl_seconds=3600)) == 2
     return run
 
@@ -123,7 +123,7 @@ def test_the_pool_is_known_from_the_leader_alone(run: Run) -> None:
 
 
 def test_a_leader_that_was_killed_says_nothing_more(mixed: Run) -> None:
-    mixed.store.release_lease("leader")
+    mixed.store.release_lease()
     mixed.store.heartbeat("batcher", "leader", {"waiting": Waiting(kind=Wait.FILLING).record()})
     assert read_run_state(mixed.store).waiting == Waiting(kind=Wait.FILLING), "it may be taking over"
     mixed.age("batcher", "leader", 100.0)
@@ -132,8 +132,8 @@ def test_a_leader_that_was_killed_says_nothing_more(mixed: Run) -> None:
     assert state.waiting.kind is Wait.NO_BATCHER
     assert round(state.waiting.seconds, -1) == 100
     mixed.lead()
-    mixed.store.set_error(mixed.token, "out of luck")
-    mixed.store.release_lease("leader")
+    mixed.store.set_error("out of luck")
+    mixed.store.release_lease()
     waiting = read_run_state(mixed.store).waiting
     assert waiting is not None
     assert (waiting.kind, waiting.detail) == (Wait.NO_BATCHER, "out of luck")
