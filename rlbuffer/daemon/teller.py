@@ -58,8 +58,6 @@ class Teller:
         self._drops: dict[str, list[int]] = {}
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
         """Records of the newest steps, the newest first."""
-        self._trained: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
-        """What the trainer measured in its newest steps, the newest first."""
         self._lesson: Problem | None = None
         """Nothing is to be learned from them."""
 
@@ -69,9 +67,7 @@ class Teller:
         self._drops, self._record = {}, {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
-        self._trained.clear()
-        self._trained.extend(self._store.history(LAST_STEPS, of="records"))
-        self._lesson = nothing_to_learn(self._steps, [*self._trained])
+        self._lesson = nothing_to_learn(self._steps, self._store.history(LAST_STEPS, of="records"))
 
     def say(
         self,
@@ -153,10 +149,8 @@ class Teller:
         _log.info("%s", text, extra=own)
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
         self._steps.appendleft(figures)
-        newest = self._store.history(1, of="records")  # a step or two behind, one for each that is committed
-        if newest != [*self._trained][:1]:
-            self._trained.extendleft(newest)
-        self._lesson = nothing_to_learn(self._steps, [*self._trained])
+        trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
+        self._lesson = nothing_to_learn(self._steps, trained)
         self._has_stepped = True
         self.settled()
 
