@@ -160,21 +160,18 @@ class TrainerWord(Watch):
         if trainer.number == 0:
             self.why = Waiting(kind=Wait.NO_TRAINER)
         elif not self._has_heard:
-            self.why = self.silence(look) or Waiting(kind=Wait.TAKEOVER, step=step)
+            self.why = self.silence(look) or in_hand(look) or Waiting(kind=Wait.TAKEOVER, step=step)
         elif not trainer.policies:
             self.why = Waiting(kind=Wait.VERSION, step=step + 1)
 
     def busy(self, look: Look, lookahead: int) -> Waiting | None:
         """The reason of a trainer that has enough steps; None when the next one may be made."""
-        trainer, step = look.trainer, look.meta.step
-        if step > trainer.trained + lookahead:
-            why = Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trainer.trained, limit=lookahead)
-        elif trainer.hand.digest and trainer.hand.step > step:
-            # Rank 0 trains a step of this number already, and will hand it back.
-            why = Waiting(kind=Wait.STEP_IN_HAND, step=trainer.hand.step)
+        step, trained = look.meta.step, look.trainer.trained
+        if step > trained + lookahead:
+            why: Waiting | None = Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=lookahead)
         else:
-            return None
-        return self.silence(look) or why
+            why = in_hand(look)
+        return why and (self.silence(look) or why)
 
     def silence(self, look: Look) -> Waiting | None:
         """The reason of a trainer that says nothing; None while it speaks."""
@@ -225,6 +222,13 @@ class Envs(Watch):
             if env not in self._paused:
                 _log.info("%s is back", env, extra=fields("env", env=env, state="back"))
         self._dead = frozenset(dead)
+
+
+def in_hand(look: Look) -> Waiting | None:
+    """The reason of a trainer whose rank 0 trains the next step already, and will hand it back."""
+    hand = look.trainer.hand
+    is_next = bool(hand.digest) and hand.step > look.meta.step
+    return Waiting(kind=Wait.STEP_IN_HAND, step=hand.step) if is_next else None
 
 
 def is_silent(trainer: Attempt) -> bool:
