@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.details import stand_in
+from rlbuffer.client.producer import Producer
 from rlbuffer.config.settings import RunSettings, ScoreSettings, gives_nothing
 from rlbuffer.errors import (
     ConfigError,
@@ -47,7 +48,6 @@ from rlbuffer.wire import payload
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.producer import Producer
     from rlbuffer.scorer.reference import Reference
 
 ENTRIES_PER_READ = 1000

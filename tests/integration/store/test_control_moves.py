@@ -64,7 +64,7 @@ def drained(run: Run) -> int:
 
 
 def retired_early(run: Run) -> int:
-    run.store.retire(1, early={"percent": 90})
+    run.store.retire(1, early={"used": 9, "limit": 10})
     return run.store.meta().early_ms
 
 
