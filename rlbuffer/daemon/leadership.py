@@ -74,7 +74,7 @@ class Leadership:
         store: the run.
         config: what steps are made of.
         teller: says what happens.
-        lease: is renewed while this leads; every move is fenced by its token.
+        lease: is renewed while this leads.
         trainer: the trainer's settings, as far as this process knows them.
         tenure: what this leadership begins or goes on with.
         asked: what operators had asked for when the config was settled.

@@ -39,7 +39,7 @@ from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
-from rlbuffer.store.records import Lease, Meta
+from rlbuffer.store.records import Meta
 from rlbuffer.store.viewer import Viewer
 
 _log = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class Daemon:
         """
         while not stop.is_set() and self._ended is None:
             try:
-                lease = self._acquire(stop)
-                if lease is not None:
+                if self._acquire(stop):
                     with (
                         LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._teller.beat) as keeper,
                         Archiving(self._another_store, self._settings.archive) as archive,
@@ -149,7 +148,8 @@ class Daemon:
                 self.figures.lead(None)
         self._leave()
 
-    def _acquire(self, stop: threading.Event) -> Lease | None:
+    def _acquire(self, stop: threading.Event) -> bool:
+        """Waits for the lease. -> False: it was stopped before."""
         is_there = self._meta() is not None
         if not self._has_opened and not is_there:
             self._check_config(self._revisions.config)  # settings that are refused begin no run
@@ -164,14 +164,14 @@ class Daemon:
             if lease.held:
                 self._leads = True
                 self._store.load_scripts()
-                return lease
+                return True
             if lease.owner != said:
                 said = lease.owner
                 text = "standing by: another batcher leads this run (%s); takes over when it stops"
                 _log.info(text, lease.owner, extra=fields("leader", state="standby", owner=lease.owner))
             self._heed_hangup()
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
-        return None
+        return False
 
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""

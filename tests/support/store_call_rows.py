@@ -113,6 +113,12 @@ def _commit(store: EveryRole, run: Run) -> Any:
     return store.commit(plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
 
 
+def _led(store: Any) -> Any:
+    """The store, with the lease that the run's leader has."""
+    assert store.lease("leader", ttl_seconds=30).held
+    return store
+
+
 def _drops(run: Run) -> list[Any]:
     entries = [entry for entry in run.pool() if entry.env == "a"]
     return [
@@ -223,8 +229,8 @@ ROWS: dict[str, Row] = {
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
     "load_scripts": Row(call=lambda store, run: store.load_scripts()),
-    "renew": Row(call=lambda store, run: store.renew(ttl_seconds=30).held, prepare=_pool),
-    "release_lease": Row(call=lambda store, run: store.release_lease(), prepare=_pool),
+    "renew": Row(call=lambda store, run: _led(store).renew(ttl_seconds=30).held, prepare=_pool),
+    "release_lease": Row(call=lambda store, run: _led(store).release_lease(), prepare=_pool),
     "set_config": Row(call=lambda store, run: store.set_config({"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error("a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),

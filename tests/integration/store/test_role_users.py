@@ -58,6 +58,8 @@ def test_the_user_of_a_role_may_make_its_calls(
     user = USER_OF[role]
     address = server.url.replace("//", f"//{user}:CHANGE-{user}@")
     store = open_store(role, address, run=run.store.run, home=tmp_path, server=ServerSettings())
+    if isinstance(store, LeaderStore):
+        store.token = run.token
     ROWS[call].call(store, run)
     assert {entry["object"] for entry in run.client.acl_log()} <= TRIED
     store.close()
