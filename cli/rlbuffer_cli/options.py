@@ -154,7 +154,7 @@ common = common_with(config="./rlbuffer.toml where there is one", run="default")
 
 def redis_origin(loaded: Loaded) -> str:
     """The origin of the server's address, for error messages; "" for the embedded server."""
-    return loaded.source("redis_url") if loaded.settings.redis_url else ""
+    return loaded.place("redis_url") if loaded.settings.redis_url else ""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def check_home(loaded: Loaded) -> None:
     settings = loaded.settings
     if settings.redis_url is None and not (settings.home_dir / "server").is_dir():
         raise NotFound(
-            f"nothing was ever stored under {settings.home} ({loaded.source('home')}): no embedded server has run "
+            f"nothing was ever stored under {settings.home} ({loaded.place('home')}): no embedded server has run "
             f"there. Start one with `rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
         )
 
@@ -45,7 +45,7 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
     buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
     try:
         runs = buffer.store.runs()
-        source = loaded.source("run")
+        source = loaded.place("run")
         is_named = run_given or source == "RLBUFFER_RUN"
         latest = max(runs, key=lambda name: runs[name], default="")
         run = meant_run(loaded, runs, is_named=is_named)

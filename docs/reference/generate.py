@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rlbuffer import errors
-from rlbuffer.config.meanings import prose, tables
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.explain import known, prose, tables
 from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS
 
 HERE = Path(__file__).parent
@@ -87,39 +86,26 @@ TITLES = {
     "score": "`rlbuffer score`",
 }
 FIRST = (
-    ("batcher", "row_tokens"),
-    ("batcher", "micro_batches_per_rank"),
-    ("batcher", "max_age"),
-    ("batcher", "lookahead"),
-    ("batcher", "budgets"),
-    ("batcher", "advantage"),
-    ("trainer", "world_size"),
-    ("trainer.loss", "name"),
-    ("trainer.optimizer", "learning_rate"),
-    ("trainer.checkpoint", "every"),
+    *("batcher.row_tokens", "batcher.micro_batches_per_rank", "batcher.max_age", "batcher.lookahead"),
+    *("batcher.budgets", "batcher.advantage", "trainer.world_size", "trainer.loss.name"),
+    *("trainer.optimizer.learning_rate", "trainer.checkpoint.every"),
 )
-"""Table and name of the settings to look at before the others."""
+"""Settings to look at before the others."""
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
 def settings() -> str:
     """The page of all settings."""
-    found = list(tables(RunSettings))
     page = [SETTINGS]
-    for section, name in FIRST:
-        [(path, setting)] = [
-            (table.path, setting)
-            for table in found
-            for setting in table.settings
-            if (table.path, setting.name) == (section, name)
-        ]
-        page.append(f"| `{path}.{name}` | {setting.default} | {_cell(setting.meaning)} |")
-    for table in found:
-        page += [f"\n## `[{table.path}]`\n" if table.path else "\n## At the top of the file\n"]
-        if table.path:
+    page += [f"| `{name}` | {known()[name].default} | {_cell(known()[name].meaning)} |" for name in FIRST]
+    for table in tables():
+        page += [f"\n## `[{table.name}]`\n" if table.name else "\n## At the top of the file\n"]
+        if table.name:
             page += [f"{table.meaning}\n"]
         page += ["| setting | values | default | meaning |", "|---|---|---|---|"]
-        page += [f"| `{s.name}` | {_cell(s.values)} | {s.default} | {_cell(s.meaning)} |" for s in table.settings]
+        for setting in table.settings:
+            name = setting.name.rpartition(".")[2]
+            page += [f"| `{name}` | {_cell(setting.values)} | {setting.default} | {_cell(setting.meaning)} |"]
     return "\n".join(page) + "\n"
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlbuffer.client.arguments import duration, names, whole_number
 from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader
@@ -28,7 +26,6 @@ from rlbuffer.client.texts import Texts, tokenizer_directory
 from rlbuffer.client.views import GroupDetail, GroupView, StepView, view_step
 from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
@@ -387,9 +384,9 @@ def password_of(settings: RunSettings) -> str:
 def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None) -> RunSettings:
     if isinstance(config, RunSettings):
         return config
-    if isinstance(config, str | Path):
-        from rlbuffer.config.loading import load
+    from rlbuffer.config.loading import load, validated
 
+    if isinstance(config, str | Path):
         return load(Path(config)).settings
     home = os.environ.get(HOME_VARIABLE)
     given: dict[str, Any] = {"home": Path(home)} if home else {}
@@ -397,7 +394,4 @@ def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Pa
         given["redis_password_file"] = Path(os.environ[PASSWORD_FILE_VARIABLE])
     if isinstance(config, BatcherConfig):
         return RunSettings(**given, batcher=config)
-    try:
-        return RunSettings.model_validate(given | dict(config or {}))
-    except ValidationError as error:
-        raise refusal(error) from None
+    return validated(given | dict(config or {}))

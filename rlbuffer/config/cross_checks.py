@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rlbuffer.config.gpus import GPU_VARIABLE
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
-from rlbuffer.config.mistakes import Mistake, Places, never, placed
+from rlbuffer.config.mistakes import Mistake, never, placed
+from rlbuffer.config.refusal import Places
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.settings import (
     RunSettings,

@@ -8,7 +8,7 @@ from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.losses import needs_advantage
-from rlbuffer.config.mistakes import Places
+from rlbuffer.config.refusal import Places
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.state.text import plural
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,16 +37,26 @@ def read_flat(value: Any) -> str | float:
 def read_budget(value: Any) -> float | Points:
     """A fraction, or points of one."""
     number = _number(value)
-    if _is_number(value) or not math.isnan(number):
+    if not math.isnan(number):
+        if not 0 < number <= 1:
+            raise ValueError("must be above 0 and at most 1")
         return number
     points = list(value) if isinstance(value, list | tuple) else []
-    for point in points:
-        if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):
-            points = []
-            break
-    if not points or any(step != int(step) for step, _ in points):
+    if not points or not all(map(_is_point, points)):
         raise ValueError("must be a fraction, or a list of [step, fraction]")
+    steps, fractions = zip(*points, strict=True)
+    if steps[0] < 1 or any(later <= step for step, later in itertools.pairwise(steps)):
+        raise ValueError("must name steps from 1 on, in ascending order")
+    if not all(0 <= fraction <= 1 for fraction in fractions):
+        raise ValueError("must hold fractions between 0 and 1")
+    if not any(fractions):
+        raise ValueError("is 0 at every step: leave the env out")
     return tuple((int(step), float(fraction)) for step, fraction in points)
+
+
+def _is_point(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
+    return is_pair and math.isfinite(value[0]) and value[0] == int(value[0])
 
 
 def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:

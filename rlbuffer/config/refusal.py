@@ -1,21 +1,82 @@
-"""A refusal of pydantic's in the words of a person who reads their file."""
+"""A refusal of pydantic's in the words of a person who reads their file: ``PLACE  NAME = VALUE: why``."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.state.text import nearest
+from rlbuffer.state.text import did_you_mean
 
 _T = TypeVar("_T")
-
-MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapping_type": "must be a table"}
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_IN_WORDS = {
+    "tuple_type": "must be a list",
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "dataclass_type"), "must be a table"),
+}
 """Kind of pydantic's complaints -> what to say in the words of TOML."""
+
+
+Places = Callable[..., str]
+"""Names of settings -> where they came from."""
+
+
+def at_place(text: str, name: str, places: Places) -> str:
+    """The text behind the place of the setting, or of the table that lacks it."""
+    while (place := places(name)) == "default" and "." in name:
+        name = name.rpartition(".")[0]
+    return text if place == "default" else f"{place}  {text}"
+
+
+def refusal(
+    error: ValidationError,
+    *,
+    place: Places = lambda *names: "default",
+    section: str = "",
+    fields: Sequence[str] = (),
+    meant: Callable[[str], str] | None = None,
+) -> ConfigError:
+    """All of pydantic's complaints, a line each.
+
+    Args:
+        error: of a record of settings.
+        place: where settings were given.
+        section: stands before the settings' names.
+        fields: the record's, for arguments by position.
+        meant: the sentence that follows a name that is no setting; None: the nearest of the fields.
+    """
+    lines: dict[str, str] = {}
+    meant = meant or (lambda name: did_you_mean(name.rpartition(".")[2], fields))
+    for complaint in error.errors(include_url=False):
+        first, *rest = complaint["loc"] or ("",)
+        path = (fields[first] if isinstance(first, int) and fields else str(first), *map(str, rest))
+        name = ".".join(part for part in (section, *path) if part).removesuffix(".[key]")
+        is_unknown = complaint["type"] in _UNKNOWN
+        text = f"{name} is not a setting.{meant(name)}" if is_unknown else _sentence(complaint, name)
+        lines.setdefault(at_place(text, name, place), name)
+    return together(lines)
+
+
+def together(lines: Mapping[str, str]) -> ConfigError:
+    """One error of several texts, each with its setting."""
+    texts = list(lines)
+    if len(texts) > 1:
+        listed = "\n".join(f"  {text}".replace("\n", "\n  ") for text in texts)
+        return ConfigError(f"{len(texts)} mistakes in the settings:\n{listed}", setting=next(iter(lines.values())))
+    return ConfigError(texts[0], setting=lines[texts[0]])
+
+
+def _sentence(complaint: Mapping[str, Any], name: str) -> str:
+    kind, value = complaint["type"], complaint["input"]
+    if kind in ("missing", "missing_argument"):
+        return f"{name} is required"
+    message = _IN_WORDS.get(kind) or complaint["msg"].removeprefix("Value error, ")
+    what = f"{name} = {value!r}" if complaint["loc"][-1:] != ("[key]",) else f"{name}: the name {value!r}"
+    return f"{what}: {message[:1].lower()}{message[1:]}"
 
 
 def refusing_as_config_error(cls: type[_T]) -> type[_T]:
@@ -27,34 +88,7 @@ def refusing_as_config_error(cls: type[_T]) -> type[_T]:
         try:
             check(self, *args, **values)
         except ValidationError as error:
-            raise refusal(error, section="batcher", names=[f.name for f in dataclasses.fields(self)]) from None
+            raise refusal(error, section="batcher", fields=[f.name for f in dataclasses.fields(self)]) from None
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
-
-
-def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] = ()) -> ConfigError:
-    """The first of pydantic's complaints as one line; the rest usually follow from it.
-
-    `section` stands before the setting's name; `names` are the record's fields, for arguments by position.
-    """
-    first = error.errors(include_url=False)[0]
-    path = first["loc"]
-    if path and isinstance(path[0], int):  # an argument by position
-        path = (*names[path[0] : path[0] + 1], *path[1:])
-    setting = ".".join([section] * bool(section) + [str(part) for part in path])
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        near = nearest(str(path[-1]), names) if len(path) == 1 else ""
-        hint = f" Did you mean {section}.{near}?" if near else ""
-        return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
-    return ConfigError(sentence(first, setting), setting=setting)
-
-
-def sentence(complaint: Mapping[str, Any], setting: str) -> str:
-    """One complaint about `setting`, in the words of TOML."""
-    if complaint["type"] in ("missing", "missing_argument"):
-        return f"{setting} is required"
-    if setting.endswith(".[key]"):
-        return f"{complaint['loc'][0]}: a name has 1 to 64 of A-Z a-z 0-9 _ . -, got {complaint['input']!r}"
-    message = MEANING.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ")
-    return f"{setting} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"

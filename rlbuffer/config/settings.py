@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 
 from rlbuffer.config import dotted
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, Table
+from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, OptionalText, Table
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
 
@@ -224,7 +224,7 @@ class RunSettings(Table):
     """Everything that ``rlbuffer.toml`` may say."""
 
     run: str = Field("default", pattern=r"^[a-z0-9_-][a-z0-9_.-]{0,63}$", description="Name of the run on the server.")
-    redis_url: str | None = Field(
+    redis_url: OptionalText = Field(
         None,
         repr=False,
         description="redis://, unix://, redis+sentinel://, redis+cluster:// (rediss: TLS); empty: the embedded one.",
@@ -286,8 +286,7 @@ _FOLDERS = "folders"
 
 def to_json(settings: RunSettings) -> str:
     """Settings as JSON, and where modules of the user's own are; :func:`from_json` is the inverse."""
-    data = settings.model_dump(mode="json", exclude={"batcher"})
-    return json.dumps({**data, "batcher": settings.batcher.as_dict(), _FOLDERS: dotted.FOLDERS})
+    return json.dumps({**settings.model_dump(mode="json"), _FOLDERS: dotted.FOLDERS})
 
 
 def from_json(text: str) -> RunSettings:

@@ -6,47 +6,68 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from rlbuffer.config.batcher import no_truth_as_number
+from rlbuffer.config.fractions import read_budget, read_flat
+from rlbuffer.records.checks import MAX_COUNT
 
 LARGEST_SEED = 2**63 - 1
 """The largest that torch takes, with room for the numbers of replicas."""
-Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-"""Name that the user gives a worker, a scorer or an evaluation: a part of the names of processes, files and metrics."""
-OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
-"""An empty path is none: Python would take it for the current folder."""
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+"""A function of the user's own: ``package.module:name``."""
 
 
-def _given(value: Any) -> Any:
+class NoTruth:
+    """Python counts true and false as 1 and 0; no setting that asks for a number takes them."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        fields = cls.__pydantic_fields__  # type: ignore[attr-defined]
+        if "bool" not in str(fields[info.field_name or ""].annotation):
+            for inner in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(inner, bool):
+                    raise ValueError(f"{str(inner).lower()} is no value of this setting")
+        return value
+
+
+class Table(NoTruth, BaseModel):
+    """A table of ``rlbuffer.toml``. It refuses names that it does not have, and infinite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _named(value: Any) -> Any:
     if value == "":
         raise ValueError("must name a folder: write . for the current one")
     return value
 
 
-GivenPath = Annotated[Path, BeforeValidator(_given)]
+def _none_for_empty(value: Any) -> Any:
+    return None if value == "" else value
+
+
+def _gpu(value: int | str) -> int | str:
+    is_gpu = re.fullmatch(r"[A-Za-z0-9./:-]+", value) is not None if isinstance(value, str) else value >= 0
+    if not is_gpu:
+        raise ValueError("must be the number of a GPU, from 0 on, or its UUID")
+    return value
+
+
+# The run's record, and what is computed from it, hold no larger numbers.
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Age = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_COUNT)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+"""Name of an env, or that the user gives a worker, a scorer or an evaluation: a part of the names of processes, files
+and metrics."""
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_for_empty)]
+"""An empty path is none: Python would take it for the current folder."""
+OptionalText = Annotated[str | None, BeforeValidator(_none_for_empty)]
+GivenPath = Annotated[Path, BeforeValidator(_named)]
 """A path that is not empty."""
-
-
-class Table(BaseModel):
-    """A table of ``rlbuffer.toml``. It refuses names that it does not have, infinite numbers, and true for 1."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check(cls, value: Any, info: ValidationInfo) -> Any:
-        return no_truth_as_number(value, cls.model_fields[info.field_name or ""].annotation)
-
-
-def _gpu(value: Any) -> int | str:
-    """A GPU's number, or its UUID."""
-    if isinstance(value, int) and value >= 0:
-        return value
-    if isinstance(value, str) and _GPU.fullmatch(value):
-        return value
-    raise ValueError("must be the number of a GPU, from 0 on, or its UUID")
-
-
-_GPU = re.compile(r"[A-Za-z0-9./:-]+")
-Gpu = Annotated[int | str, PlainValidator(_gpu)]
+Gpu = Annotated[int | str, AfterValidator(_gpu)]
+"""A GPU's number, or its UUID."""
+Flat = Annotated[str | float, BeforeValidator(read_flat)]
+Budget = Annotated[float | tuple[tuple[int, float], ...], BeforeValidator(read_budget)]

@@ -10,7 +10,7 @@ import shutil
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from pathlib import Path
 import rlbuffer
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.loading import Loaded
+from rlbuffer.config.mistakes import Mistake
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.run.diagnosis import Diagnosis, Health, doubtful, failed, well
 from rlbuffer.run.host_checks import Parts
@@ -44,37 +45,34 @@ SUBJECTS = {
 """Beginning of a setting's name -> what to do about a mistake in it that does not say so itself."""
 
 
-def diagnose(loaded: Loaded, mistakes: Iterable[tuple[str, str]], parts: Parts) -> Iterator[Diagnosis]:
+def diagnose(loaded: Loaded, mistakes: Sequence[Mistake], parts: Parts) -> Iterator[Diagnosis]:
     """Looks at one thing after the other.
 
     Args:
-        loaded: settings; what is wrong in them is left out.
-        mistakes: (text, setting) of what is wrong.
+        loaded: settings.
+        mistakes: what cannot work in them, or hardly as meant.
         parts: those that shall run here, as in :mod:`rlbuffer.run.host_checks`.
     """
-    settings, wrong = loaded.settings, list(mistakes)
-    yield from _settings(loaded, wrong)
-    for text, setting in wrong:
+    settings = loaded.settings
+    wrong = {mistake.text: mistake.settings[0] for mistake in mistakes if not mistake.works}
+    if not wrong:
+        where = str(loaded.file) if loaded.file else "no config file (all defaults)"
+        yield well("settings", f"{where}, {plural(len(loaded.sources), 'setting')} given")
+    for mistake in mistakes:
+        if mistake.works:
+            yield doubtful("settings", mistake.text, "change one of them, or leave it: the run works")
+    for text, setting in wrong.items():
         yield failed(_subject(setting), text, _fix(setting))
-    subjects = {_subject(setting) for _, setting in wrong}
+    subjects = set(map(_subject, wrong.values()))
     if "home" not in subjects:
         yield from _disk(settings)
     if "model" not in subjects and (settings.model.path or settings.model.config):
         yield well("model", f"{settings.model.path or 'a fresh ' + str(settings.model.config.get('model_type'))}")
     yield from _packages(settings, parts)
     yield _gpus()
-    yield from _ports(settings, parts, {setting for _, setting in wrong})
+    yield from _ports(settings, parts, wrong.values())
     if "server" not in subjects:
         yield from on_server(loaded)
-
-
-def _settings(loaded: Loaded, wrong: list[tuple[str, str]]) -> Iterator[Diagnosis]:
-    where = str(loaded.file) if loaded.file else "no config file (all defaults)"
-    count = len(loaded.sources)
-    if not wrong:
-        yield well("settings", f"{where}, {plural(count, 'setting')} given")
-    for text in loaded.warnings:
-        yield doubtful("settings", text, "change one of them, or leave it: the run works")
 
 
 def _subject(setting: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlbuffer.config.mistakes import Mistake, Places, never, placed
+from rlbuffer.config.mistakes import Mistake, never, placed
+from rlbuffer.config.refusal import Places
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
 from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError

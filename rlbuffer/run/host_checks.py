@@ -16,7 +16,7 @@ from typing import Any
 
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
 from rlbuffer.config.dotted import Seen, is_installed, look_up
-from rlbuffer.config.mistakes import Mistake, Places, placed
+from rlbuffer.config.mistakes import Mistake, placed
 from rlbuffer.config.model_checks import (
     EXAMPLE,
     config_of,
@@ -27,6 +27,7 @@ from rlbuffer.config.model_checks import (
     wrong_directory,
     wrong_tokenizer,
 )
+from rlbuffer.config.refusal import Places
 from rlbuffer.config.settings import (
     INITIAL_MODEL,
     EvaluationSettings,

@@ -65,7 +65,7 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
             yield _program()
             return
         url = running.address
-    origin = loaded.source("redis_url") if settings.redis_url else "the embedded server's files"
+    origin = loaded.place("redis_url") if settings.redis_url else "the embedded server's files"
     try:
         connection = _Unchecked(
             url,

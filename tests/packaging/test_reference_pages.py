@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from rlbuffer import errors
-from rlbuffer.config.setting_tree import Node, children, run_schema
+from rlbuffer.config.explain import free_table_of, known, pattern_of
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -54,10 +54,9 @@ NAMED = re.compile(r"`\[?((?:batcher|trainer|model|weights|server|worker|score|e
 
 def is_setting(parts: list[str]) -> bool:
     """True when a dotted name is a setting, or a table of settings; names of the user's own stand for any."""
-    node: Node | None = run_schema()
-    for part in parts:
-        node = children(node, part) if node is not None else None
-    return node is not None
+    name = ".".join("NAME" if part == "*" else part for part in parts)
+    inside = any(other.startswith(f"{name}.") for other in known())
+    return bool(inside or pattern_of(name) or free_table_of(name) or pattern_of(name.rpartition(".")[0]) in known())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rlbuffer.config.explain import known
 from rlbuffer.config.rules import RULES, Rule
 from rlbuffer.errors import ConfigError
 from rlbuffer.run.loading import load
 from rlbuffer_cli.main import COMMANDS, main
-from rlbuffer_cli.render.explanation import known
 
 Run = Callable[..., tuple[int, str, str]]
 MODEL = '[model.config]\nmodel_type = "qwen3"\nvocab_size = 13\n'
@@ -60,7 +60,7 @@ def test_a_setting_is_explained_with_its_value_and_where_that_comes_from(run: Ru
     assert out.splitlines() == [
         "batcher.min_group_size",
         "  Rollouts with which a group may still be trained after the timeout.",
-        "  values    integer",
+        "  values    integer, from 1",
         "  default   1",
         "  value     4   (rlbuffer.toml:2)",
         "  variable  RLBUFFER_BATCHER__MIN_GROUP_SIZE",
@@ -83,7 +83,7 @@ def test_the_last_part_of_a_name_is_enough_where_it_is_unique(run: Run) -> None:
     assert (code, err) == (3, "Error: batcher.max_agee is not a setting. Did you mean batcher.max_age?\n")
     assert "Did you mean " in run("config", "explain", "trainer.max_agee")[2]
     assert "Did you mean batcher?" in run("config", "explain", "batch")[2]
-    assert "Did you mean lookahead?" in run("config", "explain", "lookahed")[2]
+    assert "Did you mean batcher.lookahead?" in run("config", "explain", "lookahed")[2]
     assert "`rlbuffer config show` lists all settings." in run("config", "explain", "qqqqqq")[2]
 
 
@@ -91,7 +91,7 @@ def test_a_table_is_explained_as_what_is_in_it(run: Run) -> None:
     records = [json.loads(line) for line in run("config", "explain", "server", "--json")[1].splitlines()]
     assert [record["name"] for record in records] == ["server.maxmemory", "server.appendfsync"]
     assert records[1]["values"] == "everysec, always, no"
-    assert records[1]["given"] == [{"name": "server.appendfsync", "value": "everysec", "source": "default"}]
+    assert (records[1]["default"], records[1]["given"]) == ('"everysec"', [])
     assert {record["schema"] for record in records} == {"rlbuffer.explanation/1"}
 
 

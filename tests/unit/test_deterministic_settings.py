@@ -33,13 +33,13 @@ def test_one_setting_sets_what_it_takes(text: str, groups: int) -> None:
     batcher = found.settings.batcher
     assert (batcher.max_age, batcher.lookahead, batcher.step_groups) == (0, 0, groups)
     assert found.settings.worker["a"].groups_per_batch == groups
-    assert found.source("batcher.max_age") == "deterministic, rlbuffer.toml:1"
+    assert found.place("batcher.max_age") == "deterministic, rlbuffer.toml:1"
 
 
 def test_it_may_come_from_the_environment() -> None:
     found = loaded(ONE.replace("deterministic = true\n", ""), RLBUFFER_DETERMINISTIC="true")
     assert found.settings.batcher.step_groups == 4
-    assert found.source("batcher.lookahead") == "deterministic, RLBUFFER_DETERMINISTIC"
+    assert found.place("batcher.lookahead") == "deterministic, RLBUFFER_DETERMINISTIC"
 
 
 def test_what_makes_runs_differ_is_refused() -> None:

@@ -108,7 +108,7 @@ def init(file: Path) -> int:
 
 
 def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from rlbuffer_cli.render.explanation import known
+    from rlbuffer.config.explain import known
 
     return [name for name in known() if name.startswith(incomplete)]
 
@@ -127,12 +127,11 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
     Example:
       rlbuffer config explain batcher.max_age
     """
-    from rlbuffer.config.loading import examine
+    from rlbuffer.config.loading import read
     from rlbuffer_cli.render import explanation
 
     given.check()
-    loaded, _ = examine(given.config, flags=given.flags)
-    for number, explained in enumerate(explanation.explain(key, loaded)):
+    for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags))):
         if as_json:
             echo(json.dumps(explanation.explained_record(explained), default=plain))
             continue
@@ -155,7 +154,7 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
     loaded = given.load()
-    rows = [(name, shown(name, value), loaded.source(name)) for name, value in loaded.values()]
+    rows = [(name, shown(name, value), loaded.place(name)) for name, value in loaded.values()]
     if as_json:
         for name, value, source in rows:
             record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
@@ -214,11 +213,11 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
         for change in differences:
             if as_json:
                 record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
-                more = {"new": change.new, "consequence": change.consequence, "source": loaded.source(change.setting)}
+                more = {"new": change.new, "consequence": change.consequence, "source": loaded.place(change.setting)}
                 echo(json.dumps(record | more, default=plain))
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
-            say(f"{change}   {loaded.source(change.setting)}{note}")
+            say(f"{change}   {loaded.place(change.setting)}{note}")
         state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():

@@ -40,12 +40,12 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     Example:
       rlbuffer doctor --redis redis://host:6379
     """
-    from rlbuffer.config.loading import DEFAULT_FILE, examine
+    from rlbuffer.config.loading import DEFAULT_FILE, load
     from rlbuffer.errors import ConfigError
     from rlbuffer.run.diagnosis import Health, failed
     from rlbuffer.run.doctor import diagnose, is_failed
     from rlbuffer.run.host_checks import EVERYTHING
-    from rlbuffer.run.loading import checks_of
+    from rlbuffer.run.loading import mistakes_in
 
     starting("looking at settings, host and server")
     given.check()
@@ -54,11 +54,11 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     parts = EVERYTHING if chosen == "run" else (chosen,) if chosen else ()
     diagnoses: list[Diagnosis] = []
     try:
-        loaded, mistakes = examine(given.config, flags=given.flags, checks=checks_of(parts))
+        loaded = load(given.config, flags=given.flags)
     except ConfigError as error:
         diagnoses.append(failed("settings", str(error), "correct the file: nothing else was looked at"))
     else:
-        diagnoses += diagnose(loaded, mistakes, parts)
+        diagnoses += diagnose(loaded, list(mistakes_in(loaded, parts)), parts)
     for diagnosis in diagnoses:
         if as_json:
             echo(json.dumps({"schema": "rlbuffer.diagnosis/1", **_fields(diagnosis)}))

@@ -84,7 +84,7 @@ def _records(name: str, field: str, given: options.Given, loaded: Loaded) -> Seq
         settings = settings.model_copy(update={"run": name})
         loaded = type(loaded)(settings=settings, sources={**loaded.sources, "run": "plot"}, file=loaded.file)
     file = settings.output_dir / "metrics.jsonl"
-    is_known = bool(name or given.run) or loaded.source("run") != "default"
+    is_known = bool(name or given.run) or loaded.place("run") != "default"
     if is_known and not is_of_history and file.is_file():
         return metrics_of(file)
     with open_existing(loaded, run_given=bool(name or given.run)) as buffer:

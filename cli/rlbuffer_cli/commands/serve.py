@@ -176,7 +176,7 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
 
     batcher = loaded.settings.batcher
     server = ready["server"]
-    where = "embedded" if server.get("embedded") else loaded.source("redis_url")
+    where = "embedded" if server.get("embedded") else loaded.place("redis_url")
     per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
     if batcher.step_groups or batcher.step_rollouts:
         size = (
@@ -234,4 +234,4 @@ def _bytes(n: int) -> str:
 
 
 def _source(loaded: Loaded, name: str) -> str:
-    return loaded.source(name)
+    return loaded.place(name)

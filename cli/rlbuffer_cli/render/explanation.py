@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.config.loading import PREFIX, Loaded
-from rlbuffer.config.meanings import SettingMeaning, tables
+from rlbuffer.config.explain import Setting, known, meant_by, pattern_of, tables
+from rlbuffer.config.loading import PREFIX, Given, place_of
 from rlbuffer.config.rules import Rule, rules_of
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli.render.settings import shown, shown_value
 
 LISTED_SETTINGS = 12
@@ -23,7 +21,7 @@ class Explained:
     """A setting; its name has NAME where the user chooses one."""
 
     name: str
-    meaning: SettingMeaning
+    meaning: Setting
     rules: tuple[Rule, ...]
     given: Sequence[tuple[str, Any, str]]
     """(name, value, source) in the settings at hand: one, or one for each name that the user has chosen."""
@@ -34,76 +32,43 @@ class Explained:
         return "" if "NAME" in self.name else PREFIX + self.name.replace(".", "__").upper()
 
 
-def known() -> dict[str, SettingMeaning]:
-    """Every setting by its whole name."""
-    return {
-        f"{table.path}.{setting.name}".lstrip("."): setting
-        for table in tables(RunSettings)
-        for setting in table.settings
-    }
-
-
-def explain(key: str, loaded: Loaded) -> list[Explained]:
+def explain(key: str, given: Given) -> list[Explained]:
     """The setting `key`, or those of the table `key`. The last part of a name is enough where it is unique.
 
     Raises:
         ConfigError: there is no such setting, or several.
     """
-    settings = known()
-    pattern = _pattern(key, settings)
-    if pattern:
-        return [_explained(pattern, key, settings, loaded)]
-    inside = [name for name in settings if name.rpartition(".")[0] == key and key]
-    if inside:
-        return [_explained(name, name, settings, loaded) for name in inside]
-    same = [name for name in settings if name.rpartition(".")[2] == key]
-    if len(same) == 1:
-        return [_explained(same[0], same[0], settings, loaded)]
-    if same:
+    pattern = pattern_of(key)
+    inside = [table.settings for table in tables() if table.name == pattern]
+    same = [name for name in known() if name.rpartition(".")[2] == key]
+    if pattern in known():
+        return [_explained(pattern, key, given)]
+    if inside and pattern:
+        return [_explained(setting.name, setting.name, given) for setting in inside[0]]
+    if len(same) > 1:
         named = ", ".join(same[:LISTED_SETTINGS])
         raise ConfigError(f"{key!r} is the last part of several settings: {named}. Write one of them.", setting=key)
-    # Tables by their whole names, settings by the last part of theirs, too.
-    names = {*settings, *(name.rpartition(".")[0] for name in settings)}
-    near = names | {name.rpartition(".")[2] for name in settings}
-    hint = did_you_mean(key, names if "." in key else near) or did_you_mean(key.rpartition(".")[2], near)
-    raise ConfigError(f"{key} is not a setting.{hint or ' `rlbuffer config show` lists all settings.'}", setting=key)
+    if same:
+        return [_explained(same[0], same[0], given)]
+    raise ConfigError(f"{key} is not a setting.{meant_by(key)}", setting=key)
 
 
-def _pattern(key: str, settings: Mapping[str, SettingMeaning]) -> str:
-    """The name in the tables of `key`, which may have a name of the user's where they have NAME; "" for none."""
-    parts = key.split(".")
-    for name in settings:
-        if name == key:
-            return name
-        other = name.split(".")
-        if len(other) == len(parts) and all(b in ("NAME", a) for a, b in zip(parts, other, strict=True)):
-            return name
-    return ""
+def _explained(name: str, asked: str, given: Given) -> Explained:
+    return Explained(name=name, meaning=known()[name], rules=rules_of(name), given=list(_values(name, asked, given)))
 
 
-def _explained(name: str, asked: str, settings: Mapping[str, SettingMeaning], loaded: Loaded) -> Explained:
-    return Explained(name=name, meaning=settings[name], rules=rules_of(name), given=list(_given(name, asked, loaded)))
-
-
-def _given(name: str, asked: str, loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
-    data = loaded.settings.model_dump(exclude={"batcher"}) | {"batcher": loaded.settings.batcher.as_dict()}
-    parts = name.split(".")
-    if "NAME" not in parts:
-        yield name, _at(data, parts), loaded.source(name)
-        return
-    place = parts.index("NAME")
-    table = _at(data, parts[:place])
-    chosen = asked.split(".")[place]
-    for own in table if isinstance(table, Mapping) else ():
-        if chosen in ("NAME", own):
-            whole = [*parts[:place], own, *parts[place + 1 :]]
-            yield ".".join(whole), _at(data, whole), loaded.source(".".join(whole))
-
-
-def _at(data: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
+def _values(name: str, asked: str, given: Given) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, source) of what was given, or the default."""
+    asked = name.replace("NAME", asked.split(".")[name.split(".").index("NAME")]) if "NAME" in name else name
+    pattern = asked.split(".")
+    depth = len(pattern)
+    paths = [path.split(".")[:depth] for path in given.sources]
+    found = [path for path in paths if len(path) == depth and all(map(lambda a, b: b in ("NAME", a), path, pattern))]
+    for name in dict.fromkeys(map(".".join, found)):
+        value: Any = given.data
+        for part in name.split("."):
+            value = value[part]
+        yield name, value, place_of(name, given.sources)
 
 
 def explained_lines(explained: Explained) -> Iterator[str]:

@@ -38,7 +38,7 @@ def test_a_worker_has_no_other_setting_of_sampling(tmp_path: Path) -> None:
     for name, sentence in zip(names, told, strict=True):
         assert sentence.startswith(f"worker.a.{name} is not a setting")
         if name in REFUSED_SAMPLING:
-            assert sentence == f"worker.a.{name} is not a setting: {REFUSED_SAMPLING[name]}."
+            assert REFUSED_SAMPLING[name] in sentence
 
 
 @pytest.mark.parametrize("sampler", ["transformers", "vllm", "openai"])
