@@ -28,9 +28,10 @@ import rlbuffer
 from benchmarks.report import commit
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import ModelSettings, RunSettings
-from rlbuffer.config.trainer import LossChoice, OptimizerSettings, TrainerSettings
+from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.group import Group

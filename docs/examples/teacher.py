@@ -9,9 +9,9 @@ options = { clip = 0.4 }
 import torch
 
 
-def loss(tokens, settings):
+def loss(tokens, options):
     """Clipped policy gradient towards the teacher: where it finds a token likelier than we do, that token is good."""
     gain = tokens.column("teacher_logprobs") - tokens.logprobs.detach()
-    width = settings.options["clip"] / (1 + tokens.ages)  # 0.4 at age 0, 0.2 at age 1
+    width = options["clip"] / (1 + tokens.ages)  # 0.4 at age 0, 0.2 at age 1
     within = torch.minimum(torch.maximum(tokens.ratio, 1 - width), 1 + width)
     return -torch.minimum(tokens.ratio * gain, within * gain)

@@ -19,8 +19,6 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.state.text import nearest
 
-BOUNDS = (("mask_low", "mask_high"), ("sequence_low", "sequence_high"), ("cov_low", "cov_high"))
-"""Settings of the trainer, the lower one first."""
 NOWHERE = ("0.0.0.0", "::")
 """Addresses to listen at, and not to ask."""
 
@@ -196,10 +194,7 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """Bounds in the wrong order leave nothing between them."""
-    loss = settings.trainer.loss
-    pairs = [
-        (f"trainer.loss.{low}", getattr(loss, low), f"trainer.loss.{high}", getattr(loss, high)) for low, high in BOUNDS
-    ]
+    pairs = []
     for name, worker in settings.worker.items():
         if worker.skip_visits:
             failed, solved = f"worker.{name}.skip_failed", f"worker.{name}.skip_solved"
@@ -261,9 +256,9 @@ def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    from rlbuffer.config import losses, schedules
+    from rlbuffer.config import schedules
 
-    for mistake in (*losses.mistakes(settings.trainer.loss), *schedules.mistakes(settings.trainer)):
+    for mistake in schedules.mistakes(settings.trainer):
         yield placed(mistake, places)
     if settings.trainer.share_prompts and settings.trainer.layout == "padded":
         pair = "trainer.share_prompts", "trainer.layout"

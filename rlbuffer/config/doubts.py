@@ -89,8 +89,6 @@ def _updates(settings: RunSettings, places: Places) -> Iterator[str]:
 
 def _losses(settings: RunSettings, places: Places) -> Iterator[str]:
     loss = settings.trainer.loss
-    if loss.name not in losses.LOSSES and ":" not in loss.name:
-        return  # a mistake, which is said
     for sentence, others in losses.doubts(loss, largest_age=settings.batcher.largest_max_age):
         names = ("trainer.loss.name", "trainer.loss.old_logprobs", *others)
         yield f"trainer.loss.name = {loss.name!r}: {sentence} ({places(*names)})."

@@ -100,7 +100,7 @@ def _tables(cls: Any, path: str, given: Any) -> Iterator[Table]:
         annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         is_required = given is None and field.is_required()
         value = "required" if is_required else _value(default)
-        is_free = _is(annotation, Mapping) and get_args(field.annotation)[1] is Any
+        is_free = field.annotation is Any or (_is(annotation, Mapping) and get_args(field.annotation)[1] is Any)
         own.append(Setting(dotted, value, _values(annotation), prose(field.description or docs.get(name, "")), is_free))
     meaning = re.sub(r"^`\[[\w.]+\]`: ", "", prose((cls.__doc__ or "").split("\n\n")[0]))
     yield Table(path, meaning[:1].upper() + meaning[1:], own)
@@ -156,7 +156,7 @@ def _value(value: Any) -> str:
         return "not set"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | BaseModel):
         return "`{}`"
     if isinstance(value, tuple):
         return "`[" + ", ".join(_value(item).strip("`") for item in value) + "]`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -51,7 +51,7 @@ def refusal(
     """
     lines: dict[str, str] = {}
     meant = meant or (lambda name: did_you_mean(name.rpartition(".")[2], fields))
-    for complaint in error.errors(include_url=False):
+    for complaint in _complaints(error):
         first, *rest = complaint["loc"] or ("",)
         path = (fields[first] if isinstance(first, int) and fields else str(first), *map(str, rest))
         name = ".".join(part for part in (section, *path) if part).removesuffix(".[key]")
@@ -59,6 +59,16 @@ def refusal(
         text = f"{name} is not a setting.{meant(name)}" if is_unknown else _sentence(complaint, name)
         lines.setdefault(at_place(text, name, place), name)
     return together(lines)
+
+
+def _complaints(error: ValidationError) -> Iterator[Mapping[str, Any]]:
+    """All complaints; those about a record that a validator has made stand where it stands."""
+    for complaint in error.errors(include_url=False):
+        inner = complaint.get("ctx", {}).get("error")
+        if isinstance(inner, ValidationError):
+            yield from ({**below, "loc": (*complaint["loc"], *below["loc"])} for below in _complaints(inner))
+        else:
+            yield complaint
 
 
 def together(lines: Mapping[str, str]) -> ConfigError:

@@ -49,7 +49,6 @@ RULES = (
         ("trainer.optimizer.min_learning_rate", "trainer.optimizer.learning_rate"),
         "min_learning_rate is at most learning_rate",
     ),
-    Rule(("trainer.loss.mask_low", "trainer.loss.mask_high"), "mask_low is below mask_high"),
     Rule(("trainer.share_prompts", "trainer.layout"), "prompts are shared in packed rows only"),
     Rule(("trainer.loss.kl_beta", "worker.NAME.needs"), "above 0, groups need ref_logprobs, and a scorer adds them"),
     Rule(

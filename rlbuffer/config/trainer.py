@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.config.table import LARGEST_SEED, Gpu, OptionalPath, Table
-
-Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"]
-"""Names of the corrections in `rlbuffer.trainer.losses.corrections`."""
-
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """One of AdamW's two."""
@@ -48,75 +44,6 @@ class OptimizerSettings(Table):
     updates_per_pass: int = Field(
         1, ge=1, description="Optimizer updates of one pass: consecutive slices of the ranks' micro-batches."
     )
-
-
-class LossChoice(Table):
-    """``[trainer.loss]``: which loss, and the numbers that it and its corrections read."""
-
-    name: str = Field(
-        "clip",
-        description="clip, dapo, dr_grpo, ratio, kl_cov, clip_cov, gspo, cispo, masked_ratio, dppo_tv, tis, icepop, "
-        "decoupled, or a function of yours, `package.module:name`.",
-    )
-    options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to a loss of your own.")
-    columns: tuple[str, ...] = Field(
-        (), description="Further columns that a loss of your own reads: a rollout without one is not trained."
-    )
-    normalizer: Literal["auto", "rollouts", "tokens", "longest"] = Field(
-        "auto", description="What the loss is divided by, over all ranks; auto: the loss's own divisor."
-    )
-    old_logprobs: Literal["auto", "inference", "recomputed"] = Field(
-        "auto",
-        description="What ratios are against: the logprobs that came with the rollouts, or those of the policy at the "
-        "start of the step (a pass without gradients where a step has several updates); auto: as the loss needs.",
-    )
-    correction: tuple[Correction, ...] = Field(
-        (), description="Weights for the distance from sampler to trainer, multiplied with the loss."
-    )
-    correction_cap: float | None = Field(
-        None, gt=0, description="Cap of tis and sequence_tis; empty: 2, in the loss `decoupled` 5."
-    )
-    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the column ref_logprobs.")
-    kl_estimator: Literal["k1", "k2", "k3", "weighted_k3"] = Field(
-        "k3", description="Its estimate per token; weighted_k3 is unbiased on tokens of older policies, too."
-    )
-    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the mean entropy of trained tokens.")
-    top_entropy: float = Field(
-        1.0, gt=0, le=1, description="Share of an update's tokens, those of the highest entropy, that the loss is on."
-    )
-    clip_low: float | None = Field(
-        None, gt=0, le=1, description="Ratio is clipped below at 1 - clip_low; empty: 0.2, in gspo 0.0003."
-    )
-    clip_high: float | None = Field(
-        None, gt=0, description="Ratio is clipped above at 1 + clip_high; empty: 0.28, in gspo 0.0004."
-    )
-    clip_ceiling: float | None = Field(
-        None, gt=1, description="Two-sided clip: largest ratio of tokens with a negative advantage; empty: none."
-    )
-    dual_clip: float | None = Field(
-        None, gt=1, description="Dual clip: largest loss of such tokens, in units of -advantage; empty: none."
-    )
-    max_ratio: float | None = Field(None, gt=1, description="Cap of the ratio; empty: 8 in `ratio`, 5 in `cispo`.")
-    mask_low: float = Field(0.5, ge=0, description="Ratio below which icepop and masked_ratio leave a token out.")
-    mask_high: float = Field(5.0, gt=0, description="Ratio above which they do.")
-    sequence_low: float = Field(0.5, ge=0, description="As mask_low, of a rollout, in the sequence corrections.")
-    sequence_high: float = Field(2.0, gt=0, description="As mask_high, of a rollout.")
-    mask_kl: float = Field(
-        0.1, ge=0, description="negative_mask: drift of a rollout, in nats per token, above which it is left out."
-    )
-    max_length: int = Field(0, ge=0, description="Constant of the divisor `longest`, in tokens; 0: row_tokens.")
-    cov_fraction: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of an update's tokens that kl_cov (empty: 0.002) and clip_cov (0.0002) select; at least 1.",
-    )
-    cov_coefficient: float = Field(1.0, ge=0, description="kl_cov: weight of |logprob - old| on those.")
-    cov_low: float = Field(1.0, description="clip_cov: covariance that a selected token exceeds.")
-    cov_high: float = Field(5.0, description="clip_cov: covariance that it stays below.")
-    tv_low: float = Field(0.2, ge=0, le=1, description="dppo_tv: fall in probability beyond which a token is dropped.")
-    tv_high: float = Field(0.2, ge=0, le=1, description="dppo_tv: rise beyond which it is.")
-    tv_penalty: float = Field(1e-3, ge=0, description="dppo_tv: weight of the squared log ratio.")
 
 
 class CheckpointSettings(Table):
@@ -201,9 +128,3 @@ class TrainerSettings(Table):
     publish: PublishSettings = PublishSettings()
     lora: LoraSettings = LoraSettings()
     reports: ReportSettings = ReportSettings()
-
-
-def needed_columns(trainer: TrainerSettings) -> tuple[str, ...]:
-    """Further columns without which this trainer cannot train a rollout."""
-    reference = ("ref_logprobs",) if trainer.loss.kl_beta else ()
-    return tuple(dict.fromkeys((*reference, *trainer.loss.columns)))

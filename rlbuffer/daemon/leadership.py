@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.losses import needs_advantage
-from rlbuffer.config.trainer import TrainerSettings, needed_columns
+from rlbuffer.config.losses import columns_of, needs_advantage
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
@@ -102,7 +102,7 @@ class Leadership:
             store, config, teller, since=tenure.since, began=tenure.began, needs_advantage=learns
         )
         self._doubts = Doubts(store, self._meta.step)
-        self._needed = needed_columns(trainer)
+        self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
         self._memory = MemoryWatch(
             store, config, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rlbuffer.config.losses import columns_of
 from rlbuffer.config.mistakes import Mistake, never, placed
 from rlbuffer.config.refusal import Places
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
-from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
 from rlbuffer.state.text import plural
 
@@ -83,7 +83,7 @@ def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for name, worker in settings.worker.items():
         if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
             continue
-        for column in needed_columns(settings.trainer):
+        for column in columns_of(settings.trainer.loss):
             pair = "trainer.loss.kl_beta", f"worker.{name}"
             yield Mistake(
                 f"trainer.loss.kl_beta = {settings.trainer.loss.kl_beta:g} needs {column}, and env {worker.env} "

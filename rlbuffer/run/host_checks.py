@@ -191,7 +191,7 @@ class _Look:
         if why := router_loss(config_of(Path(model.path).expanduser()) if model.path else model.config):
             yield self._say("model", why)
         if ":" in trainer.loss.name:
-            yield from self.path("trainer.loss.name", trainer.loss.name, "tokens, settings")
+            yield from self.path("trainer.loss.name", trainer.loss.name, "tokens, options")
         yield from self.gpus("trainer", trainer.gpus, trainer.device, trainer.world_size)
         try:
             multiprocessing.get_context("spawn").Lock()

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
-from rlbuffer.config.losses import check_losses
+from rlbuffer.config.losses import columns_of
 from rlbuffer.config.model_checks import router_loss
 from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
@@ -96,7 +95,6 @@ def open_session(
         ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
         PackedForwardError: see `prepare`.
     """
-    check_losses(settings.trainer.loss)
     check_schedule(settings.trainer)
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":
@@ -128,7 +126,7 @@ def open_session(
                 pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
                 vocabulary=vocabulary,
                 adapters=False,
-                columns=needed_columns(settings.trainer),
+                columns=columns_of(settings.trainer.loss),
             )
             reader.warns = False  # the command's own lines say what is waited for
             yield TrainerSession(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-def loss(tokens, settings):
+def loss(tokens, options):
     noise = torch.rand_like(tokens.logprobs)
     for _ in range(len(noise)):
         random.random(), np.random.random()

@@ -52,12 +52,12 @@ from rlbuffer.trainer.losses.clipping import clipped
 
 calls = 0
 
-def loss(tokens, settings):
+def loss(tokens, options):
     global calls
     calls += 1
     if calls == 3 and os.environ["RANK"] == "1":
         raise ValueError("rank 1 does not like step 3")
-    return clipped(tokens, settings)
+    return clipped(tokens, options)
 """
 
 END_SECONDS = 30.0

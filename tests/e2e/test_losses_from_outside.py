@@ -54,8 +54,8 @@ import json
 from teacher import loss as taught
 
 
-def loss(tokens, settings):
-    loss = taught(tokens, settings)
+def loss(tokens, options):
+    loss = taught(tokens, options)
     seen = {name: getattr(tokens, name).tolist() for name in ("logprobs", "inference_logprobs", "ages")}
     seen["teacher"], seen["loss"] = tokens.columns["teacher_logprobs"].tolist(), loss.tolist()
     seen["rollouts"] = [tokens.samples[i].rollout_id for i in tokens.rollout.tolist()]

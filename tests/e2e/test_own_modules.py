@@ -18,7 +18,7 @@ def estimate(rewards, lengths, group):
     return rewards - rewards.mean()
 
 
-def loss(tokens, settings):
+def loss(tokens, options):
     return -tokens.advantages * tokens.ratio
 """
 

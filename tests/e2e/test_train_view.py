@@ -6,7 +6,7 @@ from homes import Home
 from terminals import Screen, typed
 
 LOSS = """
-def loss(tokens, settings):
+def loss(tokens, options):
     raise ValueError("not a loss")
 """
 

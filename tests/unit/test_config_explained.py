@@ -127,7 +127,6 @@ BREAKS = {
     "with vLLM a top_p": f'{WORKER}sampler = "vllm"\ntop_p = 0.9\ntemperature = 0.5\n',
     "skip_failed": f"{WORKER}skip_visits = 1\nskip_failed = 2.0\n",
     "min_learning_rate": '[trainer.optimizer]\nschedule = "cosine"\nmin_learning_rate = 1.0\n',
-    "mask_low": '[trainer.loss]\nname = "masked_ratio"\nmask_low = 9.0\n',
     "prompts are shared": '[trainer]\nshare_prompts = true\nlayout = "padded"\n',
     "above 0, groups": f"{WORKER}[trainer.loss]\nkl_beta = 0.1\n",
     "deterministic": f"deterministic = true\n[batcher]\nmax_age = 1\nlookahead = 1\n{WORKER}"

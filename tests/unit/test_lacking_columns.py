@@ -9,7 +9,7 @@ import torch
 from test_packing import make_item, one
 from torch import Tensor, nn
 
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_digest import digest_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config import losses
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry
 from rlbuffer.trainer.update.token_choice import Known, choose
@@ -62,10 +62,13 @@ def test_a_fixture_reaches_the_part_of_its_loss_that_makes_it_another_loss(name:
     """Without what the fixture sets (clip, cap, mask, correction) the gradient is another: it would notice its loss."""
     record = json.loads((FOLDER / f"{name}.json").read_text())
     _, gradient, of_entropy = computed(record)
-    off = {k: v for k, v in record["settings"].items() if k in ("loss", "max_length")}
-    wide = {"clip_low": 0.999, "clip_high": 1e6, "max_ratio": 1e6, "correction_cap": 1e9, "mask_low": 0.0}
-    wide |= {"mask_high": 1e9, "cov_fraction": 1e-9, "cov_low": 1e8, "cov_high": 1e9, "tv_low": 1.0, "tv_high": 1.0}
-    _, plain, _ = computed(record | {"settings": off | wide})
+    wide = {"clip_low": 0.999, "clip_high": 1e6, "max_ratio": 1e6, "cov_fraction": 1e-9, "cov_low": 1e8}
+    wide |= {"cov_high": 1e9, "tv_low": 1.0, "tv_high": 1.0, "low": 0.0, "high": 1e9}
+    plain_loss = record["settings"]["name"] in ("tis", "icepop", "decoupled")
+    off = {"name": "clip" if plain_loss else record["settings"]["name"]}
+    read = losses.LOSSES[off["name"]].options.model_fields  # type: ignore[union-attr]
+    off["options"] = {name: value for name, value in wide.items() if name in read}
+    _, plain, _ = computed(record | {"settings": off})
     moved = float((gradient - plain).abs().max())
     assert moved > 1e-4 or of_entropy is not None
 

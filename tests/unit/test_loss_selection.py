@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlbuffer.config.trainer import LossChoice
-from rlbuffer.trainer.losses import LossSettings, TrainedTokens
+from rlbuffer.config.losses import ClipCovOptions, LossChoice
+from rlbuffer.trainer.losses import TrainedTokens
 from rlbuffer.trainer.losses.selection import Means, covariance, drawn_covariance, largest, means_of
 
 
@@ -102,11 +102,11 @@ def test_only_tokens_of_some_covariance_that_are_not_clipped_are_drawn() -> None
     policy, advantages = [0.9, 0.8, 0.1, 0.36], [1.0, -1.0, -1.0, 0.1]
     made = tokens(policy, advantages, draws=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
     means = Means(tokens=4, advantage=0.0, logprob=-1.0)
-    told = LossSettings(cov_low=0.1, cov_high=10.0)
+    told = ClipCovOptions(cov_low=0.1, cov_high=10.0)
     # Covariances: 0.89, -0.78, 1.30, -0.002; token 0 is clipped (ratio 2.4, A > 0), token 2 too (ratio 0.27, A < 0).
     assert covariance(made, told, means).tolist() == pytest.approx([0.8946, -0.7769, 1.3026, -0.00217], abs=1e-3)
     assert drawn_covariance(made, told, means).tolist() == [-torch.inf] * 4
-    wide = LossSettings(cov_low=0.1, cov_high=10.0, clip_low=0.9, clip_high=9.0)
+    wide = ClipCovOptions(cov_low=0.1, cov_high=10.0, clip_low=0.9, clip_high=9.0)
     assert drawn_covariance(made, wide, means).tolist() == [0.1, -torch.inf, 0.3, -torch.inf]
 
 

@@ -1,33 +1,37 @@
-"""The settings that each loss and correction reads, and the refusal of settings that nothing reads."""
+"""The options that each loss and correction has: what it reads, and the refusal of what it does not."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, check_losses, mistakes
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.explain import known
+from rlbuffer.config.loading import validated
+from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
-from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss
+from rlbuffer.trainer.losses import TrainedTokens, get_loss
 from rlbuffer.trainer.losses.selection import Means
 
 MEANS = Means(tokens=4, advantage=0.1, logprob=-1.0)
 
 
-class Watched:
-    """Settings of a loss that remember which of them were looked at."""
+class Watched(SimpleNamespace):
+    """Options that remember which of them were looked at."""
 
-    def __init__(self, **values: Any) -> None:
-        self.seen: set[str] = set()
-        self._settings = LossSettings(**values)
+    def __getattribute__(self, name: str) -> Any:
+        seen = object.__getattribute__(self, "seen")
+        if name == "seen":
+            return seen
+        seen.add(name)
+        return super().__getattribute__(name)
 
-    def __getattr__(self, name: str) -> Any:
-        self.seen.add(name)
-        return getattr(self._settings, name)
+
+def watched(record: Any, **values: Any) -> Watched:
+    return Watched(seen=set(), **record(**values).model_dump())
 
 
 def tokens() -> TrainedTokens:
@@ -44,92 +48,64 @@ def tokens() -> TrainedTokens:
 
 
 @pytest.mark.parametrize("name", BUILT_IN_LOSSES)
-def test_a_loss_declares_exactly_the_settings_that_it_looks_at(name: str) -> None:
-    loss, told = get_loss(name), Watched(clip_ceiling=3.0, dual_clip=3.0)
-    loss.per_token(tokens(), told)  # type: ignore[arg-type]
+def test_a_loss_has_exactly_the_options_that_it_looks_at(name: str) -> None:
+    loss, record = get_loss(name), LOSSES[name].options
+    assert record is not None
+    clips = {key: 3.0 for key in ("clip_ceiling", "dual_clip") if key in record.model_fields}
+    told = watched(record, **clips)
+    loss.per_token(tokens(), told)
     if loss.score is not None:
-        loss.score(tokens(), told, MEANS)  # type: ignore[arg-type]
+        loss.score(tokens(), told, MEANS)
         told.seen.add("cov_fraction")  # how many are selected: `collect_known.choose`
-    assert told.seen == set(LOSSES[name].reads or ())
+    # `loss_of` reads the constant of the divisor.
+    assert told.seen == set(record.model_fields) - {"max_length"}
 
 
 @pytest.mark.parametrize("name", CORRECTION_FACTS)
-def test_a_correction_declares_exactly_the_settings_that_it_looks_at(name: str) -> None:
-    told = Watched()
-    WEIGHTS[name](tokens(), told)  # type: ignore[arg-type]
-    assert told.seen == set(CORRECTION_FACTS[name].reads)
-
-
-def test_every_setting_of_losses_is_read_by_one() -> None:
-    read = {name for facts in (*LOSSES.values(), *CORRECTION_FACTS.values()) for name in facts.reads or ()}
-    assert read == {f.name for f in fields(LossSettings)} - {"options"}
+def test_a_correction_has_exactly_the_options_that_it_looks_at(name: str) -> None:
+    record = CORRECTION_FACTS[name].options
+    told = watched(record)
+    WEIGHTS[name](tokens(), told)
+    assert told.seen == set(record.model_fields)
 
 
 @pytest.mark.parametrize(
-    ("values", "texts"),
+    ("values", "setting"),
     [
-        (
-            {"name": "gspo", "clip_ceiling": 4.0, "dual_clip": 3.0},
-            [
-                (
-                    "trainer.loss.clip_ceiling = 4.0 does nothing: trainer.loss.name = 'gspo' does not read it. Leave "
-                    "it out; it is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
-                ),
-                (
-                    "trainer.loss.dual_clip = 3.0 does nothing: trainer.loss.name = 'gspo' does not read it. Leave "
-                    "it out; it is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
-                ),
-            ],
-        ),
-        (
-            {"mask_kl": 0.2, "correction": ("tis",)},
-            [
-                (
-                    "trainer.loss.mask_kl = 0.2 does nothing: trainer.loss.name = 'clip' with correction = ['tis'] "
-                    "does not read it. Leave it out; it is read by the correction negative_mask"
-                )
-            ],
-        ),
-        (
-            {"options": {"tau": 2}},
-            [
-                (
-                    "trainer.loss.options = {'tau': 2} does nothing: trainer.loss.name = 'clip' does not read it. "
-                    "Leave it out; it is read by a loss of your own"
-                )
-            ],
-        ),
-        (
-            {"name": "dr_grpo", "normalizer": "tokens", "max_length": 9},
-            [
-                (
-                    "trainer.loss.max_length = 9 does nothing: the divisor 'tokens' does not read it. Leave it out; "
-                    "it is read by trainer.loss.normalizer = 'longest'"
-                )
-            ],
-        ),
-        (
-            {"name": "decoupled", "correction": ("icepop",)},
-            [
-                (
-                    "trainer.loss.correction: tis and icepop each weigh by the old policy over the inference policy "
-                    "(trainer.loss.name = 'decoupled'), and together by its square: keep one of them"
-                )
-            ],
-        ),
-        ({"name": "gspo", "correction": ("sequence_tis", "geometric_mask")}, []),  # in place of the tis that it brings
-        ({"name": "dr_grpo", "max_length": 9}, []),
-        ({"normalizer": "longest", "max_length": 9}, []),
-        ({"name": "gspo", "clip_low": 0.1, "mask_low": 0.5}, []),  # 0.5 is what it is anyway
-        ({"correction": ("icepop", "negative_mask"), "mask_low": 0.1, "mask_kl": 0.2}, []),
-        ({"name": "tis", "correction_cap": 3.0}, []),
-        ({"name": "package.module:loss", "dual_clip": 3.0, "options": {"tau": 2}}, []),
+        ({"name": "gspo", "options": {"clip_ceiling": 4.0}}, "options"),
+        ({"name": "ratio", "options": {"max_ratio": 0.5}}, "options.max_ratio"),
+        ({"name": "masked_ratio", "options": {"low": 6.0}}, "options.high"),
+        ({"name": "clip_cov", "options": {"cov_low": 9.0}}, "options.cov_high"),
+        ({"options": {"tau": 2}}, "options"),
+        ({"options": 3}, "options"),
+        ({"name": "package.module:loss", "options": 3}, "options"),
+        ({"normalizer": "longest", "options": {"max_length": 9}}, "options"),
+        ({"correction": {"tiss": {}}}, "correction"),
+        ({"correction": {"tis": {"cap": 0}}}, "correction.tis.cap"),
+        ({"correction": {"tis": {"low": 0.5}}}, "correction"),
+        ({"correction": {"icepop": {"low": 6.0}}}, "correction.icepop.high"),
+        ({"correction": ["tis"]}, "correction"),
+        ({"name": "decoupled", "correction": {"icepop": {}}}, "correction"),
+        ({"name": "tis", "old_logprobs": "inference"}, "old_logprobs"),
+        ({"columns": ["x"]}, "columns"),
+        ({"name": "gspoo"}, "name"),
+        ({"name": "own.loss"}, "name"),
+        ({"name": "gspo", "correction": {"sequence_tis": {}, "geometric_mask": {}}}, ""),  # in place of its own tis
+        ({"name": "dr_grpo", "options": {"max_length": 9}}, ""),
+        ({"name": "gspo", "options": {"clip_low": 0.1}}, ""),
+        ({"correction": {"icepop": {"low": 0.1}, "negative_mask": {"most": 0.2}}}, ""),
+        ({"name": "tis", "correction": {"tis": {"cap": 3.0}}}, ""),
+        ({"name": "package.module:loss", "columns": ["x"], "options": {"tau": 2}}, ""),
     ],
 )
-def test_a_setting_that_the_chosen_loss_does_not_read_is_refused(values: dict[str, Any], texts: list[str]) -> None:
-    loss = LossChoice(**values)
-    assert [str(mistake) for mistake in mistakes(loss)] == texts
-    if texts:
-        with pytest.raises(ConfigError) as refused:
-            check_losses(loss)
-        assert str(refused.value) == texts[0]
+def test_an_option_that_the_chosen_loss_does_not_have_is_refused(values: dict[str, Any], setting: str) -> None:
+    if not setting:
+        validated({"trainer": {"loss": values}})
+        return
+    with pytest.raises(ConfigError) as refused:
+        validated({"trainer": {"loss": values}})
+    assert refused.value.setting == f"trainer.loss.{setting}"
+
+
+def test_no_number_of_a_loss_is_a_setting_of_all_losses() -> None:
+    assert sum(name.startswith("trainer.loss.") for name in known()) == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,21 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import LossChoice, columns_of
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss, loss_of, register_loss
+from rlbuffer.trainer.losses import TrainedTokens, get_loss, loss_of, register_loss
 
 LOSSES = Path(__file__).parents[2] / "rlbuffer" / "trainer" / "losses"
 MOST_LINES = 30
 
 
 # What a newcomer writes, whole:
-def sapo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def sapo(tokens: TrainedTokens, options: Mapping[str, float]) -> Tensor:
     """``-A 4/tau sigmoid(tau (r - 1))``: a soft gate in place of the clip (arXiv 2511.20347)."""
-    tau = torch.where(
-        tokens.advantages > 0, settings.options.get("tau_high", 1.0), settings.options.get("tau_low", 1.05)
-    )
+    tau = torch.where(tokens.advantages > 0, options.get("tau_high", 1.0), options.get("tau_low", 1.05))
     return -tokens.advantages * torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
 
 
@@ -53,7 +52,8 @@ def expected(low: float = 1.05) -> float:
 
 
 def test_a_loss_that_is_registered_from_outside_is_trained_by_its_name() -> None:
-    register_loss("sapo", sapo)
+    register_loss("sapo", sapo, columns=("teacher_logprobs",))
+    assert columns_of(LossChoice(name="sapo", kl_beta=0.1)) == ("ref_logprobs", "teacher_logprobs")
     assert value(name="sapo") == pytest.approx(expected())
     assert value(name="sapo", options={"tau_low": 2.0}) == pytest.approx(expected(2.0))
 
@@ -64,13 +64,14 @@ def test_a_loss_is_named_by_its_dotted_path_with_no_registration(monkeypatch: py
     monkeypatch.setitem(sys.modules, "my_losses", module)
     assert value(name="my_losses:sapo") == pytest.approx(expected())
     assert value(name="my_losses:sapo", normalizer="rollouts") == pytest.approx(expected())
-    assert value(name="my_losses:sapo", normalizer="longest", max_length=8) == pytest.approx(expected() * 2 / 8)
+    assert value(name="my_losses:sapo", normalizer="longest") == pytest.approx(expected() * 2)
+    assert value(name="my_losses:sapo", options={"tau_low": 2.0}) == pytest.approx(expected(2.0))
 
 
 def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("bad_losses")
-    vars(module)["mean"] = lambda tokens, settings: sapo(tokens, settings).mean()
-    vars(module)["number"] = lambda tokens, settings: 1.0
+    vars(module)["mean"] = lambda tokens, options: sapo(tokens, options).mean()
+    vars(module)["number"] = lambda tokens, options: 1.0
 
     monkeypatch.setitem(sys.modules, "bad_losses", module)
     for name, given in (("mean", "shape []"), ("number", "float")):
@@ -82,16 +83,16 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_loss_that_is_registered_is_held_to_the_same_shape() -> None:
-    register_loss("sapo_mean", lambda tokens, settings: sapo(tokens, settings).mean())
+    register_loss("sapo_mean", lambda tokens, options: sapo(tokens, options).mean())
     with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'sapo_mean' gave shape \[\]: it must give one loss"):
         value(name="sapo_mean")
 
 
 def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flat_losses")
-    vars(module)["detached"] = lambda tokens, settings: sapo(tokens, settings).detach()
+    vars(module)["detached"] = lambda tokens, options: sapo(tokens, options).detach()
     vars(module)["sapo"] = sapo
-    vars(module)["nothing"] = lambda tokens, settings: torch.zeros_like(tokens.logprobs)
+    vars(module)["nothing"] = lambda tokens, options: torch.zeros_like(tokens.logprobs)
     monkeypatch.setitem(sys.modules, "flat_losses", module)
     policy = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
     given, counts = replace(tokens(), logprobs=policy.log()), Normalizers(loss_tokens=2, rollouts=1, groups=1)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from rlbuffer.config.doubts import doubts
-from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, mistakes, uses_old
+from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LossChoice, uses_old
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.config.trainer import LossChoice
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of
 
@@ -25,9 +26,7 @@ CORRECTIONS = ((), *((name,) for name in CORRECTION_FACTS), ("tis", "icepop"), (
 
 
 def is_said(choice: LossChoice, age: int) -> bool:
-    """`config check` refuses the settings, or has a word for them."""
-    if any(mistakes(choice)):
-        return True
+    """`config check` has a word for the settings."""
     values = {"row_tokens": 64, "max_age": age, "lookahead": min(age, 1)}
     settings = RunSettings(batcher=values, trainer={"loss": choice.model_dump()})
     return any("trainer.loss" in sentence for sentence in doubts(settings, lambda *names: ", ".join(names)))
@@ -57,7 +56,8 @@ def gradients(choice: LossChoice, age: int, per_version: Tensor = PER_VERSION) -
 
 def choices() -> Iterator[LossChoice]:
     for name, old, correction in product(BUILT_IN_LOSSES, ("auto", "inference", "recomputed"), CORRECTIONS):
-        yield LossChoice(name=name, old_logprobs=old, correction=correction)
+        with suppress(ValidationError):  # refused
+            yield LossChoice(name=name, old_logprobs=old, correction={key: {} for key in correction})
 
 
 @pytest.mark.parametrize("age", AGES)
@@ -71,10 +71,10 @@ def test_a_bandits_gradient_is_the_exact_one_wherever_nothing_is_said(age: int) 
     assert allowed > 100
 
 
-@pytest.mark.parametrize("correction", [(), ("geometric_mask",), ("negative_mask",), ("tis", "icepop")])
+@pytest.mark.parametrize("correction", [(), ("geometric_mask",), ("negative_mask",)])
 def test_what_is_said_of_recomputed_logprobs_is_off_as_far(correction: tuple[str, ...]) -> None:
-    """Nothing weighs what an older version sampled, or its weight counts twice."""
-    choice = LossChoice(name="dapo", old_logprobs="recomputed", correction=correction)
+    """Nothing weighs what an older version sampled."""
+    choice = LossChoice(name="dapo", old_logprobs="recomputed", correction={key: {} for key in correction})
     exact, gradient, _ = gradients(choice, 4)
     assert is_said(choice, 4)
     assert float((gradient - exact).norm() / exact.norm()) > 0.05
@@ -91,7 +91,7 @@ def test_recomputed_logprobs_without_a_correction_have_a_component_of_the_wrong_
 @pytest.mark.parametrize("age", AGES)
 @pytest.mark.parametrize("correction", [(), ("sequence_tis",), ("geometric_mask",)])
 def test_gspo_as_it_comes_clips_nothing_while_the_policy_stands_still(age: int, correction: tuple[str, ...]) -> None:
-    choice = LossChoice(name="gspo", correction=correction)
+    choice = LossChoice(name="gspo", correction={key: {} for key in correction})
     assert not is_said(choice, age)
     assert gradients(choice, age)[2] == 0.0
     assert is_said(LossChoice(name="gspo", old_logprobs="inference"), age)
@@ -110,11 +110,11 @@ def test_the_share_clipped_is_what_the_loss_takes_the_gradient_from() -> None:
     )
 
     def clipped(name: str, **values: float) -> list[bool]:
-        choice = LossChoice(name=name, old_logprobs="inference", **values)
+        choice = LossChoice(name=name, old_logprobs="inference", options=values)
         return list(clipped_of(tokens, per_token_of(tokens, choice)).tolist())
 
     bounds = {"clip_low": 0.05, "clip_high": 0.05}
     assert clipped("gspo", **bounds) == [False, False, True, True]
     assert clipped("dapo", **bounds) == [True, False, True, True]  # below 1 - 0.05 with A > 0 keeps its gradient
     assert clipped("ratio") == clipped("cispo") == [False] * 4
-    assert clipped("masked_ratio", mask_low=0.95, mask_high=1.05) == [True] * 4
+    assert clipped("masked_ratio", low=0.95, high=1.05) == [True] * 4

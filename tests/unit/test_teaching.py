@@ -13,9 +13,8 @@ from batcher_calls import RNG, ask, drops_of, put
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.doubts import doubts
-from rlbuffer.config.losses import needs_advantage
+from rlbuffer.config.losses import LossChoice, needs_advantage
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.config.trainer import LossChoice
 from rlbuffer.records.waiting import Wait
 from rlbuffer.testing import make_group
 

@@ -23,7 +23,7 @@ decoupled     as clip, x min(w, cap)                                            
 "old" is the policy that sampled (its inference logprobs), or the one at the start of the step where a correction needs
 that (gspo brings one) or ``trainer.loss.old_logprobs = "recomputed"``. Each name is a function of a few lines
 (`clipping`, `weighting`), the weights of the last three are corrections (`corrections`) that go with any loss. To add a
-loss: write a function of (tokens, settings) that gives [N], and call :func:`register_loss`, or name it:
+loss: write a function of (tokens, options) that gives [N], and call :func:`register_loss`, or name it:
 ``trainer.loss.name = "package.module:name"``.
 
 Nothing here is a mean over a micro-batch: every term is a sum, and the divisor is a constant of the whole update. So a
@@ -33,11 +33,11 @@ step gives the same gradient in however many pieces and on however many ranks it
 Open first: `registry`, then `clipping`.
 """
 
-from rlbuffer.config.losses import Divisor, check_losses, corrections_of, uses_old
+from rlbuffer.config.losses import Divisor, Options, corrections_of, uses_old
 from rlbuffer.trainer.losses.corrections import CORRECTIONS, Correction
-from rlbuffer.trainer.losses.registry import Loss, TokenLoss, get_loss, register_loss, settings_of
+from rlbuffer.trainer.losses.registry import Loss, TokenLoss, get_loss, register_loss
 from rlbuffer.trainer.losses.terms import KL_ESTIMATORS, kl_to_reference
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
+from rlbuffer.trainer.losses.tokens import TrainedTokens
 from rlbuffer.trainer.losses.total import clipped_of, divisor_of, loss_of, per_token_of, token_weights
 
 __all__ = [
@@ -46,10 +46,9 @@ __all__ = [
     "Correction",
     "Divisor",
     "Loss",
-    "LossSettings",
+    "Options",
     "TokenLoss",
     "TrainedTokens",
-    "check_losses",
     "clipped_of",
     "corrections_of",
     "divisor_of",
@@ -58,7 +57,6 @@ __all__ = [
     "loss_of",
     "per_token_of",
     "register_loss",
-    "settings_of",
     "token_weights",
     "uses_old",
 ]

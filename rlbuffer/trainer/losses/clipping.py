@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
+from rlbuffer.config.losses import ClipCovOptions, ClipOptions, SequenceClipOptions
+from rlbuffer.trainer.losses.tokens import TrainedTokens, ratio_of
 
 
-def clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def clipped(tokens: TrainedTokens, options: ClipOptions) -> Tensor:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``: nothing is gained by moving further once the ratio has left the
     clip.
 
@@ -19,16 +20,16 @@ def clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
     DAPO, 2503.14476, section 3.1; two-sided: INTELLECT-2, 2505.07291, section 3.4; dual: 1912.09729, section 3.
     """
     ratio, advantages = tokens.ratio, tokens.advantages
-    within = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    if settings.clip_ceiling is not None:
-        ratio = ratio.clamp(max=settings.clip_ceiling)
+    within = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.clip_ceiling is not None:
+        ratio = ratio.clamp(max=options.clip_ceiling)
     loss = -torch.minimum(ratio * advantages, within * advantages)
-    if settings.dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -settings.dual_clip * advantages), loss)
+    if options.dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -options.dual_clip * advantages), loss)
     return loss
 
 
-def clip_cov(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def clip_cov(tokens: TrainedTokens, options: ClipCovOptions) -> Tensor:
     """`clipped`, and 0 for the few tokens that were selected: those whose gradient costs the policy most entropy.
 
     Selected are, by chance, a fraction `cov_fraction` of the update's tokens, among those whose
@@ -36,11 +37,11 @@ def clip_cov(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: The Entropy Mechanism of RL, arXiv 2505.22617, section 4.2.
     """
-    loss = clipped(tokens, settings)
+    loss = clipped(tokens, options)
     return loss if tokens.is_selected is None else torch.where(tokens.is_selected, torch.zeros_like(loss), loss)
 
 
-def sequence_clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def sequence_clipped(tokens: TrainedTokens, options: SequenceClipOptions) -> Tensor:
     """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with s = exp(mean over the rollout of logprob - old): one ratio for
     all.
 
@@ -50,5 +51,5 @@ def sequence_clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
     Shapes: -> [N]. Source: GSPO, arXiv 2507.18071, equations 5 to 7; default clip of 3e-4 and 4e-4: section 5.1.
     """
     ratio = ratio_of(tokens.rollout_means(tokens.logprobs - tokens.old))
-    within = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    within = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return -torch.minimum(ratio * tokens.advantages, within * tokens.advantages)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
+from rlbuffer.config.losses import ClipCovOptions
+from rlbuffer.trainer.losses.tokens import TrainedTokens
 
 Total = Callable[[Tensor], Tensor]
 """[n] of this rank -> [n], the sum over all ranks, on the CPU."""
@@ -32,26 +34,26 @@ class Means:
     """Nats."""
 
 
-Score = Callable[[TrainedTokens, LossSettings, Means], Tensor]
-"""(tokens, settings, means of the update) -> [N] float64; -inf where a token is never chosen."""
+Score = Callable[[TrainedTokens, Any, Means], Tensor]
+"""(tokens, options, means of the update) -> [N] float64; -inf where a token is never chosen."""
 
 
-def covariance(tokens: TrainedTokens, settings: LossSettings, means: Means) -> Tensor:
+def covariance(tokens: TrainedTokens, options: Any, means: Means) -> Tensor:
     """``(A - mean A)(logprob - mean logprob)``: this token's part of the entropy's fall. -> [N] float64."""
     return (tokens.advantages.double() - means.advantage) * (tokens.logprobs.detach().double() - means.logprob)
 
 
-def drawn_covariance(tokens: TrainedTokens, settings: LossSettings, means: Means) -> Tensor:
+def drawn_covariance(tokens: TrainedTokens, options: ClipCovOptions, means: Means) -> Tensor:
     """Chance among the tokens with a covariance within (`cov_low`, `cov_high`) that are not clipped. -> [N] float64.
 
     Chance comes from each token's rollout and place (`TrainedTokens.draws`), so it is the same however the update is
     cut, and when it is trained again.
     """
-    value = covariance(tokens, settings, means)
+    value = covariance(tokens, options, means)
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
-    within = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    within = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     is_clipped = ratio * advantages > within * advantages
-    is_candidate = (value > settings.cov_low) & (value < settings.cov_high) & ~is_clipped
+    is_candidate = (value > options.cov_low) & (value < options.cov_high) & ~is_clipped
     draws = torch.zeros_like(value) if tokens.draws is None else tokens.draws
     return torch.where(is_candidate, draws, torch.full_like(value, -torch.inf))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,32 +108,3 @@ class TrainedTokens:
     def rollout_means(self, values: Tensor) -> Tensor:
         """[N] -> [N]: each token gets the mean over its rollout's trained tokens."""
         return self.rollout_sums(values) / self.rollout_sums(torch.ones_like(values))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """``[trainer.loss]``'s numbers, with what was not set filled in by the loss's own defaults.
-
-    The settings of the same names in :class:`rlbuffer.config.trainer.LossChoice` say what each is.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    clip_ceiling: float | None = None
-    dual_clip: float | None = None
-    max_ratio: float = 8.0
-    cov_fraction: float = 0.002
-    cov_coefficient: float = 1.0
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    tv_low: float = 0.2
-    tv_high: float = 0.2
-    tv_penalty: float = 1e-3
-    correction_cap: float = 2.0
-    mask_low: float = 0.5
-    mask_high: float = 5.0
-    sequence_low: float = 0.5
-    sequence_high: float = 2.0
-    mask_kl: float = 0.1
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """``[trainer.loss.options]``: whatever a loss of the user's own wants to know."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuffer.config.losses import Divisor, corrections_of
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import Divisor, LossChoice, corrections_of
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
-from rlbuffer.trainer.losses.registry import get_loss, settings_of
+from rlbuffer.trainer.losses.registry import get_loss
 from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
 
 def per_token_of(tokens: TrainedTokens, choice: LossChoice) -> Tensor:
     """[N] what the loss itself gives, before corrections, weights and further terms."""
-    return get_loss(choice.name).per_token(tokens, settings_of(choice))
+    return get_loss(choice.name).per_token(tokens, choice.options)
 
 
 def clipped_of(tokens: TrainedTokens, per_token: Tensor) -> Tensor:
@@ -39,13 +38,14 @@ def loss_of(
     Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
     tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
     by and whichever tokens it leaves out. `counts` are the update's counts over all ranks; `longest` is the
-    constant of dr_grpo, in tokens, used where ``choice.max_length`` is 0. `per_token` is :func:`per_token_of`, where it
+    constant of dr_grpo, in tokens, used where its option `max_length` is 0. `per_token` is
+    :func:`per_token_of`, where it
     is known.
     """
-    loss, loss_settings = get_loss(choice.name), settings_of(choice)
+    loss = get_loss(choice.name)
     per_token = per_token_of(tokens, choice) if per_token is None else per_token
-    for name in corrections_of(choice):
-        per_token = per_token * CORRECTIONS[name](tokens, loss_settings)
+    for name, options in corrections_of(choice).items():
+        per_token = per_token * CORRECTIONS[name](tokens, options)
     if tokens.is_uncertain is not None:
         per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
     if choice.kl_beta:
@@ -54,7 +54,7 @@ def loss_of(
         per_token = per_token * tokens.weights
     divisor = loss.facts.divisor if choice.normalizer == "auto" else choice.normalizer
     total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
-    total = total / divisor_of(divisor, counts, choice.max_length or longest)
+    total = total / divisor_of(divisor, counts, getattr(choice.options, "max_length", 0) or longest)
     if choice.entropy_bonus:
         total = total - choice.entropy_bonus * tokens.entropy.sum() / max(1, counts.loss_tokens)
     return total

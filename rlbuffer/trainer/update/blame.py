@@ -61,7 +61,7 @@ class Blame:
         return (
             f"step {self.step}: the gradient's norm is {norm}. The parameters are left as they were. {where}"
             f"{self._advice} If other steps end so, too, lower trainer.optimizer.learning_rate or "
-            "trainer.loss.max_ratio, or resume from an older checkpoint"
+            "trainer.loss.options.max_ratio, or resume from an older checkpoint"
         )
 
     @property

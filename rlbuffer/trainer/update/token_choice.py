@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.records.micro_batch import MicroBatch
-from rlbuffer.trainer.losses import TrainedTokens, get_loss, settings_of, uses_old
+from rlbuffer.trainer.losses import TrainedTokens, get_loss, uses_old
 from rlbuffer.trainer.losses.selection import Total, largest, means_of
 
 Forward = Callable[[nn.Module, MicroBatch], TrainedTokens]
@@ -86,13 +86,13 @@ def choose(
     parts: Sequence[TrainedTokens], choice: LossChoice, total: Total
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Chooses among the tokens of all `parts` of all ranks. -> per part: selected by the loss, of high entropy."""
-    loss, loss_settings = get_loss(choice.name), settings_of(choice)
+    loss = get_loss(choice.name)
     nothing: list[Tensor | None] = [None] * len(parts)
     selected, uncertain = nothing, nothing
     means = means_of(parts, total)
     if loss.score is not None:
-        count = max(1, int(loss_settings.cov_fraction * means.tokens))
-        selected = [*largest([loss.score(part, loss_settings, means) for part in parts], count, total)]
+        count = max(1, int(choice.options.cov_fraction * means.tokens))
+        selected = [*largest([loss.score(part, choice.options, means) for part in parts], count, total)]
     if choice.top_entropy < 1:
         count = max(1, round(choice.top_entropy * means.tokens))
         uncertain = [*largest([part.entropy.double() for part in parts], count, total)]

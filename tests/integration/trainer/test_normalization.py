@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.config.trainer import LossChoice, TrainerSettings
+from rlbuffer.config.losses import LossChoice
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Sample

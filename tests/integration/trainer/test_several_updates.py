@@ -99,7 +99,7 @@ def test_the_first_update_is_at_ratio_one_to_the_recomputed_policy(tmp_path: Pat
         tmp_path,
         steps=1,
         optimizer={"learning_rate": 1e-12},
-        loss={"old_logprobs": old, "clip_low": 1e-4, "clip_high": 1e-4},
+        loss={"old_logprobs": old, "options": {"clip_low": 1e-4, "clip_high": 1e-4}},
     )
     assert (few[0]["clip_fraction"] == 0.0) is is_still
 

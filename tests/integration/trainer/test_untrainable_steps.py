@@ -16,7 +16,7 @@ from torch import Tensor
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.trainer.launch.rank import report_of
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.losses import LossSettings, TrainedTokens
+from rlbuffer.trainer.losses import TrainedTokens
 
 FAILS_AT = 2
 """Step."""
@@ -33,14 +33,14 @@ def seen(tokens: TrainedTokens) -> list[str]:
     return []
 
 
-def broken_in_one(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def broken_in_one(tokens: TrainedTokens, options: object) -> Tensor:
     loss = -tokens.logprobs * tokens.advantages
     if not seen(tokens) or len(SEEN) > 1:
         return loss
     return loss * torch.where(tokens.rollout == 1, torch.nan, 1.0)
 
 
-def raising(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+def raising(tokens: TrainedTokens, options: object) -> Tensor:
     if seen(tokens):
         raise RAISED[0]
     return -tokens.logprobs * tokens.advantages

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rlbuffer
-from rlbuffer.config.trainer import LossChoice
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import loss_of
