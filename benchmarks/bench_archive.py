@@ -24,8 +24,9 @@ from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import ArchiveSettings, RunSettings, ServerSettings
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.daemon.archiving import FILE_BYTES, FILE_STEPS
 from rlbuffer.process.logs import heard
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
@@ -72,8 +73,7 @@ def measure(low: int, high: int) -> tuple[float, float, int, int]:
             folder = home / f"archive{repeat}"
             writer = ArchiveWriter(folder, "bench")
             cpu, begun = time.process_time(), time.perf_counter()
-            settings = ArchiveSettings()
-            for file in files_of(unwritten(store, writer), steps=settings.steps, size=settings.megabytes * 2**20):
+            for file in files_of(unwritten(store, writer), steps=FILE_STEPS, size=FILE_BYTES):
                 copy_steps(store, writer, file)
             copy_history(store, writer)
             best = min(best, (time.process_time() - cpu, time.perf_counter() - begun))

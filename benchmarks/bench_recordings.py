@@ -45,7 +45,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "on_dead_env": "borrow",
     },
     "counts": {"step_rollouts": 12, "spillover": "partial", "budgets": {"c": 0.6}, "min_group_size": 2},
-    "adapters": {"step_groups": 5, "max_age": 4, "adapter_batch_size": 9, "unit": "rollouts"},
+    "adapters": {
+        "step_groups": 5,
+        "max_age": 4,
+        "adapters": {"x": {"batch_size": 9}, "y": {"batch_size": 9}},
+        "unit": "rollouts",
+    },
     "reuse": {"max_uses": 3, "replay_fraction": 0.8, "max_age": 9, "step_groups": 9, "budgets": {"a": 0.4}},
     "stale": {"max_age": 1, "max_age_seconds": 90.0, "order": "oldest_first", "group_timeout_seconds": 20.0},
     "flat": {"flat": 0.25, "advantage": "grpo", "min_group_size": 2, "truncated": "mask"},

@@ -83,6 +83,7 @@ def settings_of(run: Run, steps: int, home: Path) -> RunSettings:
     return RunSettings(
         run=f"curve-{run.loss}-{run.delay}-{run.seed}".replace("_", "-"),
         home=home,
+        seed=run.seed,
         batcher=BatcherConfig(
             row_tokens=5120,
             step_groups=sum(GROUPS.values()),
@@ -93,7 +94,6 @@ def settings_of(run: Run, steps: int, home: Path) -> RunSettings:
         model=ModelSettings(config=dict(TINY_QWEN3)),
         trainer=TrainerSettings(
             steps=steps,
-            seed=run.seed,
             device="cpu",
             optimizer=OptimizerSettings(learning_rate=2e-3),
             loss=LossChoice(name=run.loss, entropy_bonus=0.02),

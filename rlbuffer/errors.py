@@ -171,7 +171,7 @@ class StepRetired(RlbufferError):
 
 
 class StepDamaged(RlbufferError):
-    """Many steps in a row have more missing or damaged loss tokens than `max_damaged` allows."""
+    """Many steps in a row have more missing or damaged loss tokens than sound ones."""
 
 
 class AttemptFenced(RlbufferError):

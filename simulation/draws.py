@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import AdapterConfig, BatcherConfig
 from simulation.mutations import Mutation
 from simulation.plan import Plan
 
@@ -150,7 +150,8 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         # The version that a trainer has published and the server has forgotten differs by adapter.
         values["adapters"] = lost.choice(WHOSE_ROLLOUTS)
     if values["adapters"]:
-        config = replace(config, adapter_batch_size=odd.choice((2, 5)))
+        size = AdapterConfig(batch_size=odd.choice((2, 5)))
+        config = replace(config, adapters=dict.fromkeys(filter(None, values["adapters"]), size))
     values |= {name: dice.choice(choices) for name, choices in PROCESSES.items()}
     values |= {name: dice.random() < share for name, share in CHANCES.items()}
     # Prompts of groups that a person throws away are not given again, and who numbers groups alone has no end.

@@ -29,8 +29,9 @@ def scorer(host: Host, index: int, process: Process) -> None:
     epoch = store.open_run().epoch
     producer = Producer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
     world.invariants.joined(producer.incarnation, epoch)
-    options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
+    options = ScoreSettings(reward="judge:of", gives=(NEED,))
     real = _Scorer(buffer, process.name, options, None, None, threading.Event())
+    real.at_once = world.dice.choice((1, 2, 4))
     real._beat.start()
     while True:
         if store.losses() != real._losses:

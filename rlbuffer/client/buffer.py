@@ -92,7 +92,7 @@ class Policy:
             version: how many steps its weights have been trained for: ``step.number`` after a step.
             folder: where trainer and workers see it; None: that of the run's settings. ``weights.url`` of the settings
                 is announced where it is set, and `folder` is then what is served there.
-            keep: versions that stay in `folder`, the newest; None: ``trainer.publish.keep`` of the settings (4).
+            keep: versions that stay in `folder`, the newest; None: ``max_age`` + 3 of the settings, at least 4.
 
         Returns:
             True on rank 0 when it was written and announced.

@@ -34,6 +34,8 @@ def _order(name: str) -> str:
     return name
 
 
+ADAPTER_BATCH_SIZE = 64
+"""Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
 Estimator = Annotated[str, AfterValidator(_estimator)]
 Adapter = Annotated[str, Field(min_length=1, max_length=128)]
 Cost = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -132,9 +134,7 @@ class BatcherConfig(NoTruth):
     on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
     """Behaviour then: wait on, with an alert; go on without it until it sends something; or stop the run."""
     adapters: Mapping[Adapter, AdapterConfig] = field(default_factory=dict, kw_only=True)
-    """LoRA adapter -> its batch size, where it differs."""
-    adapter_batch_size: Count = field(default=64, kw_only=True)
-    """Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
+    """LoRA adapter -> its batch size, where it is not 64."""
     fill_timeout_seconds: Seconds | None = field(default=None, kw_only=True)
     """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
     then what is ready trains, and what an env was short of it gets later. Not set: it waits until it is full."""
@@ -198,7 +198,7 @@ class BatcherConfig(NoTruth):
     def batch_size(self, adapter: str) -> int:
         """Rollouts of one optimizer step of `adapter`, at least."""
         own = self.adapters.get(adapter)
-        return self.adapter_batch_size if own is None else own.batch_size
+        return ADAPTER_BATCH_SIZE if own is None else own.batch_size
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting as msgpack types; what the run's config digest is made of."""

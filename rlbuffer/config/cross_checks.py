@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlbuffer.config.gpus import GPU_VARIABLE
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.config.mistakes import Mistake, never, placed
 from rlbuffer.config.refusal import Places
@@ -31,7 +30,7 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _temperatures(settings, places)
     yield from _publishing(settings, places)
     yield from _group_sizes(settings, places)
-    yield from _orders(settings, places)
+    yield from _remainder(settings, places)
     yield from _scorers(settings, places)
     yield from _memory(settings, places)
     yield from _trainer(settings, places)
@@ -115,8 +114,7 @@ def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             parse_listen(settings.metrics.listen, setting="metrics.listen")
         except ConfigError as error:
             yield placed(error, places)
-    urls = [("weights.url", weights.url)] * bool(weights.url) + [("weights.relays", url) for url in weights.relays]
-    for name, url in urls:
+    for name, url in [("weights.url", weights.url)] * bool(weights.url):
         if not is_url(url):
             yield placed(ConfigError(f"{name} = {url!r} must begin with http:// or https://", setting=name), places)
         elif wrong_url(url):
@@ -171,14 +169,6 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
                 f"({places(*pair)}).",
                 pair,
             )
-    for name, worker in settings.worker.items():
-        setting = f"worker.{name}.environment"
-        for variable in worker.environment:
-            if not variable or "=" in variable or "\0" in variable:
-                yield placed(ConfigError(f"{setting}: {variable!r} is no name of a variable", setting=setting), places)
-        if worker.gpus and GPU_VARIABLE in worker.environment:
-            text = f"{setting}: {GPU_VARIABLE} says the same as worker.{name}.gpus: leave one out"
-            yield placed(ConfigError(text, setting=setting), places)
     trainer = settings.trainer
     if len(set(map(str, trainer.gpus))) < len(trainer.gpus):
         text = f"trainer.gpus = {list(trainer.gpus)} names a GPU twice: ranks need one each"
@@ -192,16 +182,8 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
         )
 
 
-def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """Bounds in the wrong order leave nothing between them."""
-    pairs = []
-    for name, worker in settings.worker.items():
-        if worker.skip_visits:
-            failed, solved = f"worker.{name}.skip_failed", f"worker.{name}.skip_solved"
-            pairs.append((failed, worker.skip_failed, solved, worker.skip_solved))
-    for low, least, high, most in pairs:
-        if least >= most:
-            yield Mistake(f"{low} = {least:g} is not below {high} = {most:g} ({places(low, high)}).", (low, high))
+def _remainder(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """A word that is nearly one that means something else."""
     near = nearest(settings.batcher.remainder, ("proportional", "equal"), cutoff=0.75)
     if near and settings.batcher.remainder != near:
         text = f"batcher.remainder = {settings.batcher.remainder!r} is no env here. Did you mean {near}?"
@@ -223,11 +205,6 @@ def _scorers(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             if not _is_reward(gives):
                 text = f"{setting}.gives: {gives!r} is none of {known}"
                 yield placed(ConfigError(text, setting=f"{setting}.gives"), places)
-    for name, worker in settings.worker.items():
-        for need in worker.needs:
-            if not _is_reward(need) and (need in REQUIRED_COLUMNS or not COLUMN_NAME.match(need)):
-                text = f"worker.{name}.needs: {need!r} is no name of a column, and none of {known}"
-                yield placed(ConfigError(text, setting=f"worker.{name}.needs"), places)
 
 
 def _is_reward(name: str) -> bool:

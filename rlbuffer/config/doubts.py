@@ -19,7 +19,7 @@ LATE = 2**53
 def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
     """A sentence for each combination that works, but hardly as meant."""
     subjects = (
-        *(_uses, _budgets, _temperatures, _scorers, _updates, _unasked_weights),
+        *(_uses, _budgets, _temperatures, _updates, _unasked_weights),
         *(_losses, _envs_elsewhere, _one_env_twice, _wasted_rollouts, _idle_gpus, _idle_settings, _absent_weights),
     )
     return tuple(sentence for subject in subjects for sentence in subject(settings, places)) + tuple(
@@ -62,17 +62,6 @@ def _temperatures(settings: RunSettings, places: Places) -> Iterator[str]:
                 f"worker.{worker}.temperature = {options.temperature:g}, but trainer.temperature = "
                 f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
                 f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
-            )
-
-
-def _scorers(settings: RunSettings, places: Places) -> Iterator[str]:
-    for worker, options in settings.worker.items():
-        given = {add for s in settings.score.values() if not s.envs or options.env in s.envs for add in s.adds}
-        lacking = [need for need in options.needs if need not in given]
-        if lacking:
-            yield (
-                f"worker.{worker}.needs: no [score.NAME] section gives {', '.join(lacking)}; its groups wait until a "
-                f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
             )
 
 
@@ -162,7 +151,11 @@ def _idle_settings(settings: RunSettings, places: Places) -> Iterator[str]:
     optimizer, loss = trainer.optimizer, trainer.loss
     is_constant = optimizer.schedule == "constant"
     for setting, value, reader in (
-        ("optimizer.stable", optimizer.stable and optimizer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
+        (
+            "optimizer.stable_updates",
+            optimizer.stable_updates and optimizer.schedule != "wsd_sqrt",
+            "schedule = wsd_sqrt",
+        ),
         ("optimizer.min_learning_rate", optimizer.min_learning_rate and is_constant, "another schedule"),
         ("loss.kl_estimator", loss.kl_estimator != "k3" and not loss.kl_beta, "kl_beta above 0"),
         ("lora", trainer.lora.targets != ("all-linear",) and not trainer.lora.rank, "lora.rank above 0"),
@@ -175,8 +168,6 @@ def _absent_weights(settings: RunSettings, places: Places) -> Iterator[str]:
     weights = settings.weights
     if weights.url and not weights.listen:
         yield f"weights.url is set and weights.listen is not: another server must be there ({places('weights.url')})."
-    elif weights.relays and not weights.url:
-        yield f"weights.relays are asked only for versions with a weights.url ({places('weights.relays')})."
 
 
 def _sampled(settings: RunSettings) -> set[str]:

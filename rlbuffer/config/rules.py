@@ -44,13 +44,12 @@ RULES = (
         ("worker.NAME.top_p", "worker.NAME.temperature", "worker.NAME.sampler"),
         "with vLLM a top_p below 1 needs temperature 1",
     ),
-    Rule(("worker.NAME.skip_failed", "worker.NAME.skip_solved"), "skip_failed is below skip_solved"),
     Rule(
         ("trainer.optimizer.min_learning_rate", "trainer.optimizer.learning_rate"),
         "min_learning_rate is at most learning_rate",
     ),
     Rule(("trainer.share_prompts", "trainer.layout"), "prompts are shared in packed rows only"),
-    Rule(("trainer.loss.kl_beta", "worker.NAME.needs"), "above 0, groups need ref_logprobs, and a scorer adds them"),
+    Rule(("trainer.loss.kl_beta", "score.NAME.model"), "above 0, groups need ref_logprobs, and a scorer adds them"),
     Rule(
         (
             "deterministic",
@@ -86,7 +85,6 @@ RULES = (
         "an update has a micro-batch at least",
         is_strict=False,
     ),
-    Rule(("worker.NAME.needs", "score.NAME.model", "score.NAME.reward"), "a scorer adds it", is_strict=False),
     Rule(("weights.listen", "weights.url"), "both are set, or none", is_strict=False),
 )
 

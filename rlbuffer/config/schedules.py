@@ -8,7 +8,7 @@ A schedule gives the share of the full rate at update u of n, after w updates of
 constant   1
 linear     1 - (u - w) / (n - w)
 cosine     (1 + cos(pi (u - w) / (n - w))) / 2
-wsd_sqrt   1 until `stable`, then 1 - sqrt((u - stable) / (n - stable))
+wsd_sqrt   1 until s = `stable_updates`, then 1 - sqrt((u - s) / (n - s))
 =========  ==========================================================================
 
 The rate is min + (full - min) x share; in the warm-up it is full x u / w.
@@ -52,12 +52,12 @@ def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
             f"{optimizer.learning_rate:g}",
             setting="trainer.optimizer.min_learning_rate",
         )
-    if optimizer.schedule == "wsd_sqrt" and not optimizer.warmup_updates <= optimizer.stable < planned:
+    if optimizer.schedule == "wsd_sqrt" and not optimizer.warmup_updates <= optimizer.stable_updates < planned:
         yield ConfigError(
-            f"trainer.optimizer.stable = {optimizer.stable}: with schedule = wsd_sqrt the rate falls from that update "
-            f"on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than the {planned:.0f} "
-            "planned updates",
-            setting="trainer.optimizer.stable",
+            f"trainer.optimizer.stable_updates = {optimizer.stable_updates}: with schedule = wsd_sqrt the rate falls "
+            f"from that update on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than "
+            f"the {planned:.0f} planned updates",
+            setting="trainer.optimizer.stable_updates",
         )
 
 
@@ -85,7 +85,7 @@ def learning_rate_at(update: float, trainer: TrainerSettings) -> float:
     full, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_updates
     if update < warmup:
         return full * update / warmup
-    start = optimizer.stable if optimizer.schedule == "wsd_sqrt" else warmup
+    start = optimizer.stable_updates if optimizer.schedule == "wsd_sqrt" else warmup
     planned = planned_updates(trainer) - start
     if optimizer.schedule == "constant" or update <= start:
         return full

@@ -55,14 +55,11 @@ class WeightsSettings(Table):
     listen: str = Field(
         "", description="HOST:PORT where the trainer's host serves its versions over HTTP; empty: it does not."
     )
-    url: str = Field("", description="Address under which workers reach that server; empty: paths are announced.")
-    relays: tuple[str, ...] = Field(
-        (), description="URLs of relays; workers ask them, in an order that spreads the load, before the trainer."
+    url: str = Field(
+        "",
+        description="Address under which workers reach that server, which the trainer announces, or a relay near them, "
+        "which they ask first; empty: paths are announced.",
     )
-    cache: OptionalPath = Field(
-        None, description="Where downloaded versions are kept, on a local disk; empty: in the run's folder."
-    )
-    keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
 
 
 class MetricsSettings(Table):
@@ -106,9 +103,6 @@ class WorkerSettings(Table):
         description="GPUs, by number or UUID as nvidia-smi gives them, dealt over the replicas in order; empty: all "
         "that are visible.",
     )
-    environment: Mapping[str, str] = Field(
-        default_factory=dict, description="Environment variables that `rlbuffer run` sets for these processes."
-    )
     group_size: int = Field(16, ge=1, description="Rollouts per group.")
     groups_per_batch: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
@@ -116,34 +110,13 @@ class WorkerSettings(Table):
     rollout_timeout_seconds: float = Field(
         600.0, gt=0, description="Longest that one rollout may take, sampling and scoring together."
     )
-    rollout_retries: int = Field(1, ge=0, description="Times that a rollout that failed is tried again.")
-    max_failures: int = Field(
-        50,
-        ge=0,
-        description="Groups that cannot be made, with none made before, after which the worker ends and says why; "
-        "0: it tries for ever.",
-    )
-    max_concurrent_rollouts: int = Field(
-        0, ge=0, description="Rollouts that are played or scored at once; 0: what the env bears."
-    )
-    skip_visits: int = Field(
+    skip_after: int = Field(
         0,
         ge=0,
-        description="Skip a prompt after so many visits in a row in which all its rollouts solved it, or all failed; "
-        "0: never.",
-    )
-    skip_failed: float = Field(0.0, description="All rewards of a group at or below this: it failed.")
-    skip_solved: float = Field(1.0, description="All rewards of a group at or above this: it was solved.")
-    skip_retry: float = Field(
-        0.1, ge=0, le=1, description="Share of the tickets of skipped prompts that are sampled all the same."
+        description="Skip a prompt after so many visits in a row in which all its rollouts had the same reward; a "
+        "tenth of its tickets is sampled all the same. 0: never.",
     )
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
-    needs: tuple[str, ...] = Field(
-        (),
-        description="What scorers must add before the groups can train: ref_logprobs, or reward where the env gives "
-        "none.",
-    )
-    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Of sampling; replicas add their number.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where the sampler runs.")
 
 
@@ -173,10 +146,7 @@ class ScoreSettings(Table):
     gpus: tuple[Gpu, ...] = Field(
         (), description="GPUs, dealt over the replicas in order; empty: all that are visible."
     )
-    groups_per_batch: int = Field(8, ge=1, description="Groups that are scored together, packed.")
-    row_tokens: int = Field(0, ge=0, description="Tokens of one forward pass of the model; 0: batcher.row_tokens.")
     concurrent: int = Field(16, ge=1, description="Rollouts that the function is asked about at once.")
-    timeout_seconds: float = Field(600.0, gt=0, description="Longest that the function may take for one rollout.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Of the model; auto: CUDA where there is one.")
 
     @property
@@ -202,22 +172,12 @@ class EvaluationSettings(Table):
     prompts: int = Field(64, ge=1, description="Prompts, the same ones each time; one completion each.")
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token.")
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
-    concurrent: int = Field(64, ge=1, description="Prompts in flight at once.")
-    timeout_seconds: float = Field(600.0, gt=0, description="Longest that an evaluation may take.")
 
 
 class ArchiveSettings(Table):
     """``[archive]``: what was trained and dropped, kept as Parquet files by `rlbuffer serve`."""
 
     dir: OptionalPath = Field(None, description="Folder of the archive, one per run; empty: none is kept.")
-    when_full: Literal["go on", "wait"] = Field(
-        "go on",
-        description="When the folder cannot be written: `go on` lets steps go unarchived once the server's memory is "
-        "short, and `rlbuffer verify --archive` names them; `wait` keeps them, so that pushes wait when it is full.",
-    )
-    steps: int = Field(16, ge=1, description="Most steps of one file.")
-    megabytes: int = Field(64, ge=1, description="Payloads, in MiB, from which a file takes no further step.")
-    seconds: float = Field(60.0, gt=0, description="Longest that a step waits for others before it is written.")
 
 
 class RunSettings(Table):
@@ -234,6 +194,13 @@ class RunSettings(Table):
     )
     home: GivenPath = Field(
         Path("~/.rlbuffer"), description="Where the embedded server, weights, checkpoints and metrics are kept."
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        le=LARGEST_SEED,
+        description="Of a fresh model's weights, of everything random in training, and of sampling: each worker of its "
+        "own.",
     )
     deterministic: bool = Field(
         False,
@@ -256,6 +223,11 @@ class RunSettings(Table):
     def _of_any_length(cls, given: Any) -> Any:
         """A table need not say how long a row is, wherever it comes from."""
         return {"row_tokens": ROW_TOKENS, **given} if isinstance(given, Mapping) else given
+
+    def needs_of(self, env: str) -> tuple[str, ...]:
+        """What the scorers of these settings add to groups of `env`, and those must have before they can train."""
+        scorers = [scorer for scorer in self.score.values() if not scorer.envs or env in scorer.envs]
+        return tuple(dict.fromkeys(add for scorer in scorers for add in scorer.adds))
 
     @property
     def home_dir(self) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlbuffer.config.losses import LossChoice
-from rlbuffer.config.table import LARGEST_SEED, Gpu, OptionalPath, Table
+from rlbuffer.config.table import Gpu, OptionalPath, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """One of AdamW's two."""
@@ -38,7 +38,9 @@ class OptimizerSettings(Table):
         "planned updates, as is all of it: each step takes an equal share.",
     )
     warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
-    stable: int = Field(0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start.")
+    stable_updates: int = Field(
+        0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start."
+    )
     min_learning_rate: float = Field(0.0, ge=0, description="What the rate falls to at the last planned update.")
     passes: int = Field(1, ge=1, description="Times that a step is trained.")
     updates_per_pass: int = Field(
@@ -57,7 +59,6 @@ class PublishSettings(Table):
     """``[trainer.publish]``: policy versions for the workers."""
 
     every: int = Field(1, ge=1, description="Steps between published policy versions.")
-    keep: int = Field(4, ge=2, description="Published versions kept on disk.")
 
 
 class ReportSettings(Table):
@@ -107,21 +108,8 @@ class TrainerSettings(Table):
         description="Compute tokens with which rollouts of a micro-batch begin alike once; packed rows only, and not "
         "every model.",
     )
-    seed: int = Field(
-        0, ge=0, le=LARGEST_SEED, description="Of the fresh model's weights and everything random in training."
-    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
-    pad_to_multiple_of: int = Field(1, ge=1, description="Rows are padded to a multiple of this many tokens.")
     timeout_seconds: float = Field(300.0, gt=0, description="How long to wait for a step before giving up (exit 5).")
-    stall_seconds: float = Field(
-        15.0,
-        gt=0,
-        description="How long ranks that have a step wait for one that still pulls it: longer, and it hangs (exit 5).",
-    )
-    max_damaged: float = Field(
-        0.5, ge=0, le=1, description="Share of loss tokens damaged, in step after step, from which training ends."
-    )
-    max_restarts: int = Field(10, ge=0, description="Times that the launcher restarts the ranks after a failure.")
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: LossChoice = LossChoice()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -2,10 +2,10 @@
 
 ::
 
-    committed -> waits for others, at most `archive.seconds` -> written -> may retire
+    committed -> waits for others, at most FILE_SECONDS -> written -> may retire
 
 The thread has a store of its own, so it never waits in the leader's turn, nor the leader in its. A folder that cannot
-be written holds retirement, and nothing else: what gives way when the server's memory is short is a setting.
+be written holds retirement, and nothing else, until the server's memory is short: then steps go unarchived.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon.memory_rules import WATCH_SHARE, archive_stuck
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import fields
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from rlbuffer.archive.writer import ArchiveWriter
 
 _log = logging.getLogger(__name__)
+FILE_STEPS = 16
+"""Most steps of one file."""
+FILE_BYTES = 64 * 2**20
+"""Payloads from which a file takes no further step."""
+FILE_SECONDS = 60.0
+"""Longest that a step waits for others before it is written."""
 ARCHIVE_POLL_SECONDS = 1.0
 """Seconds between looks at whether there is a file's worth of steps."""
 LONGEST_RETRY_SECONDS = 30.0
@@ -47,13 +53,12 @@ class Archiving:
 
     Args:
         open_store: connects to the run once more.
-        settings: `dir` may be None: then nothing is kept, and everything may go.
+        folder: where; None: nothing is kept, and everything may go.
     """
 
-    def __init__(self, open_store: Callable[[], Viewer], settings: ArchiveSettings) -> None:
+    def __init__(self, open_store: Callable[[], Viewer], folder: Path | None) -> None:
         self._open_store = open_store
-        self._settings = settings
-        self.folder = None if settings.dir is None else settings.dir.expanduser().absolute()
+        self.folder = None if folder is None else folder.expanduser().absolute()
         """The archive's directory on this machine; None: nothing is kept."""
         self._wake = threading.Event()
         self._is_hurried = self._is_closing = self._is_void = False
@@ -96,11 +101,11 @@ class Archiving:
         """The last step up to `up_to` that may leave the server.
 
         `share`: how much of the server's memory is used. As it fills, what is not written yet is written at once; when
-        it is short, what cannot be written goes, unless the settings say `wait`.
+        it is short, what cannot be written goes.
         """
         if self._thread is None or up_to <= self._through:
             return up_to
-        if share >= EARLY_SHARE and self._trouble and self._settings.when_full == "go on":
+        if share >= EARLY_SHARE and self._trouble:
             return up_to
         if share >= WATCH_SHARE:
             self._hurry()
@@ -118,10 +123,8 @@ class Archiving:
         self._wake.set()
 
     def problems(self) -> tuple[Problem, ...]:
-        """Nothing may retire, because the archive cannot be written."""
-        if not self._trouble or self._settings.when_full != "wait":
-            return ()
-        return (Problem(kind=Trouble.ARCHIVE, detail=self._trouble),)
+        """The archive cannot be written."""
+        return (Problem(kind=Trouble.ARCHIVE, detail=self._trouble),) if self._trouble else ()
 
     # -- the thread ------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -157,8 +160,8 @@ class Archiving:
             self._revisions.popleft()
         meta = self._store.meta()
         is_other = meta.epoch != self._epoch or meta.step < self._through
-        is_due = time.monotonic() - self._written_at >= self._settings.seconds
-        if is_other or is_due or is_last or self._is_hurried or meta.step - self._through >= self._settings.steps:
+        is_due = time.monotonic() - self._written_at >= FILE_SECONDS
+        if is_other or is_due or is_last or self._is_hurried or meta.step - self._through >= FILE_STEPS:
             self._is_hurried = False
             self._write(meta.step)
             self._epoch = meta.epoch
@@ -172,9 +175,8 @@ class Archiving:
 
         if self._store is None or self._writer is None:
             return
-        size = self._settings.megabytes * 2**20
         steps, records = 0, 0
-        for file in files_of(unwritten(self._store, self._writer), steps=self._settings.steps, size=size):
+        for file in files_of(unwritten(self._store, self._writer), steps=FILE_STEPS, size=FILE_BYTES):
             steps += copy_steps(self._store, self._writer, file)
         records = copy_history(self._store, self._writer)
         copy_trained(self._store, self._writer)
@@ -195,5 +197,4 @@ class Archiving:
         self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
         if trouble != self._trouble:
             self._trouble = trouble
-            text = archive_stuck(trouble, waits=self._settings.when_full == "wait")
-            _log.warning("%s", text, extra=fields("archive", state="stuck"))
+            _log.warning("%s", archive_stuck(trouble), extra=fields("archive", state="stuck"))

@@ -45,7 +45,6 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "cost": "",
         "envs": "as the settings that they override",
         "adapters": "an adapter's progress so far stays counted",
-        "adapter_batch_size": "an adapter's progress so far stays counted",
         "fill_timeout_seconds": "it counts for the step that is waited for, too",
         "env_dead_after_seconds": "silence is counted anew",
         "on_dead_env": "with `stop`, an env that is dead already stops the run",

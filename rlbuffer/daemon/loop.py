@@ -122,7 +122,7 @@ class Daemon:
                 if self._acquire(stop):
                     with (
                         LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._teller.beat) as keeper,
-                        Archiving(self._another_store, self._settings.archive) as archive,
+                        Archiving(self._another_store, self._settings.archive.dir) as archive,
                     ):
                         self._lead(keeper, stop, archive)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:

@@ -217,11 +217,9 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
     )
 
 
-def archive_stuck(trouble: str, *, waits: bool) -> str:
-    """The archive cannot be written; `waits`: nothing retires until it can."""
-    then = (
-        'no step retires until it can (archive.when_full = "wait"), and pushes wait when the server is full'
-        if waits
-        else "steps stay on the server while it has memory, and then go unarchived"
+def archive_stuck(trouble: str) -> str:
+    """The archive cannot be written."""
+    return (
+        f"The archive cannot be written: {trouble}. Training goes on; steps stay on the server while it has memory, "
+        "and then go unarchived. Make room there."
     )
-    return f"The archive cannot be written: {trouble}. Training goes on; {then}. Make room there."

@@ -421,8 +421,8 @@ def _problem(p: Problem) -> str:
             )
         case Trouble.ARCHIVE:
             return (
-                f'The archive cannot be written ({p.detail}), and archive.when_full = "wait" lets no step retire. Make '
-                "room there."
+                f"The archive cannot be written ({p.detail}): steps go unarchived once the server's memory is short. "
+                "Make room there."
             )
         case Trouble.NO_LESSON:
             return (

@@ -35,7 +35,6 @@ WEIGHTS_ANSWER_SECONDS = 2.0
 SUBJECTS = {
     "home": "make it writable for this user, or name another: home in the config file, RLBUFFER_HOME, --home DIR",
     "trainer.output": "make it writable for this user, or name another folder, or leave it out",
-    "weights.cache": "make it writable for this user, or name another folder, or leave it out",
     "model.path": "model.path names the directory of a Hugging Face model: hf download NAME --local-dir DIR makes one",
     "model": "`rlbuffer config example` prints a [model.config] that works",
     "redis_url": "redis://HOST:PORT/DB, rediss://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "

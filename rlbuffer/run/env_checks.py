@@ -81,13 +81,17 @@ def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     from rlbuffer.worker.envs import ADAPTERS, BUILT_IN
 
     for name, worker in settings.worker.items():
-        if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
+        if worker.env not in (*BUILT_IN, *ADAPTERS):
             continue
+        named = worker.env_options.get("name")
+        given = settings.needs_of(named if isinstance(named, str) else worker.env)
         for column in columns_of(settings.trainer.loss):
+            if column in given:
+                continue
             pair = "trainer.loss.kl_beta", f"worker.{name}"
             yield Mistake(
                 f"trainer.loss.kl_beta = {settings.trainer.loss.kl_beta:g} needs {column}, and env {worker.env} "
-                f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
+                f'gives none: add a [score.NAME] with model = "initial" '
                 f"({places(*pair)}).",
                 pair,
             )

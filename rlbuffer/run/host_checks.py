@@ -220,8 +220,6 @@ class _Look:
             yield from self.gpus(
                 f"worker.{name}", options.gpus, "auto" if options.sampler == "vllm" else options.device
             )
-        if self.settings.weights.cache is not None:
-            yield from self.folder("weights.cache", self.settings.weights.cache)
         try:
             python = python_of(name, options, sys.executable)
         except ConfigError as error:

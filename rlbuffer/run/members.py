@@ -51,7 +51,6 @@ def sample(
 
     options = settings.worker[key]
     os.environ.update(visible(gpus_of(options, replica)))
-    options = options.model_copy(update={"seed": options.seed + replica})
     with (
         connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer,
         worker_figures(settings, options, name, buffer.store.errors),

@@ -37,7 +37,7 @@ def is_apart(options: WorkerSettings) -> bool:
     """The worker needs an interpreter of its own: one that has imported torch may have asked for GPUs, and has made its
     thread pools.
     """
-    return bool(options.python or options.environment or options.gpus)
+    return bool(options.python or options.gpus)
 
 
 def python_of(name: str, options: WorkerSettings, own: str) -> str:
@@ -68,7 +68,7 @@ def environment_of(options: WorkerSettings, replica: int, python: str) -> dict[s
     engines that compile at run time look for their tools there.
     """
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PATH": path, **options.environment, **visible(gpus_of(options, replica))}
+    return {**os.environ, "PATH": path, **visible(gpus_of(options, replica))}
 
 
 def check_pythons(settings: RunSettings, own: str) -> None:

@@ -106,6 +106,9 @@ def run_scorer(
 
 
 class _Scorer:
+    at_once = 8
+    """Groups that are scored together, packed."""
+
     def __init__(
         self,
         buffer: Buffer,
@@ -214,7 +217,7 @@ class _Scorer:
         """Claims the next few; those that are gone are forgotten."""
         now = time.monotonic()
         due = [pending for pending in self._found.values() if pending.try_at <= now and pending.failures < GROUP_TRIES]
-        due = due[: self._options.groups_per_batch]
+        due = due[: self.at_once]
         if not due:
             return []
         ids = [pending.entry.entry_id for pending in due]

@@ -85,7 +85,7 @@ def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
     model_settings = settings.model
     if options.model != INITIAL_MODEL:
         model_settings = settings.model.model_copy(update={"path": options.model, "config": {}})
-    model = build_model(model_settings, seed=settings.trainer.seed)
+    model = build_model(model_settings, seed=settings.seed)
     torch.nn.Module.to(model, torch.device("cuda" if is_on_gpu else "cpu"))
     # As the trainer makes its policy: layout and dtypes are part of what is compared.
     policy = prepare(
@@ -96,6 +96,6 @@ def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
     )
     return Reference(
         policy,
-        row_tokens=options.row_tokens or settings.batcher.row_tokens,
+        row_tokens=settings.batcher.row_tokens,
         temperature=settings.trainer.temperature,
     )

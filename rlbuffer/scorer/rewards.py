@@ -18,6 +18,8 @@ from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 
+TIMEOUT_SECONDS = 600.0
+"""Longest that the function may take for one rollout."""
 NAMED = "rewards."
 """First part of the need of a group whose rollouts lack the named reward NAME: ``rewards.NAME``."""
 
@@ -88,9 +90,7 @@ class RewardFunction:
                 else:
                     answer = await in_thread(lambda: self._function(rollout, group))
         except TimeoutError:
-            raise RewardFailed(
-                f"rollout {rollout.rollout_id}: no reward within timeout_seconds = {self._timeout:g}"
-            ) from None
+            raise RewardFailed(f"rollout {rollout.rollout_id}: no reward within {self._timeout:g} s") from None
         except Exception as error:  # the user's code: whatever it raises costs this group only
             raise RewardFailed(f"rollout {rollout.rollout_id}: {type(error).__name__}: {error}") from error
         try:
@@ -115,7 +115,7 @@ def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:
         rlbuffer.errors.ConfigError: score.judge.reward = 'math:tau' is not callable but float: ...
     """
     function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
-    return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=options.timeout_seconds)
+    return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=TIMEOUT_SECONDS)
 
 
 __all__ = ["NAMED", "RewardFunction", "make_rewards"]

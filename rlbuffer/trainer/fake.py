@@ -145,8 +145,8 @@ class FakeReader:
 
     def _groups(self, number: int) -> tuple[list[Rollout], list[Sample]]:
         """The rollouts of a step, group by group, and what each is worth."""
-        rng = np.random.default_rng((self._settings.trainer.seed, number))
-        further = np.random.default_rng((self._settings.trainer.seed, number, 1))  # no column changes a token
+        rng = np.random.default_rng((self._settings.seed, number))
+        further = np.random.default_rng((self._settings.seed, number, 1))  # no column changes a token
         row_tokens = self._settings.batcher.row_tokens
         rollouts, samples = [], []
         for g in range(GROUPS):
@@ -184,7 +184,7 @@ class FakeReader:
             normalizers=normalizers,
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
-        digest = hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._settings.seed}:{number}".encode()).hexdigest()
         return Step(
             number=number,
             epoch=0,

@@ -12,7 +12,7 @@ from rlbuffer.trainer.model.lora import adapter_config, adapter_state
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.weights.files import Written, publish, publish_adapter, publish_base
 from rlbuffer.weights.model import config_of, narrow_dtype
-from rlbuffer.weights.places import announced
+from rlbuffer.weights.places import announced, kept_versions
 from rlbuffer.weights.publishing import weights_folder
 from rlbuffer.weights.state import model_state
 
@@ -39,7 +39,7 @@ def write_version(
     state = model_state(policy, inside="model", dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
     if ranks.rank != 0:
         return None
-    folder, keep = weights_folder(settings), settings.trainer.publish.keep
+    folder, keep = weights_folder(settings), kept_versions(settings)
     if base is None:
         dtype = narrow_dtype(settings.model)
         return publish(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)

@@ -14,6 +14,8 @@ from rlbuffer.trainer.session import TrainerSession
 
 MAX_PULLS = 3
 """Times that a step is pulled because ranks hold different ones, before giving up."""
+MOST_DAMAGED = 0.5
+"""Share of a step's trained tokens that may be missing or damaged."""
 MOST_DAMAGED_STEPS = 8
 """Steps in a row, beside those that are committed ahead, of which too much may be damaged. The batcher looks into
 payloads from the first damaged one on, so no producer alone gets that far: the server has lost its payloads."""
@@ -37,7 +39,7 @@ class Pulls:
         self.has_ended = False
         """All ranks have seen that the run has ended."""
         self._damaged = 0
-        """Steps in a row of which more than `max_damaged` could not be read."""
+        """Steps in a row of which more than MOST_DAMAGED could not be read."""
 
     def next(self, number: int) -> Pulled | None:
         """Step `number`, as all ranks agreed on it; None: one of them was asked to stop, or the run has
@@ -72,14 +74,12 @@ class Pulls:
         """Counts steps with too many damaged tokens, which are left out in every replay of the step alike. Such a step
         alone never ends a run: whoever pushes can make one. A run of which nothing sound comes any more does end."""
         settings, expected = self._session.settings, step.normalizers.loss_tokens
-        limit = settings.trainer.max_damaged
-        self._damaged = self._damaged + 1 if damaged > limit * expected else 0
+        self._damaged = self._damaged + 1 if damaged > MOST_DAMAGED * expected else 0
         if self._damaged > MOST_DAMAGED_STEPS + settings.batcher.lookahead:
             raise StepDamaged(
                 f"step {step.number}: {damaged} of {expected} trained tokens ({damaged / expected:.1%}) are missing or "
-                f"damaged, and {self._damaged} steps in a row were more so than trainer.max_damaged = {limit:g}. "
-                "`rlbuffer verify` lists what is gone, and the batcher's output says whose it is; raise "
-                "trainer.max_damaged to train the rest"
+                f"damaged, as was more than {MOST_DAMAGED:.0%} of each of {self._damaged} steps in a row. "
+                "`rlbuffer verify` lists what is gone, and the batcher's output says whose it is"
             )
 
     def _pull(self, number: int) -> tuple[Step | None, Agreement]:

@@ -33,7 +33,7 @@ from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.publishing import write_base
 from rlbuffer.trainer.ranks.parallel import distribute
-from rlbuffer.trainer.ranks.stalls import OnStall, StallWatch
+from rlbuffer.trainer.ranks.stalls import STALL_SECONDS, OnStall, StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.files import Written
 from rlbuffer.weights.model import build_model, narrow_dtype
@@ -101,7 +101,7 @@ def open_session(
         torch.use_deterministic_algorithms(True)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
-    _seed(settings.trainer.seed)
+    _seed(settings.seed)
     model = _model_of(settings, device)
     vocabulary = vocabulary_of(model)
     with _source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data) as buffer:
@@ -116,14 +116,14 @@ def open_session(
         base = None
         if settings.trainer.lora.rank:
             base = write_base(settings, policy) if rank == 0 else None
-            add_adapter(policy.model, settings.trainer.lora, seed=settings.trainer.seed)
+            add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
-        with StallWatch(ranks, store, seconds=settings.trainer.stall_seconds, on_stall=on_stall) as stalls:
+        with StallWatch(ranks, store, seconds=STALL_SECONDS, on_stall=on_stall) as stalls:
             reader = buffer.reader(
                 rank,
                 world_size,
                 timeout_seconds=settings.trainer.timeout_seconds,
-                pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
+                pad_to_multiple_of=64 if device.type == "cuda" else 1,
                 vocabulary=vocabulary,
                 adapters=False,
                 columns=columns_of(settings.trainer.loss),
@@ -148,7 +148,7 @@ def open_session(
 
 
 def _model_of(settings: RunSettings, device: torch.device) -> PreTrainedModel:
-    model = build_model(settings.model, seed=settings.trainer.seed)
+    model = build_model(settings.model, seed=settings.seed)
     if why := router_loss(model.config.to_dict()):
         raise ConfigError(why, setting="model")
     nn.Module.to(model, device)

@@ -5,17 +5,15 @@
             .tmp-v00000013-.../        one that is being downloaded; continued after an interruption
             .lock                      held by the process that downloads or removes; the others wait and find it done
 
-A version is looked for at the relays first, in an order of this host's own (spread by hash, other versions other
-orders), and at the trainer last.
+A version is looked for at ``weights.url`` of this host's settings first, which may be a relay, and then at the place
+that the trainer announced.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -59,7 +57,7 @@ class VersionCache:
 
     Args:
         directory: local to this host; made when it is needed.
-        relays: URLs that are asked before the place that the trainer announced.
+        relay: URL that is asked before the place that the trainer announced; "": none.
         keep: versions kept, the most recently used ones.
         token: bearer token for all places.
         beside: the folder into which a trainer on this very host publishes; a version there is not downloaded.
@@ -70,14 +68,14 @@ class VersionCache:
         self,
         directory: Path,
         *,
-        relays: Sequence[str] = (),
+        relay: str = "",
         keep: int = 4,
         token: str = "",
         beside: Path | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self.directory = directory
-        self._relays = tuple(relays)
+        self._relay = relay
         self._keep = keep
         self._token = token
         self._beside = beside
@@ -86,11 +84,9 @@ class VersionCache:
     @classmethod
     def of(cls, settings: RunSettings, *, stop: threading.Event | None = None) -> VersionCache:
         """The cache that a run's ``[weights]`` describes."""
-        weights = settings.weights
         return cls(
-            weights.cache.expanduser() if weights.cache is not None else settings.run_dir / "weights-cache",
-            relays=weights.relays,
-            keep=weights.keep,
+            settings.run_dir / "weights-cache",
+            relay=settings.weights.url,
             token=os.environ.get(TOKEN_VARIABLE, ""),
             beside=settings.output_dir / "weights",
             stop=stop,
@@ -121,7 +117,7 @@ class VersionCache:
             )
         if self._beside is not None and (self._beside / name / LIST_FILE).is_file():
             return replace(policy, location=str((self._beside / name).absolute()))
-        directory = self.fetch(name, [*spread(self._relays, name), origin], policy)
+        directory = self.fetch(name, [*[self._relay] * bool(self._relay), origin], policy)
         if is_adapter(directory):
             self.localized(base_of(directory))
         return replace(policy, location=str(directory.absolute()))
@@ -161,7 +157,7 @@ class VersionCache:
         except OSError as error:
             raise WeightsError(
                 f"{name} cannot be stored in {self.directory} ({error.strerror}): free space there, or choose another "
-                "folder (weights.cache)"
+                "home"
             ) from error
 
     def recheck(self, policy: PolicyVersion) -> None:
@@ -259,9 +255,7 @@ class VersionCache:
     def _need(self, size: int) -> None:
         free = shutil.disk_usage(self.directory).free
         if size > free:
-            raise WeightsError(
-                f"{self.directory} has {free} bytes free, {size} are needed: choose another folder (weights.cache)"
-            )
+            raise WeightsError(f"{self.directory} has {free} bytes free, {size} are needed: choose another home")
 
     def _prune(self, current: str) -> None:
         """Most recently used, not newest: after a rewind the versions in use have smaller numbers than old ones."""
@@ -279,13 +273,3 @@ def _known(folder: Path, name: str) -> dict[str, ListedFile]:
         return {file.name: file for file in parse_list((folder / LIST_FILE).read_bytes(), name=name)}
     except (OSError, WeightsError):
         return {}
-
-
-def spread(relays: Sequence[str], name: str, *, host: str = "") -> list[str]:
-    """The relays in the order in which `host` (default: this one) asks them for version `name`.
-
-    Rendezvous hashing: every order is equally likely over hosts and versions, and a relay that is added or removed
-    changes nobody's order of the others. Source: Thaler and Ravishankar, 1998.
-    """
-    host = host or socket.gethostname()
-    return sorted(relays, key=lambda relay: hashlib.sha256(f"{host}\0{name}\0{relay}".encode()).digest())

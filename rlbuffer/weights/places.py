@@ -36,6 +36,11 @@ def default_cache() -> VersionCache:
     return VersionCache(home / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
 
 
+def kept_versions(settings: RunSettings) -> int:
+    """Published versions that stay on disk: those that a rollout which still trains may need, at least 4."""
+    return max(4, settings.batcher.largest_max_age + 3)
+
+
 def announced(settings: RunSettings, location: str) -> str:
     """The location that a trainer announces for a version in `location`: its URL where ``weights.url`` is set.
 

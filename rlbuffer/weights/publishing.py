@@ -16,7 +16,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import config_of
-from rlbuffer.weights.places import announced
+from rlbuffer.weights.places import announced, kept_versions
 from rlbuffer.weights.state import is_sharded, model_state
 
 
@@ -87,7 +87,7 @@ def publish_model(
             model,
             version,
             folder=weights_folder(settings) if folder is None else folder.expanduser(),
-            keep=settings.trainer.publish.keep if keep is None else keep,
+            keep=kept_versions(settings) if keep is None else keep,
             is_first=rank == 0,
         ),
     )

@@ -1,4 +1,4 @@
-"""Prompts that teach nothing now are skipped: those that the last groups all solved, and those that all failed.
+"""Prompts that teach nothing now are skipped: all rollouts of their last groups had the same reward.
 
 A ticket always stands for the same prompt; only whether it is sampled changes. The visits of a prompt are kept with
 the run, for all its workers: a mark per visit, newest last.
@@ -13,13 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from rlbuffer.batcher.teaching import Teaching
-from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.worker.envs.prompt import Prompt
 
-SOLVED, FAILED, MIXED = "s", "f", "m"
-"""Marks of a visit: all rollouts solved the prompt, all failed, or neither."""
+EQUAL, MIXED = "e", "m"
+"""Marks of a visit: all rollouts had the same reward, or not."""
+RETRIED_SHARE = 0.1
+"""Share of the tickets of skipped prompts that are sampled all the same."""
 
 
 class VisitStore(Protocol):
@@ -35,48 +36,41 @@ class Difficulty:
     Args:
         store: where the marks are.
         env: the env's name.
-        settings: `skip_visits`, `skip_failed`, `skip_solved`, `skip_retry`.
+        visits: in a row, after which a prompt is skipped; 0: never.
         teaching: says what a group is judged by.
     """
 
-    def __init__(self, store: VisitStore, env: str, settings: WorkerSettings, teaching: Teaching) -> None:
-        self._store, self._env, self._settings, self._teaching = store, env, settings, teaching
+    def __init__(self, store: VisitStore, env: str, visits: int, teaching: Teaching) -> None:
+        self._store, self._env, self._visits, self._teaching = store, env, visits, teaching
 
     def reasons(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> list[str]:
         """The reason why each ticket's prompt is skipped; "" when it is to be sampled.
 
-        A share `skip_retry` of the tickets is sampled all the same, whoever holds them: what was too hard for an
+        A share of the tickets is sampled all the same, whoever holds them: what was too hard for an
         earlier version may not be for this one.
         """
-        visits = self._settings.skip_visits
+        visits = self._visits
         if not visits or not prompts:
             return [""] * len(prompts)
         known = self._store.visits(self._env, [prompt.prompt_id for prompt in prompts])
         out = []
         for ticket, marks in zip(tickets, known, strict=True):
-            last = set(marks[-visits:]) if len(marks) >= visits else set()
-            one_sided = last in ({SOLVED}, {FAILED})
-            if not one_sided or np.random.default_rng(ticket.number).random() < self._settings.skip_retry:
-                out.append("")
+            is_skipped = marks[-visits:] == EQUAL * visits
+            if is_skipped and np.random.default_rng(ticket.number).random() >= RETRIED_SHARE:
+                out.append(f"the same reward for all rollouts of each of its last {visits} visits")
             else:
-                out.append(f"{'solved' if last == {SOLVED} else 'failed'} by all rollouts of its last {visits} visits")
+                out.append("")
         return out
 
     def note(self, group: Group) -> None:
         """Remembers how a group went. A server that is full takes no note, and the prompt is visited once more."""
-        visits = self._settings.skip_visits
+        visits = self._visits
         judged = self._teaching.judged(group.rollouts)
         if not visits or not judged:
             return
         columns = {name for rollout in group.rollouts for name in rollout.columns}
-        if self._teaching.anyway(group.rollouts, columns):
-            mark = MIXED
-        elif min(judged) >= self._settings.skip_solved:
-            mark = SOLVED
-        elif max(judged) <= self._settings.skip_failed:
-            mark = FAILED
-        else:
-            mark = MIXED
+        is_equal = min(judged) == max(judged) and not self._teaching.anyway(group.rollouts, columns)
+        mark = EQUAL if is_equal else MIXED
         with suppress(ServerRefused):
             known = self._store.visits(self._env, [group.prompt_id])[0]
             self._store.note_visits(self._env, group.prompt_id, (known + mark)[-visits:])

@@ -31,6 +31,10 @@ from rlbuffer.worker.samplers.base import Sampler
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
+CONCURRENT = 64
+"""Prompts in flight at once."""
+TIMEOUT_SECONDS = 600.0
+"""Longest that an evaluation may take."""
 EVALUATION_POLL_SECONDS = 0.5
 """Seconds between two looks whether a version is due; one that is loaded is looked at then."""
 _log = logging.getLogger(__name__)
@@ -99,17 +103,17 @@ class Evaluator:
             await close_env(env)
 
     async def _evaluate(self, name: str, settings: EvaluationSettings, version: int) -> None:
-        ttl = settings.timeout_seconds
+        ttl = TIMEOUT_SECONDS
         if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=self._owner, ttl_seconds=ttl):
             return
         start = time.monotonic()
         record, trouble = None, ""
         try:
             if self._sampler.version == version:
-                async with asyncio.timeout(settings.timeout_seconds):
+                async with asyncio.timeout(TIMEOUT_SECONDS):
                     record, trouble = await self._measured(name, settings, version)
         except TimeoutError:
-            trouble = f"eval/{name} of version {version} took longer than {settings.timeout_seconds:g} s"
+            trouble = f"eval/{name} of version {version} took longer than {TIMEOUT_SECONDS:g} s"
         finally:
             if record is None:
                 await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
@@ -149,10 +153,10 @@ class Evaluator:
             group_size=1,
             temperature=1.0,  # the field wants more than 0; what is sampled with stands in `sampling`
             max_new_tokens=settings.max_new_tokens,
-            rollout_timeout_seconds=settings.timeout_seconds,
+            rollout_timeout_seconds=TIMEOUT_SECONDS,
         )
         maker = GroupMaker(env, self._sampler, worker, worker="eval", temperature=settings.temperature)
-        limit = asyncio.Semaphore(settings.concurrent)
+        limit = asyncio.Semaphore(CONCURRENT)
 
         async def one(number: int) -> Rollout | None:
             async with limit:

@@ -86,7 +86,7 @@ class Failures:
         counts = self.record()
         return ConfigError(
             f"env {env}: none of {plural(sum(counts.values()), 'group')} could be made ({counted(counts)}), the last: "
-            f"{self.last}. Mend the env, or let it try more often (worker.*.max_failures; 0: for ever)",
+            f"{self.last}. Mend the env",
             setting="env",
         )
 

@@ -77,10 +77,10 @@ class WorkerFigures:
                 self._is_waiting = True
 
     def _difficulty(self, lowest: float, highest: float) -> str:
-        """The word for a group of these rewards, by the settings that skip prompts."""
-        if lowest >= self._settings.skip_solved:
-            return "solved"
-        return "failed" if highest <= self._settings.skip_failed else "mixed"
+        """The word for a group of these rewards."""
+        if lowest < highest:
+            return "mixed"
+        return "solved" if lowest > 0 else "failed"
 
 
 @contextmanager

@@ -55,6 +55,8 @@ SKIPS_AT_ONCE = 256
 """Tickets skipped one after the other before each further look for one that is not waits a little."""
 LAND_SECONDS = 2.0
 """The time that groups in flight have to end, as a group or as none, once the worker is asked to stop."""
+MOST_FAILURES = 50
+"""Groups that cannot be made, with none made before, after which the worker ends."""
 LAST_FAILURE = 3
 """Times that a group fails before its prompt is left out."""
 SAY_SECONDS = 60.0
@@ -85,7 +87,7 @@ class Flights:
         self._tasks: set[asyncio.Task[None]] = set()
         run = job.buffer.settings
         teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
-        self._difficulty = Difficulty(job.buffer.role(WorkerStore), job.env.name, job.settings, teaching)
+        self._difficulty = Difficulty(job.buffer.role(WorkerStore), job.env.name, job.settings.skip_after, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
@@ -354,8 +356,7 @@ class Flights:
         trace = traceback_of(error)
         is_first = self._pulse.failures.note(kind, what, trace)
         self._messages.given_up(sentence, kind, trace if is_first else "", is_first=is_first)
-        tries = self._settings.max_failures
-        if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
+        if not self._pulse.groups and self._pulse.failed_groups >= MOST_FAILURES:
             raise self._pulse.failures.all_of(self._env.name)
         if is_last:  # one prompt that can never be sampled must not keep the run from its end
             self._pulse.remove([ticket])

@@ -57,17 +57,22 @@ def in_words(error: BaseException, settings: WorkerSettings) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+RETRIES = 1
+"""Times that a rollout of several turns that failed is tried again."""
+
+
 class GroupMaker:
     """Makes groups of one env with one sampler.
 
     Args:
         env: single-turn, multi-turn, or one that makes rollouts itself.
         sampler: has loaded a version.
-        settings: group size, sampling, timeouts, retries.
+        settings: group size, sampling, timeouts.
         worker: the producer's name.
         temperature: instead of the settings'; 0 takes the likeliest token.
         assumed_temperature: what the trainer takes where a rollout does not say.
         row_tokens: of a longer rollout nothing trains; 0: no limit.
+        needs: what scorers add where the env does not.
     """
 
     def __init__(
@@ -80,13 +85,14 @@ class GroupMaker:
         temperature: float | None = None,
         assumed_temperature: float = 1.0,
         row_tokens: int = 0,
+        needs: Sequence[str] = (),
     ) -> None:
         self._env = env
         self._sampler = sampler
         self._settings = settings
         self._worker = worker
         self._assumed = assumed_temperature
-        self._row_tokens = row_tokens
+        self._row_tokens, self._needs = row_tokens, needs
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
             temperature=settings.temperature if temperature is None else temperature,
@@ -94,7 +100,7 @@ class GroupMaker:
             stop_token_ids=tuple(env.eos_token_ids),
         )
         """How every completion is drawn, unless an episode says otherwise."""
-        self._most = settings.max_concurrent_rollouts or getattr(env, "max_concurrent", 0)
+        self._most = getattr(env, "max_concurrent", 0)
         self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
         """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
         self._ending = asyncio.Event()
@@ -229,8 +235,8 @@ class GroupMaker:
 
     # -- several completions per rollout -------------------------------------------------------------------------------
     async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
-        """One rollout, tried again as often as the settings say."""
-        tries = self._settings.rollout_retries
+        """One rollout, tried again as often as it may be."""
+        tries = RETRIES
         one = self._made if self.way == "rollout" else self._played
         while True:
             try:
@@ -291,7 +297,7 @@ class GroupMaker:
             planned_size=len(rollouts),
             answer=prompt.answer,
             metadata=metadata,
-            needs=self._settings.needs,
+            needs=tuple(need for need in self._needs if not _has_all(rollouts, need)),
             worker=self._worker,
             created=time.time(),
         )
@@ -303,3 +309,11 @@ class GroupMaker:
             return rollout
         column = np.full(rollout.length, temperature, np.float32)
         return replace(rollout, columns={**rollout.columns, "temperatures": column})
+
+
+def _has_all(rollouts: Sequence[Rollout], need: str) -> bool:
+    """The env gave what the need is."""
+    if need == "reward":
+        return all(rollout.reward is not None for rollout in rollouts)
+    name = need.removeprefix("rewards.")
+    return all(name in (rollout.columns if name == need else rollout.rewards) for rollout in rollouts)

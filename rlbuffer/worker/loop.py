@@ -11,6 +11,7 @@ these end the worker: a server that stays away, and settings that cannot work.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.fractions import budgets_at
-from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
+from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
@@ -52,6 +53,11 @@ DRAIN_LOOK_SECONDS = 5.0
 """Seconds between two looks whether a run that gives no ticket drains."""
 
 
+def _seed_of(settings: RunSettings, name: str) -> int:
+    """The seed of sampling: the run's, and another one for every worker."""
+    return int.from_bytes(hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=7).digest())
+
+
 def run_worker(
     buffer: Buffer,
     name: str,
@@ -75,14 +81,17 @@ def run_worker(
         True when the env is done: all its tickets were given, and their groups made.
 
     Raises:
-        ConfigError: the env or sampler cannot be made, the env does not fit the model, or none of `max_failures` groups
-            could be made.
+        ConfigError: the env or sampler cannot be made, the env does not fit the model, or none of the first
+            groups could be made.
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable: for longer than the writer's patience.
     """
     # First what may be refused: a worker that cannot work begins no run.
     with telling_why(buffer, name, settings):
-        env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
+        env, sampler = (
+            env or make_env(settings.env, **settings.env_options),
+            sampler or make_sampler(settings, seed=_seed_of(buffer.settings, name)),
+        )
     buffer.role(WorkerStore).open_run()
     job = WorkerJob(
         buffer=buffer,
@@ -118,6 +127,7 @@ class _Worker:
             worker=job.name,
             assumed_temperature=assumed,
             row_tokens=buffer.settings.batcher.row_tokens,
+            needs=buffer.settings.needs_of(env.name),
         )
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
         self._pulse.failed_rollouts = self._maker.failed_rollouts

@@ -23,7 +23,7 @@ LAUNCH = """
 import sys
 from rlbuffer.config.settings import from_json
 from rlbuffer.trainer.launch.launcher import launch
-sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=True))
+sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=True, max_restarts=1))
 """
 
 
@@ -105,18 +105,18 @@ def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_
 
 
 def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(parent: Parent, tmp_path: Path) -> None:
-    process = start(parent, tmp_path, 2, loss={"name": "ppo"})
+    process = start(parent, tmp_path, 2, loss={"name": "no_such:loss"})
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 3
-    known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
-    assert errors == f"Error: trainer.loss.name = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
+    assert errors.startswith("Error: trainer.loss.name = 'no_such:loss' cannot be imported: ModuleNotFoundError")
+    assert errors.count("\n") == 1
 
 
 def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(
     parent: Parent, tmp_path: Path
 ) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    process = start(parent, tmp_path, 2, max_restarts=1)
+    process = start(parent, tmp_path, 2)
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 1
     first, second = errors.split("Starting all 2 ranks again from the newest checkpoint (restart 1 of 1).\n")
@@ -124,7 +124,7 @@ def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_trac
         assert message.startswith("Rank 0 failed:\nTraceback (most recent call last):\n")
         assert message.count("Traceback") == 1
         assert "IsADirectoryError" in message
-    assert second.endswith("\nGiving up after 1 restart (trainer.max_restarts).\n")
+    assert second.endswith("\nGiving up after 1 restart.\n")
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_message(parent: Parent, tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ class Live:
         self.home.environment["RLBUFFER_METRICS__LISTEN"] = "127.0.0.1:0"
         path = self.home.config(steps=100_000, world_size=1, checkpoint_every=3)
         text = path.read_text().replace("vocab_size = 16", "vocab_size = 13")
-        text = text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')
         path.write_text(text.replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n") + SCORER)
         for name, *arguments in (
             ("serve", "serve", "--display", "plain"),

@@ -33,7 +33,7 @@ def test_a_run_finds_the_modules_beside_its_config_in_every_process(home: Home) 
     text = text.replace('[worker.vcopy]\nenv = "vcopy"\n', '[worker.vcopy]\nenv = "of_the_run:make"\n')
     text = text.replace(
         '[worker.repeat]\nenv = "repeat"\n',
-        '[worker.repeat]\nenv = "of_the_run:make"\nenv_options = { name = "repeat" }\nenvironment = { APART = "1" }\n',
+        '[worker.repeat]\nenv = "of_the_run:make"\nenv_options = { name = "repeat" }\ngpus = [0]\n',
     )
     config = project / "own.toml"
     config.write_text(text)

@@ -34,7 +34,7 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
         .replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n")
         .replace("vocab_size = 16", "vocab_size = 13")
     )
-    path.write_text(text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n') + SCORER)
+    path.write_text(text + SCORER)
     options = {"aclfile": str(home.path / "users.acl")}
     with OwnServer(home.path / "own", options=options, program=str(found)) as server:
 

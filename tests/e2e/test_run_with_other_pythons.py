@@ -14,12 +14,10 @@ from homes import Home
 def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Home) -> None:
     """Takes a minute: a Python of its own imports everything again, at every start."""
     wrapper, started = home.path / "python", home.path / "started"
-    wrapper.write_text(f'#!/bin/sh\necho "$MARK $CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
     config = home.config(world_size=1, steps=1000)
-    text = config.read_text().replace(
-        "[worker.vcopy]\n", f'[worker.vcopy]\npython = "{wrapper}"\ngpus = [3]\nenvironment = {{ MARK = "own" }}\n'
-    )
+    text = config.read_text().replace("[worker.vcopy]\n", f'[worker.vcopy]\npython = "{wrapper}"\ngpus = [3]\n')
     config.write_text(text)
 
     def pid() -> int:
@@ -31,7 +29,7 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     supervisor = home.start("run", config, "--display", "plain", log="run")
     home.wait_until(lambda: steps() >= 1, seconds=180, why="the first step, which needs both workers")
     first = pid()
-    assert started.read_text().splitlines()[1:] == ["own 3 -m rlbuffer.run.members worker vcopy 0 vcopy"]
+    assert started.read_text().splitlines()[1:] == ["3 -m rlbuffer.run.members worker vcopy 0 vcopy"]
 
     os.kill(first, signal.SIGKILL)
     home.wait_until(lambda: pid() not in (0, first), seconds=120, why="another worker in place of the killed one")

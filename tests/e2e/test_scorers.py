@@ -34,7 +34,6 @@ max_age = 1000
 
 [score.judge]
 reward = "slow_judge:reward"
-groups_per_batch = 3
 concurrent = 1
 """
 KL = """
@@ -114,7 +113,6 @@ def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home)
         .replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n")
         .replace("vocab_size = 16", "vocab_size = 13")
     )
-    text = text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')
     path.write_text(text + KL)
     supervisor = home.start("run", path, "--display", "plain", log="run")
     victim = home.wait_until(

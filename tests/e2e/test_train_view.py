@@ -13,11 +13,20 @@ def loss(tokens, options):
 
 def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_behind_it(home: Home) -> None:
     (home.path / "failing.py").write_text(LOSS)
-    given = ["--config", home.config(run="fake"), "--fake-data", "--world-size", "1", "--steps", "2"]
+    given = [
+        "--config",
+        home.config(run="fake"),
+        "--fake-data",
+        "--world-size",
+        "1",
+        "--steps",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
     variables = {
         "RLBUFFER_HOME": str(home.path),
         "RLBUFFER_TRAINER__LOSS__NAME": "failing:loss",
-        "RLBUFFER_TRAINER__MAX_RESTARTS": "1",
     }
     drawn = typed(["train", *given], home.path, until=b"", keys=b"", columns=100, code=1, **variables)
     screen = Screen(100)
@@ -30,4 +39,4 @@ def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_be
     for end in (again, len(rows) - 2):
         error = max(i for i in range(end) if rows[i] == "ValueError: not a loss")
         assert "`rlbuffer runs void 1`" in " ".join(rows[error + 1 : end]), "what is said of the error stands behind it"
-    assert rows[-2:] == ["Giving up after 1 restart (trainer.max_restarts).", ""]
+    assert rows[-2:] == ["Giving up after 1 restart.", ""]

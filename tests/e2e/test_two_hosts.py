@@ -103,12 +103,11 @@ keep = 2
         train = trainer.start("train", "--display", "plain", log="train")
         relay = f"http://{SECOND}:9466"
         relaying = sampler.start(
-            "weights", "serve", "--listen", f"{SECOND}:9466", "--upstream", f"http://{FIRST}:9465", log="relay"
+            *("weights", "serve", "--listen", f"{SECOND}:9466", "--upstream", f"http://{FIRST}:9465"),
+            *("--home", str(sampler.path / "relay")),
+            log="relay",
         )
-        sampler.environment |= {
-            "RLBUFFER_WEIGHTS__RELAYS": f'["{relay}"]',
-            "RLBUFFER_WEIGHTS__CACHE": str(sampler.path / "workers"),
-        }
+        sampler.environment |= {"RLBUFFER_WEIGHTS__URL": relay}
         workers = [sampler.start("worker", name, "--display", "plain", log=name) for name in ("vcopy", "repeat")]
         assert train.wait(timeout=240) == 0, trainer.logs() + sampler.logs()
         verified = trainer.call("verify", "--run", "tiny")
@@ -122,7 +121,10 @@ keep = 2
 
     assert [record["step"] for record in trainer.metrics()] == list(range(1, 9))
     assert "policy versions are served at 0.0.0.0:9465 (http://127.0.0.1:9465 from here)" in trainer.logs()
-    for folder in ("workers", "runs/tiny/weights-cache"):  # what the workers keep, and what the relay keeps
+    for folder in (
+        "runs/tiny/weights-cache",
+        "relay/runs/tiny/weights-cache",
+    ):  # what the workers keep, and what the relay keeps
         kept = sorted(path.name for path in (sampler.path / folder).iterdir() if path.name.startswith("v"))
         assert len(kept) == 2
         # Step 8 was sampled with version 6 or 7: max_age is 1.

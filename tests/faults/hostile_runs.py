@@ -43,7 +43,7 @@ HELD_SECONDS = 10.0
 VIEWS = (("inspect",), ("verify",), ("runs", "list"))
 BROKEN = ("Traceback (most recent call last)", "This is a defect")
 STARTED_AGAIN = ("starting it again", "Starting all")
-SCORER = '\n[score.ref]\nmodel = "initial"\ndevice = "cpu"\n'
+SCORER = '\n[score.ref]\nmodel = "initial"\ndevice = "cpu"\nenvs = ["repeat"]\n'
 
 
 def run_hostile(
@@ -110,15 +110,12 @@ def _config(home: Home, world_size: int) -> Path:
     text = (
         path.read_text()
         .replace("every = 5", "every = 100000")
-        .replace("max_restarts = 1000\n", "")
         # Groups that need what no scorer gives hold tickets until then.
         .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")
         .replace("vocab_size = 16", "vocab_size = 13")
         .replace("world_size = 2", f"world_size = {world_size}")
     )
-    head, found, tail = text.partition("[worker.repeat]")
-    tail = tail.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')
-    path.write_text(head + found + tail + SCORER)
+    path.write_text(text + SCORER)
     return path
 
 

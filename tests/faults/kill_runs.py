@@ -84,9 +84,7 @@ def run_kills(home: Home, *, seed: int, kills: int, steps: int, say: Say, place:
 def write_config(home: Home, *, steps: int, keep_checkpoints: int, micro_batches: int = 1) -> Path:
     """Small settings: steps of a fraction of a second, a checkpoint every five."""
     sizes = {"micro_batches": micro_batches, "world_size": WORLD_SIZE}
-    path = home.config(steps=steps, checkpoint_every=5, keep_checkpoints=keep_checkpoints, **sizes)
-    path.write_text(path.read_text().replace("[trainer]\n", "[trainer]\nmax_restarts = 1000\n"))
-    return path
+    return home.config(steps=steps, checkpoint_every=5, keep_checkpoints=keep_checkpoints, **sizes)
 
 
 class Watch:

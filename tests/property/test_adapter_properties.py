@@ -121,8 +121,9 @@ ADAPTED = st.builds(
     unit=st.sampled_from(["tokens", "rollouts", "groups"]),
     order=st.sampled_from(["newest_first", "oldest_first"]),
     max_uses=st.integers(1, 2),
-    adapters=st.just({"x": AdapterConfig(batch_size=5)}),
-    adapter_batch_size=st.integers(1, 12),
+    adapters=st.integers(1, 12).map(
+        lambda size: {"x": AdapterConfig(batch_size=5), "y": AdapterConfig(batch_size=size)}
+    ),
 )
 ARRIVALS = st.lists(
     st.tuples(st.sampled_from(NAMES), st.integers(0, 1), st.lists(st.integers(1, 100), min_size=1, max_size=4)),

@@ -64,7 +64,6 @@ group_size = 16
 groups_per_batch = 32
 sampler = "vllm"
 python = {python}
-environment = {environment}
 
 [worker.vcopy.sampler_options]
 dtype = "float32"
@@ -76,13 +75,13 @@ max_num_seqs = 512
 
 def write_config(folder: Path, *, steps: int) -> Path:
     """The run's rlbuffer.toml."""
-    environment = ", ".join(f"{name} = {json.dumps(value)}" for name, value in FEW_PROCESSES.items())
     path = folder / "rlbuffer.toml"
-    path.write_text(CONFIG.format(steps=steps, python=json.dumps(sys.executable), environment=f"{{ {environment} }}"))
+    path.write_text(CONFIG.format(steps=steps, python=json.dumps(sys.executable)))
     return path
 
 
 def test_a_run_that_samples_with_vllm_learns_to_copy(home: Home) -> None:
+    home.environment |= FEW_PROCESSES
     run = home.start("run", write_config(home.path, steps=400), "--display", "plain", log="run")
 
     def rewards() -> list[float]:

@@ -45,7 +45,7 @@ def test_an_own_step_ends_with_the_step_that_completes_its_batch_and_counts_anew
 
 @pytest.mark.parametrize(("batch_size", "ready"), [(3, True), (4, True), (5, False)])
 def test_a_batch_is_whole_at_its_size(batch_size, ready):
-    made = batcher(**ONE_GROUP | {"adapters": {}, "adapter_batch_size": batch_size})
+    made = batcher(**ONE_GROUP | {"adapters": {"x": AdapterConfig(batch_size=batch_size)}})
     put(made, "g", adapter="x")
     plan = commit(made, 1)
     assert told(plan) == (0, 4, 4, int(ready), ready)

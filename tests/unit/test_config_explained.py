@@ -125,7 +125,6 @@ BREAKS = {
     "every replica": f"{WORKER}gpus = [0]\nreplicas = 2\n",
     "every rank": "[trainer]\ngpus = [0]\nworld_size = 2\n",
     "with vLLM a top_p": f'{WORKER}sampler = "vllm"\ntop_p = 0.9\ntemperature = 0.5\n',
-    "skip_failed": f"{WORKER}skip_visits = 1\nskip_failed = 2.0\n",
     "min_learning_rate": '[trainer.optimizer]\nschedule = "cosine"\nmin_learning_rate = 1.0\n',
     "prompts are shared": '[trainer]\nshare_prompts = true\nlayout = "padded"\n',
     "above 0, groups": f"{WORKER}[trainer.loss]\nkl_beta = 0.1\n",
@@ -136,7 +135,6 @@ BREAKS = {
     "max_uses": "[batcher]\nmax_uses = 9\n",
     "a completion fits": f"{WORKER}max_new_tokens = 100000\n",
     "an update has": "[trainer.optimizer]\nupdates_per_pass = 4\n",
-    "a scorer adds it": f'{WORKER}needs = ["reward"]\n',
     "both are set": '[weights]\nlisten = "0.0.0.0:9465"\n',
 }
 """Beginning of a rule -> settings that break it."""

@@ -12,9 +12,8 @@ from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.pulls import MOST_DAMAGED_STEPS, Pulls
 
 
-def pulls(*, max_damaged: float = 0.5, lookahead: int = 1) -> Pulls:
-    trainer, batcher = SimpleNamespace(max_damaged=max_damaged), SimpleNamespace(lookahead=lookahead)
-    session: Any = SimpleNamespace(settings=SimpleNamespace(trainer=trainer, batcher=batcher))
+def pulls(*, lookahead: int = 1) -> Pulls:
+    session: Any = SimpleNamespace(settings=SimpleNamespace(batcher=SimpleNamespace(lookahead=lookahead)))
     return Pulls(session)
 
 
@@ -28,13 +27,8 @@ def test_steps_of_which_nothing_can_be_read_are_borne_for_a_while() -> None:
     made = pulls()
     for step in range(1, MOST_DAMAGED_STEPS + 2):
         count(made, 20, step=step)
-    with pytest.raises(StepDamaged) as caught:
+    with pytest.raises(StepDamaged, match=r"^step 10: 15 of 20 "):
         count(made, 15, step=10)
-    assert str(caught.value) == (
-        "step 10: 15 of 20 trained tokens (75.0%) are missing or damaged, and 10 steps in a row were more so than "
-        "trainer.max_damaged = 0.5. `rlbuffer verify` lists what is gone, and the batcher's output says whose it is; "
-        "raise trainer.max_damaged to train the rest"
-    )
 
 
 def test_one_step_that_is_sound_enough_begins_the_count_anew() -> None:
@@ -43,9 +37,3 @@ def test_one_step_that_is_sound_enough_begins_the_count_anew() -> None:
         for _ in range(MOST_DAMAGED_STEPS + 1):
             count(made, 11)
         count(made, 10)  # the limit itself is allowed
-
-
-def test_a_limit_of_one_never_ends_training() -> None:
-    made = pulls(max_damaged=1.0)
-    for _ in range(100):
-        count(made, 20)

@@ -10,7 +10,6 @@ import pytest
 
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.rollout import Rollout
@@ -32,9 +31,8 @@ class Marks(dict[str, str]):
         self[prompt_id] = marks
 
 
-def difficulty(marks: Marks, teaching: Teaching | None = None, **settings: float) -> Difficulty:
-    own = WorkerSettings(**{"env": "math", "skip_visits": 2, "skip_retry": 0.0, **settings})
-    return Difficulty(marks, "math", own, teaching or Teaching(BatcherConfig(64)))
+def difficulty(marks: Marks, teaching: Teaching | None = None, visits: int = 2) -> Difficulty:
+    return Difficulty(marks, "math", visits, teaching or Teaching(BatcherConfig(64)))
 
 
 def reasons(filter_: Difficulty, *numbers: int, prompt_id: str = "p") -> list[str]:
@@ -52,36 +50,24 @@ def group(*rewards: float) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("marks", "reason"),
-    [
-        ("", ""),
-        ("s", ""),
-        ("ss", "solved by all rollouts of its last 2 visits"),
-        ("ff", "failed by all rollouts of its last 2 visits"),
-        ("sf", ""),
-        ("mm", ""),
-        ("ms", ""),
-        ("mss", "solved by all rollouts of its last 2 visits"),
-    ],
+    ("marks", "is_skipped"), [("", False), ("e", False), ("ee", True), ("mm", False), ("me", False), ("mee", True)]
 )
-def test_a_prompt_is_skipped_when_its_last_visits_all_went_one_way(marks: str, reason: str) -> None:
-    assert reasons(difficulty(Marks(p=marks)), 0, 1) == [reason, reason]
+def test_a_prompt_is_skipped_when_its_last_visits_all_had_equal_rewards(marks: str, is_skipped: bool) -> None:
+    said = reasons(difficulty(Marks(p=marks)), 0, 1)
+    assert list(map(bool, said)) == [is_skipped] * 2
 
 
 @pytest.mark.parametrize(
     ("rewards", "mark"),
     [
-        ((1.0, 1.0), "s"),
-        ((1.0, 1.5), "s"),
+        ((1.0, 1.0), "e"),
+        ((0.0, 0.0), "e"),
+        ((0.5,), "e"),
         ((1.0, 0.99), "m"),
-        ((0.0, 0.0), "f"),
-        ((0.0, -1.0), "f"),
-        ((0.0, 0.01), "m"),
         ((0.0, 1.0), "m"),
-        ((0.5,), "m"),
     ],
 )
-def test_a_visit_is_marked_by_its_lowest_and_highest_reward(rewards: tuple[float, ...], mark: str) -> None:
+def test_a_visit_is_marked_by_whether_all_its_rewards_are_equal(rewards: tuple[float, ...], mark: str) -> None:
     marks = Marks()
     difficulty(marks).note(group(*rewards))
     assert marks == {"p": mark}
@@ -90,12 +76,12 @@ def test_a_visit_is_marked_by_its_lowest_and_highest_reward(rewards: tuple[float
 @pytest.mark.parametrize(
     ("columns", "named", "needs", "flat_by", "mark"),
     [
-        (("teacher_logprobs",), 0.0, True, "", "s"),
+        (("teacher_logprobs",), 0.0, True, "", "e"),
         (("advantages",), 0.0, True, "", "m"),
         ((), 0.0, False, "", "m"),
-        (("advantages",), 0.0, False, "acc", "f"),
-        ((), 0.0, True, "acc", "f"),
-        ((), 0.5, True, "acc", "m"),
+        (("advantages",), 0.0, False, "acc", "e"),
+        ((), 0.0, True, "acc", "e"),
+        ((), 0.5, True, "acc", "e"),
     ],
 )
 def test_a_visit_whose_group_teaches_whatever_its_rewards_are_is_no_reason_to_skip(
@@ -109,33 +95,30 @@ def test_a_visit_whose_group_teaches_whatever_its_rewards_are_is_no_reason_to_sk
     assert marks == {"p": mark}
 
 
-def test_the_bounds_of_solved_and_failed_are_settings_and_only_the_last_visits_are_kept() -> None:
+def test_only_the_last_visits_are_kept() -> None:
     marks = Marks(p="mm")
-    filter_ = difficulty(marks, skip_solved=0.9, skip_failed=0.2)
-    for rewards in ((0.95, 0.9), (0.2, 0.1), (0.9, 0.2)):
-        filter_.note(group(*rewards))
-    assert marks == {"p": "fm"}
+    for rewards in ((0.9, 0.9), (0.2, 0.1), (0.9, 0.9)):
+        difficulty(marks).note(group(*rewards))
+    assert marks == {"p": "me"}
 
 
-def test_a_share_of_the_tickets_is_sampled_all_the_same_and_every_worker_agrees_which() -> None:
-    marks = Marks(p="ss")
-    one, other = (reasons(difficulty(marks, skip_retry=0.2), *range(1000)) for _ in range(2))
+def test_a_tenth_of_the_tickets_is_sampled_all_the_same_and_every_worker_agrees_which() -> None:
+    marks = Marks(p="ee")
+    one, other = (reasons(difficulty(marks), *range(1000)) for _ in range(2))
     assert one == other
-    assert 150 < one.count("") < 250
-    assert "" not in reasons(difficulty(marks, skip_retry=0.0), *range(100))
-    assert set(reasons(difficulty(marks, skip_retry=1.0), *range(100))) == {""}
+    assert 60 < one.count("") < 150
 
 
 def test_without_the_setting_nothing_is_asked_or_noted() -> None:
-    marks = Marks(p="ss")
-    filter_ = difficulty(marks, skip_visits=0)
+    marks = Marks(p="ee")
+    filter_ = difficulty(marks, visits=0)
     assert reasons(filter_, 0) == [""]
     filter_.note(group(1.0))
-    assert marks == {"p": "ss"}
+    assert marks == {"p": "ee"}
 
 
 def test_a_server_that_is_full_costs_the_note_only() -> None:
-    marks = Marks(p="s")
+    marks = Marks(p="e")
     marks.is_full = True
     difficulty(marks).note(group(1.0))
-    assert marks == {"p": "s"}
+    assert marks == {"p": "e"}

@@ -65,7 +65,7 @@ class Says:
 
 def made(name: str, *turns: list[int] | Exception, number: int = 0, **options: Any) -> Group:
     env = make_env(f"my_envs:{name}", **options)
-    settings = WorkerSettings(env=f"my_envs:{name}", group_size=1, rollout_retries=0)
+    settings = WorkerSettings(env=f"my_envs:{name}", group_size=1)
     maker = GroupMaker(env, Says(*turns), settings, worker="w")  # type: ignore[arg-type]
     ticket = Ticket(env=env.name, number=number, group_id=f"{env.name}.{number}")
     return asyncio.run(maker.make(ticket, env.prompt(number)))

@@ -13,6 +13,7 @@ from rlbuffer.errors import Aborted, GroupFailed, PromptTooLong, SamplerUnavaila
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.worker import group_maker
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.group_maker import GroupMaker
@@ -85,9 +86,11 @@ class Tools:
         return Score(reward=outcome, rewards={"right": outcome}, metadata={"calls": 1})
 
 
-def made(env: Any, sampler: Any, **settings: Any) -> Group:
+def made(env: Any, sampler: Any, *, retries: int = 1, **settings: Any) -> Group:
     options = WorkerSettings(**{"env": "tools", "group_size": 3, **settings})
-    return asyncio.run(GroupMaker(env, sampler, options, worker="w").make(TICKET, PROMPT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_maker, "RETRIES", retries)
+        return asyncio.run(GroupMaker(env, sampler, options, worker="w").make(TICKET, PROMPT))
 
 
 def test_a_multi_turn_rollout_trains_exactly_what_was_sampled() -> None:
@@ -144,20 +147,20 @@ def test_adjoining_tokens_of_one_version_are_one_span() -> None:
 
 
 def test_a_rollout_that_failed_is_tried_again() -> None:
-    group = made(Tools(ValueError("tool is down"), 0.5), Scripted(completion([3])), rollout_retries=1)
+    group = made(Tools(ValueError("tool is down"), 0.5), Scripted(completion([3])))
     assert [r.reward for r in group.rollouts] == [0.5] * 3
     assert group.metadata == {}
 
 
 def test_a_group_of_more_than_half_of_its_rollouts_is_whole_without_the_others() -> None:
     env = Tools(ValueError("tool is down"), 0.5)
-    group = made(env, Scripted(completion([3])), rollout_retries=0)
+    group = made(env, Scripted(completion([3])), retries=0)
     assert (len(group.rollouts), group.planned_size, group.metadata) == (2, 2, {"failed_rollouts": 1})
 
 
 def test_a_group_of_half_of_its_rollouts_is_given_up_with_the_first_reason() -> None:
     with pytest.raises(GroupFailed, match="ValueError: tool is down"):
-        made(Tools(ValueError("tool is down"), ValueError("no"), 0.5), Scripted(completion([3])), rollout_retries=0)
+        made(Tools(ValueError("tool is down"), ValueError("no"), 0.5), Scripted(completion([3])), retries=0)
 
 
 def test_a_full_context_ends_an_episode_as_truncated_when_the_env_goes_on_from_there() -> None:
@@ -222,7 +225,7 @@ def test_an_env_that_makes_something_else_than_a_rollout_fails_its_group() -> No
             return {"reward": 1.0}
 
     with pytest.raises(GroupFailed, match="GroupFailed: the env made a dict instead of a Rollout"):
-        made(Odd(), Scripted(completion([3, 12])), rollout_retries=0)
+        made(Odd(), Scripted(completion([3, 12])), retries=0)
 
 
 def test_what_is_asked_for_together_is_one_batch_and_a_failure_reaches_all_who_asked() -> None:

@@ -185,11 +185,11 @@ def test_a_file_that_is_not_there_is_an_error_when_it_was_asked_for(tmp_path: Pa
     assert str(missing) in str(refusal(config=missing))
 
 
-def test_what_groups_need_and_no_scorer_of_the_file_gives_is_doubtful(file: Path) -> None:
-    change(file, 'env = "code"', 'env = "code"\nneeds = ["ref_logprobs", "reward"]')
-    assert len(load(environ={}).warnings) == 1
+def test_groups_of_an_env_need_what_its_scorers_add(file: Path) -> None:
     file.write_text(file.read_text() + '[score.a]\nmodel = "initial"\n[score.b]\nreward = "m:f"\nenvs = ["code"]\n')
-    assert load(environ={}).warnings == ()
+    settings = load(environ={}).settings
+    assert settings.needs_of("code") == ("ref_logprobs", "reward")
+    assert settings.needs_of("gsm8k") == ("ref_logprobs",)
 
 
 def test_the_line_of_a_key_is_that_which_begins_with_it_or_with_its_table() -> None:

@@ -11,7 +11,6 @@ from step_headers import header_of
 from rlbuffer.config import memory_needs
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.config.memory_needs import Forecast
-from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure
@@ -252,7 +251,7 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     watch = MemoryWatch(store, BatcherConfig(64), world_size=1, checkpoint_every=1)
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
-    archive = Archiving(pytest.fail, ArchiveSettings())
+    archive = Archiving(pytest.fail, None)
     for _ in range(memory_rules.MEMORY_LOOKS):
         watch.relieve(trainer, meta.step, archive)
     (early,) = logged.told("memory")

@@ -21,7 +21,7 @@ def settings(steps: int = 100, **values: Any) -> TrainerSettings:
     [(1, 0.1), (9, 0.9), (10, 1.0), (50, 1.0), (51, 0.8586), (60, 0.5528), (75, 0.2929), (99, 0.0101), (100, 0.0)],
 )
 def test_warm_up_stable_decay_with_the_square_root(update: int, share: float) -> None:
-    chosen = settings(schedule="wsd_sqrt", warmup_updates=10, stable=50)
+    chosen = settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=50)
     assert learning_rate_at(update, chosen) == pytest.approx(2 * share, abs=2e-4)
 
 
@@ -40,7 +40,7 @@ def test_a_schedule_has_the_shares_of_its_formula(schedule: str, shares: dict[in
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_every_schedule_warms_up_and_ends_at_its_minimum(schedule: str) -> None:
-    chosen = settings(schedule=schedule, warmup_updates=4, stable=20, min_learning_rate=0.5)
+    chosen = settings(schedule=schedule, warmup_updates=4, stable_updates=20, min_learning_rate=0.5)
     assert [learning_rate_at(u, chosen) for u in (1, 2, 4)] == [0.5, 1.0, 2.0]
     rates = [learning_rate_at(u, chosen) for u in range(4, 101)]
     assert rates == sorted(rates, reverse=True)
@@ -58,9 +58,9 @@ def test_schedules_count_updates_and_not_steps() -> None:
 @pytest.mark.parametrize("stable", [0, 9, 100, 200])
 def test_a_decay_that_begins_in_the_warm_up_or_after_the_end_is_refused(stable: int) -> None:
     with pytest.raises(ConfigError):
-        check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=stable))
-    check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=10))
-    check_schedule(settings(schedule="cosine", stable=stable))
+        check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=stable))
+    check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=10))
+    check_schedule(settings(schedule="cosine", stable_updates=stable))
 
 
 def test_a_minimum_above_the_rate_is_refused() -> None:

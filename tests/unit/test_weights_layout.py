@@ -1,16 +1,14 @@
-"""Lists of files, the order in which relays are asked, and refusals of settings of weights."""
+"""Lists of files, and refusals of settings of weights."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.weights.cache import spread
 from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list
 from rlbuffer.weights.places import announced
 
@@ -46,15 +44,6 @@ def test_a_list_that_cannot_be_is_refused(content: object) -> None:
     text = content if isinstance(content, str) else json.dumps({"files": content})
     with pytest.raises(WeightsError):
         parse_list(text, name=NAME)
-
-
-def test_hosts_and_versions_spread_over_the_relays() -> None:
-    relays = ["http://a", "http://b", "http://c"]
-    orders = Counter(tuple(spread(relays, f"v{v}", host=f"host-{h}")) for v in range(30) for h in range(40))
-    assert len(orders) == 6
-    assert min(orders.values()) > 120  # 200 each, were it exact
-    assert spread(relays, NAME, host="h") == spread(relays[::-1], NAME, host="h")
-    assert spread(relays[:2], NAME, host="h") == [r for r in spread(relays, NAME, host="h") if r != "http://c"]
 
 
 @pytest.mark.parametrize(

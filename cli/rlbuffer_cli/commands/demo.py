@@ -107,12 +107,11 @@ def _settings(
     run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
     with resources.as_file(resources.files("rlbuffer.run") / name) as packaged:
-        flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
+        flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "seed": ("--seed", seed)}
         if given.config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.
             flags["trainer.checkpoint.every"] = ("--steps", max(1, min(10, steps // 4)))
-        for number, worker in enumerate(workers if given.config is None else ()):
-            flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
+        for worker in workers if given.config is None else ():
             flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)
         return replace(given, run=run, config=given.config or str(packaged)).load(flags, parts=EVERYTHING)
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 @click.option(
     "--debug-samples", type=int, metavar="N", help="Print N rollouts of the first step token by token, with checks."
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Times in a row that ranks are started again after a failure.",
+)
 @options.display
 def command(
     given: options.Given,
@@ -32,6 +40,7 @@ def command(
     output: str | None,
     fake_data: bool,
     debug_samples: int | None,
+    max_restarts: int,
     display: str,
 ) -> int:
     """Train on the batches, with one or more data-parallel ranks.
@@ -62,10 +71,10 @@ def command(
             connections.enter_context(
                 connect(settings.redis_url, run=settings.run, config=settings, name="train", origin=origin)
             )
-        return _train(settings, display, fake_data=fake_data)
+        return _train(settings, display, fake_data=fake_data, max_restarts=max_restarts)
 
 
-def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
+def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts: int) -> int:
     starting("train: loading torch and the model")
 
     from rlbuffer.process.environment import name_process
@@ -84,11 +93,12 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
                 world_size=world_size,
                 display="none",
                 fake_data=fake_data,
+                max_restarts=max_restarts,
                 say=follower.say,
                 say_last=follower.say_last,
             )
     else:
-        code = launch(settings, world_size=world_size, display=shown, fake_data=fake_data)
+        code = launch(settings, world_size=world_size, display=shown, fake_data=fake_data, max_restarts=max_restarts)
     if code == options.EXIT_INTERRUPTED:
         say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code

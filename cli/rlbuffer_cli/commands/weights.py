@@ -35,7 +35,7 @@ def serve(
 
     Without --upstream it serves what the trainer publishes on this host: for trainers started by torchrun, and hosts
     where that should be a process of its own (`rlbuffer train` and `rlbuffer run` serve by themselves when
-    weights.listen is set). With --upstream it is a relay: it keeps the versions that it was asked for in weights.cache.
+    weights.listen is set). With --upstream it is a relay: it keeps the versions that it was asked for.
     RLBUFFER_WEIGHTS_TOKEN, when set, is asked for as bearer token, and sent upstream.
 
     \b

@@ -44,11 +44,10 @@ def command(
     flags = {
         "env": ("--env", env),
         "group_size": ("--group-size", group_size),
-        "seed": ("--seed", seed),
         "temperature": ("--temperature", temperature),
     }
     key = name or _only_worker(given.config, env)
-    named = {f"worker.{key}.{k}": v for k, v in flags.items()}
+    named = {f"worker.{key}.{k}": v for k, v in flags.items()} | {"seed": ("--seed", seed)}
     from rlbuffer.errors import ConfigError
 
     try:

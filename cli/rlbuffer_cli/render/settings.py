@@ -6,9 +6,8 @@ import json
 import re
 from typing import Any
 
-_SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
-"""Settings whose values nobody shall read over a shoulder: a worker's environment holds keys of services, and so may
-the options of envs and samplers."""
+_SECRET = re.compile(r"(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
+"""Settings whose values nobody shall read over a shoulder: options of envs and samplers may hold keys of services."""
 
 
 def shown(name: str, value: Any) -> Any:

@@ -31,6 +31,7 @@ from rlbuffer.weights.places import load_serving
 LEAVE_SECONDS = 15
 """Time that ranks have to leave once asked to: a step and a checkpoint."""
 
+MOST_RESTARTS = 10
 LASTED_SECONDS = 60.0
 """Ranks that ran this long were well: an end after it starts the count of restarts again."""
 
@@ -42,6 +43,7 @@ def launch(
     output: Path | None = None,
     display: str = "plain",
     fake_data: bool = False,
+    max_restarts: int = MOST_RESTARTS,
     say: Callable[[str], None] | None = None,
     say_last: Callable[[str], None] | None = None,
 ) -> int:
@@ -53,6 +55,7 @@ def launch(
         output: in place of ``settings.trainer.output``.
         display: of what rank 0 says: ``plain``, ``json`` or ``none`` (``metrics.jsonl`` has its steps anyway).
         fake_data: made-up steps in place of a server.
+        max_restarts: in a row after which it gives up.
         say: where messages go; default: stderr.
         say_last: where the message goes that says why it ended; default: `say`.
 
@@ -73,7 +76,7 @@ def launch(
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(settings, world_size, display, fake_data, tell, say_last or tell)
+        return _run(settings, world_size, display, fake_data, max_restarts, tell, say_last or tell)
 
 
 def _run(
@@ -81,6 +84,7 @@ def _run(
     world_size: int,
     display: str,
     fake_data: bool,
+    max_restarts: int,
     tell: Callable[[str], None],
     tell_last: Callable[[str], None],
 ) -> int:
@@ -97,14 +101,13 @@ def _run(
                 tell_last(end.text)
             return end.exit_code
         restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
-        if restarts > settings.trainer.max_restarts:
-            given = plural(settings.trainer.max_restarts, "restart")
-            tell_last(f"{end.text}\nGiving up after {given} (trainer.max_restarts).")
+        if restarts > max_restarts:
+            given = plural(max_restarts, "restart")
+            tell_last(f"{end.text}\nGiving up after {given}.")
             return end.exit_code
         all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
         tell(
-            f"{end.text}\nStarting {all_ranks} again from the newest checkpoint "
-            f"(restart {restarts} of {settings.trainer.max_restarts})."
+            f"{end.text}\nStarting {all_ranks} again from the newest checkpoint (restart {restarts} of {max_restarts})."
         )
 
 

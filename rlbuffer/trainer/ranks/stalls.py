@@ -23,6 +23,8 @@ from rlbuffer.errors import BatchTimeout, RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.state.text import printable
 
+STALL_SECONDS = 15.0
+"""How long ranks that have a step wait for one that still pulls it."""
 STALL_LOOK_SECONDS = 0.5
 """Seconds between looks of a waiting rank at the notes of the others."""
 
@@ -111,8 +113,7 @@ class StallWatch:
     def _message(self, stalled: int, step: int) -> str:
         return (
             f"rank {self._ranks.rank} has step {step}, and rank {stalled} has been pulling it for {self._seconds:g} s "
-            f"more: rank {stalled} hangs in its data. Look at its host and its connection to the server; "
-            "trainer.stall_seconds is how long the others wait"
+            f"more: rank {stalled} hangs in its data. Look at its host and its connection to the server"
         )
 
 

@@ -29,8 +29,8 @@ class Env(Protocol):
 
     Three members are optional. ``tickets`` (int or None): how many tickets the env has in all; when their groups are
     made it is done, and so are its workers. None, or no such member: it has no end. ``max_concurrent`` (int): rollouts
-    of this worker that may be played or scored at once, where tools or judges bear no more; the worker's setting
-    `max_concurrent_rollouts` wins over it. ``async close()``: called once, when the worker ends.
+    of this worker that may be played or scored at once, where tools or judges bear no more.
+    ``async close()``: called once, when the worker ends.
     """
 
     @property

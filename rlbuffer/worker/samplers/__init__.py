@@ -13,14 +13,14 @@ from rlbuffer.worker.samplers.options import check_options
 __all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]
 
 
-def make_sampler(settings: WorkerSettings) -> Sampler:
+def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
     """Makes the sampler that a worker's settings name; it has no weights yet.
 
     Raises:
         ConfigError: what it needs is not installed or not there, or an option is not one of it.
     """
     try:
-        return _make(settings)
+        return _make(settings, seed)
     except ImportError as error:
         extra = "train" if settings.sampler == "transformers" else settings.sampler
         raise ConfigError(
@@ -29,11 +29,11 @@ def make_sampler(settings: WorkerSettings) -> Sampler:
         ) from error
 
 
-def _make(settings: WorkerSettings) -> Sampler:
+def _make(settings: WorkerSettings, seed: int) -> Sampler:
     if settings.sampler == "vllm":
         from rlbuffer.worker.samplers.vllm import VllmSampler
 
-        return VllmSampler(seed=settings.seed, top_p=settings.top_p, options=settings.sampler_options)
+        return VllmSampler(seed=seed, top_p=settings.top_p, options=settings.sampler_options)
     if settings.sampler == "openai":
         from rlbuffer.worker.samplers.openai import OpenAISampler
 
@@ -42,4 +42,4 @@ def _make(settings: WorkerSettings) -> Sampler:
     from rlbuffer.worker.samplers.transformers import TransformersSampler
 
     check_options(settings.sampler, settings.sampler_options)
-    return Batched(TransformersSampler(seed=settings.seed, device=settings.device))
+    return Batched(TransformersSampler(seed=seed, device=settings.device))

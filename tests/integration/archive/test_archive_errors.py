@@ -19,7 +19,6 @@ from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
 from rlbuffer.archive.schema import FORMAT_KEY, steps_names
 from rlbuffer.archive.writer import ArchiveWriter
-from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.errors import ArchiveError, ConfigError, LeaseLost, NotFound, PayloadError
 from rlbuffer.store.records import PartRollout
@@ -148,7 +147,7 @@ def test_a_leader_that_has_lost_the_lead_writes_nothing_more(run: Run, tmp_path:
     settled(run)
     run.step("a.0")
     folder = tmp_path / "archive"
-    archiving = Archiving(run.again, ArchiveSettings(dir=tmp_path / "of the thread"))
+    archiving = Archiving(run.again, tmp_path / "of the thread")
     with pytest.raises(ValueError, match="lost"), archiving:
         raise ValueError("the lead is lost")
     writer = ArchiveWriter(folder, run.store.run, archiving._check)

@@ -7,11 +7,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import waits
 from daemon_runs import Served
 from store_runs import Run
 
@@ -20,8 +18,8 @@ from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.library import Archive
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.daemon import archiving
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 from rlbuffer_cli.archived import of_archive
@@ -45,13 +43,18 @@ def served(server_binary: object) -> Iterator[Served]:
     shutil.rmtree(home, ignore_errors=True)
 
 
+def file_of(monkeypatch: pytest.MonkeyPatch, *, steps: int = 16, seconds: float) -> None:
+    monkeypatch.setattr(archiving, "FILE_STEPS", steps)
+    monkeypatch.setattr(archiving, "FILE_SECONDS", seconds)
+
+
 class Training:
     """A trainer that keeps only its newest checkpoint, and the worker that feeds it."""
 
-    def __init__(self, served: Served, **archive: Any) -> None:
+    def __init__(self, served: Served) -> None:
         self.run, self.served = served.run, served
         self.folder = served.run.home / "archive"
-        self.settings = RunSettings(redis_url=self.run.url, archive={"dir": str(self.folder), **archive})
+        self.settings = RunSettings(redis_url=self.run.url, archive={"dir": str(self.folder)})
         self.attempt = self.run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
         self.run.store.announce(self.attempt.number, PolicyVersion(version=0))
         served.serve(CONFIG, settings=self.settings)
@@ -78,8 +81,9 @@ class Training:
         )
 
 
-def test_what_the_checkpoint_frees_stays_until_it_is_archived(served: Served) -> None:
-    training = Training(served, steps=5, seconds=10_000.0)
+def test_what_the_checkpoint_frees_stays_until_it_is_archived(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of(monkeypatch, steps=5, seconds=10_000.0)
+    training = Training(served)
     for _ in range(3):
         training.train()
     served.wait_for(lambda: not served.said("archive"), seconds=1)
@@ -94,8 +98,9 @@ def test_what_the_checkpoint_frees_stays_until_it_is_archived(served: Served) ->
     assert check_archive(archive).findings == ()
 
 
-def test_a_dropped_group_keeps_its_prompt_and_worker(served: Served) -> None:
-    training = Training(served, seconds=0.2)
+def test_a_dropped_group_keeps_its_prompt_and_worker(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of(monkeypatch, seconds=0.2)
+    training = Training(served)
     training.train()
     group = make_group(env="a", size=2, group_id="a.far", version=999, prompt_id="a prompt", worker="w-7")
     training.writer.push(group)
@@ -109,8 +114,11 @@ def test_a_dropped_group_keeps_its_prompt_and_worker(served: Served) -> None:
     assert [m.rollout for m in dropped.members] == list(group.rollouts)
 
 
-def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason(served: Served) -> None:
-    training = Training(served, seconds=0.2)
+def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_of(monkeypatch, seconds=0.2)
+    training = Training(served)
     group = make_group(env="a", lengths=[8, 100, 8], group_id="a.long", prompt_id="a prompt", worker="w-7")
     training.writer.push(group)
     training.step = 1
@@ -136,9 +144,12 @@ def blocked(folder: Path) -> None:
     folder.write_text("not a folder")
 
 
-def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(served: Served) -> None:
+def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked(served.run.home / "archive")
-    training = Training(served, steps=2, seconds=0.5)
+    file_of(monkeypatch, steps=2, seconds=0.5)
+    training = Training(served)
     (stuck,) = served.wait_for(lambda: served.said("archive", state="stuck"), seconds=30)
     assert stuck["text"] == (
         f"The archive cannot be written: {training.folder}: File exists. Training goes on; steps stay on the server "
@@ -160,18 +171,3 @@ def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(served
     findings = [f"{f.invariant} {f.message}" for f in check_archive(archive).findings]
     assert findings
     assert [text for text in findings if not re.fullmatch(r"A1 step.* missing", text)] == []
-
-
-def test_with_wait_nothing_retires_and_the_batcher_says_why(served: Served) -> None:
-    blocked(served.run.home / "archive")
-    training = Training(served, steps=2, seconds=0.5, when_full="wait")
-    served.wait_for(lambda: served.said("archive", state="stuck"), seconds=30)
-    for _ in range(8):
-        training.train(kilobytes=256)
-    assert served.run.store.meta().retired == 0
-    stuck = Problem(kind=Trouble.ARCHIVE, detail=f"{training.folder}: File exists")
-    served.wait_for(lambda: waits.problem(served.run.store, Trouble.ARCHIVE) == stuck, seconds=30)
-    training.folder.unlink()
-    served.wait_for(lambda: served.run.store.meta().retired >= 7, seconds=30)
-    served.stop()
-    assert check_archive(Archive(training.folder)).findings == ()

@@ -131,19 +131,17 @@ DOUBTS = [
     ("worker.a", "max_new_tokens = 2000", None, "worker.a.max_new_tokens"),
     ("worker.a", "gpus = [0]", None, "worker.a.gpus"),
     ("trainer.optimizer", "min_learning_rate = 0.0001", None, "trainer.optimizer.min_learning_rate"),
-    ("trainer.optimizer", "stable = 1", None, "trainer.optimizer.stable"),
+    ("trainer.optimizer", "stable_updates = 1", None, "trainer.optimizer.stable_updates"),
     ("trainer.loss", 'kl_estimator = "k1"', None, "trainer.loss.kl_estimator"),
     ("batcher", 'remainder = "repeat"', None, "batcher.remainder"),
     ("batcher", "envs = { vcopyy = { max_age = 2 } }", None, "batcher.envs.vcopyy"),
     ("batcher", "budgets = { code = 0.5 }", None, "batcher.budgets.code"),
     ("batcher", "max_uses = 3", None, "batcher.max_uses"),
     ("worker.a", "temperature = 0.5", None, "worker.a.temperature"),
-    ("worker.a", 'needs = ["reward"]', None, "worker.a.needs"),
     ("trainer.optimizer", "updates_per_pass = 3", None, "trainer.optimizer.updates_per_pass"),
     ("trainer.optimizer", "updates_per_pass = 3", ("batcher", "step_groups = 8"), ""),
     ("weights", 'url = "http://h:1"', None, "weights.url"),
     ("weights", 'listen = "0.0.0.0:9465"', None, "weights.listen"),
-    ("weights", 'relays = ["http://h:1"]', None, "weights.relays"),
 ]
 
 

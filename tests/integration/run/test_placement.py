@@ -121,7 +121,6 @@ def test_a_worker_is_started_apart_only_when_it_must_be() -> None:
     assert not pythons.is_apart(WorkerSettings(env="vcopy", replicas=2))
     assert pythons.is_apart(WorkerSettings(env="vcopy", gpus=(0,)))
     assert pythons.is_apart(WorkerSettings(env="vcopy", python="python3"))
-    assert pythons.is_apart(WorkerSettings(env="vcopy", environment={"A": "1"}))
 
 
 def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_the_python(
@@ -129,12 +128,11 @@ def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
     monkeypatch.setenv("KEPT", "yes")
-    options = WorkerSettings(env="vcopy", gpus=(3, 4), replicas=2, environment={"OWN": "1"})
+    options = WorkerSettings(env="vcopy", gpus=(3, 4), replicas=2)
     got = pythons.environment_of(options, 1, "/venv/bin/python")
-    assert {name: got[name] for name in ("PATH", "KEPT", "OWN", "CUDA_VISIBLE_DEVICES")} == {
+    assert {name: got[name] for name in ("PATH", "KEPT", "CUDA_VISIBLE_DEVICES")} == {
         "PATH": f"/venv/bin{os.pathsep}/bin",
         "KEPT": "yes",
-        "OWN": "1",
         "CUDA_VISIBLE_DEVICES": "4",
     }
 

@@ -22,9 +22,10 @@ CONFIG = {**TINY_QWEN3, "vocab_size": 1024, "initializer_range": 0.3}
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     stage = Stage(
         model={"config": CONFIG},
-        trainer={"seed": SEED, "layout": getattr(request, "param", "packed")},
+        seed=SEED,
+        trainer={"layout": getattr(request, "param", "packed")},
         batcher={"row_tokens": 64},
-        score={"one": {"model": "initial", "device": "cpu", "groups_per_batch": 4}},
+        score={"one": {"model": "initial", "device": "cpu"}},
     )
     yield stage
     stage.finish()

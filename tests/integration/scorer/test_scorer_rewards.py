@@ -17,7 +17,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.metrics.registry import METRICS
 from rlbuffer.process import heartbeat
 from rlbuffer.run import members
-from rlbuffer.scorer import loop
+from rlbuffer.scorer import loop, rewards
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.testing import make_group
@@ -80,8 +80,11 @@ def test_a_named_reward_leaves_the_reward_as_it_is(stages: Any):
     ]
 
 
-def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no_other_group(stages: Any):
-    stage = stages("broken", timeout_seconds=1.0)
+def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no_other_group(
+    stages: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rewards, "TIMEOUT_SECONDS", 1.0)
+    stage = stages("broken")
     answers = ["raise", "hang", "nan", "words", "endless", "too much", "name", "fine"]
     for seed, answer in enumerate(answers):
         stage.writer.push(unscored(seed, answer=answer))
@@ -90,7 +93,7 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
     said = {event.text for event in stage.told("trouble")}
     for start, reason in (
         ("a.0", "rollout a.0/0: KeyError: 'no judge'"),
-        ("a.1", "rollout a.1/0: no reward within timeout_seconds = 1"),
+        ("a.1", "rollout a.1/0: no reward within 1 s"),
         ("a.2", "rollout a.2/0: nan is not finite"),
         ("a.3", "rollout a.3/0: 'good' is no reward"),
         ("a.4", "rollout a.4/0: a value of type int is no reward"),

@@ -34,7 +34,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 def policy_of(output: Path, config: Any, step: int) -> PackedPolicy:
     """The policy in a run's checkpoint, made again."""
     wanted = settings(output, config, lora=LORA)
-    policy = prepare(build_model(wanted.model, seed=wanted.trainer.seed))
+    policy = prepare(build_model(wanted.model, seed=wanted.seed))
     add_adapter(policy.model, wanted.trainer.lora, seed=9)
     restore(path_of(output / "checkpoints", step), policy, make_optimizer(policy, wanted.trainer.optimizer))
     return policy

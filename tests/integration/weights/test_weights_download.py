@@ -183,7 +183,7 @@ def test_a_bad_place_is_named_with_its_reason_and_the_next_one_is_asked(
         assert text.endswith(ADVICE)
         assert not (tmp_path / "alone" / name).exists()
 
-        local = VersionCache(tmp_path / "cache", relays=[relay.url]).localized(at(policy, trainer.url))
+        local = VersionCache(tmp_path / "cache", relay=relay.url).localized(at(policy, trainer.url))
         assert bytes_of(local) == content(5)
         assert (Path(local.location) / "config.json").read_text() == '{"model_type": "qwen3"}\n'
 
@@ -327,5 +327,5 @@ def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path)
         VersionCache(tmp_path / "file").localized(at(policy, "http://127.0.0.1:9"))
     assert str(caught.value) == (
         f"{Path(policy.location).name} cannot be stored in {tmp_path / 'file'} (File exists): free space there, or "
-        "choose another folder (weights.cache)"
+        "choose another home"
     )

@@ -91,8 +91,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
         assert trainer.starts() == []
     total = sum(p.stat().st_size for p in (tmp_path / "trainer" / NAME).iterdir() if p.name != "files.json")
     assert (
-        f"  {trainer.url}: {tmp_path / 'cache'} has 1000 bytes free, {total} are needed: choose another folder "
-        "(weights.cache)\n"
+        f"  {trainer.url}: {tmp_path / 'cache'} has 1000 bytes free, {total} are needed: choose another home\n"
     ) in said
 
 

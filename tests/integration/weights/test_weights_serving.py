@@ -121,7 +121,7 @@ def test_a_relay_asks_the_trainer_once_for_all_its_clients(tmp_path: Path) -> No
     policy = make_version(tmp_path / "trainer", 4)
     with place(tmp_path / "trainer") as trainer, relay(tmp_path / "relay", trainer.url) as middle:
         trainer.gate = threading.Event()
-        caches = [VersionCache(tmp_path / f"host-{n}", relays=[middle.url]) for n in range(3)]
+        caches = [VersionCache(tmp_path / f"host-{n}", relay=middle.url) for n in range(3)]
         found: list[PolicyVersion] = []
         threads = [
             threading.Thread(target=lambda c=c: found.append(c.localized(at(policy, trainer.url)))) for c in caches
@@ -144,7 +144,7 @@ def test_a_relay_of_a_relay_gives_the_same_bytes_with_the_same_token(tmp_path: P
         relay(tmp_path / "first", trainer.url, "t") as first,
         relay(tmp_path / "second", first.url, "t") as second,
     ):
-        cache = VersionCache(tmp_path / "host", relays=[second.url], token="t")
+        cache = VersionCache(tmp_path / "host", relay=second.url, token="t")
         local = cache.localized(at(policy, "http://127.0.0.1:9"))  # the trainer itself is out of reach
     assert open_weights(local) == Path(local.location)
 
@@ -157,7 +157,7 @@ def test_a_relay_without_a_trainer_says_so_and_the_trainer_is_asked_directly(tmp
         assert f"  {middle.url}: HTTP 502: the relay has not got it: " in str(caught.value)
         assert f"  {empty.url}: it does not have it" in str(caught.value)
         with FileServer(make_app(tmp_path / "trainer"), ANY) as trainer:
-            local = VersionCache(tmp_path / "b", relays=[middle.url]).localized(at(policy, trainer.url))
+            local = VersionCache(tmp_path / "b", relay=middle.url).localized(at(policy, trainer.url))
     assert open_weights(local) == Path(local.location)
 
 

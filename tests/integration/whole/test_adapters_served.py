@@ -20,7 +20,7 @@ from rlbuffer_cli.render.run import run_lines
 pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(
-    64, step_groups=2, max_age=1, adapters={"x": AdapterConfig(batch_size=4)}, adapter_batch_size=8
+    64, step_groups=2, max_age=1, adapters={"x": AdapterConfig(batch_size=4), "y": AdapterConfig(batch_size=8)}
 )
 
 

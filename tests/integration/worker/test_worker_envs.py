@@ -16,6 +16,7 @@ from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Wait
+from rlbuffer.worker import difficulty
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
 
 
@@ -128,25 +129,29 @@ def test_a_ticket_without_a_prompt_is_closed_and_the_others_go_on(stage: Stage) 
     assert stage.told("trouble") == []
 
 
-def test_a_prompt_that_all_rollouts_solved_again_and_again_is_skipped(stage: Stage) -> None:
+def test_a_prompt_of_which_all_rollouts_had_one_reward_again_and_again_is_skipped(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage.env = Two()
     stage.allow(8)
     stage.announce(0)
-    stage.start(groups_per_batch=1, skip_visits=2, skip_retry=0.0)
+    monkeypatch.setattr(difficulty, "RETRIED_SHARE", 0.0)
+    stage.start(groups_per_batch=1, skip_after=2)
     eventually(lambda: len(stage.groups()) == 8)
     stage.finish()
     numbers = sorted(int(group.split(".")[1]) for group in stage.groups())
     assert numbers == [0, 1, 2, 3, 5, 7, 9, 11]
-    assert stage.store.visits("counting", ["0", "1", "2"]) == ["ss", "mm", ""]
+    assert stage.store.visits("counting", ["0", "1", "2"]) == ["ee", "mm", ""]
 
 
-def test_when_every_prompt_is_skipped_the_worker_says_so(stage: Stage) -> None:
-    stage.store.note_visits("counting", "0", "ff")
-    stage.store.note_visits("counting", "1", "ss")
+def test_when_every_prompt_is_skipped_the_worker_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.store.note_visits("counting", "0", "ee")
+    stage.store.note_visits("counting", "1", "ee")
     stage.env = Two()
     stage.allow(3)
     stage.announce(0)
-    stage.start(skip_visits=2, skip_retry=0.0)
+    monkeypatch.setattr(difficulty, "RETRIED_SHARE", 0.0)
+    stage.start(skip_after=2)
     eventually(lambda: any(e.kind == Wait.PROMPT for e in stage.told("waiting")))
     assert stage.told("waiting")[-1].env == "counting"
     assert stage.groups() == []
@@ -180,18 +185,15 @@ class Slow:
         self.closed = True
 
 
-@pytest.mark.parametrize(("setting", "most"), [(0, 2), (3, 3)])
-def test_no_more_episodes_are_played_at_once_than_the_env_or_the_setting_bears(
-    stage: Stage, setting: int, most: int
-) -> None:
+def test_no_more_episodes_are_played_at_once_than_the_env_bears(stage: Stage) -> None:
     env: Any = Slow()
     stage.env = env
     stage.allow(3)
     stage.announce(0)
-    stage.start(group_size=4, max_concurrent_rollouts=setting)
+    stage.start(group_size=4)
     eventually(lambda: len(stage.groups()) == 3)
     stage.finish()
-    assert env.most == most
+    assert env.most == 2
     assert env.closed
 
 
