@@ -29,7 +29,7 @@ from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
 from rlbuffer.weights.places import load_serving
 
 LEAVE_SECONDS = 15
-"""Time that ranks have to leave once asked to: a step and a checkpoint."""
+"""Time that ranks have to leave once asked to: a step and a checkpoint. Before torch 2.12 it is always 30."""
 
 MOST_RESTARTS = 10
 LASTED_SECONDS = 60.0
@@ -140,7 +140,7 @@ def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: b
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
-        shutdown_timeout=LEAVE_SECONDS,
+        **({"shutdown_timeout": LEAVE_SECONDS} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
