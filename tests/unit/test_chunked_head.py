@@ -90,9 +90,12 @@ def test_three_chunks_of_logits_are_held_at_most() -> None:
     assert 2 <= max(accumulate(sizes)) / (32 * 4096 * 4) < 3.5
 
 
-@pytest.mark.parametrize(("vocabulary", "tokens"), [(13, 645_278), (32_000, 263), (2**23, 1), (2**24, 1)])
-def test_a_chunk_holds_a_fixed_number_of_logits(vocabulary: int, tokens: int) -> None:
-    assert chunk_tokens(vocabulary) == tokens
+@pytest.mark.parametrize(
+    ("vocabulary", "kind", "tokens"),
+    [(13, "cpu", 645_278), (32_000, "cpu", 263), (2**23, "cpu", 1), (2**24, "cpu", 1), (32_000, "cuda", 4195)],
+)
+def test_a_chunk_holds_a_fixed_number_of_logits(vocabulary: int, kind: str, tokens: int) -> None:
+    assert chunk_tokens(vocabulary, kind) == tokens
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

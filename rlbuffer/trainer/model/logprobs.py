@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**23
-"""Logits held at once (chunk tokens x V), at least: 32 MiB in float32, the size from which glibc always maps memory of
-its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of equal size never fit into
-each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+"""Logits held at once (chunk tokens x V), at least, by kind of device. CPU: 32 MiB in float32, the size from which
+glibc always maps memory of its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of
+equal size never fit into each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md). CUDA: 512 MiB, since
+each chunk reads the head's whole matrix: chunks of 32 MiB take three times as long."""
 LEAST_NATS = -1e4
 """Logprobs end here: for a symbol that the model masks (a logit of -inf), probability times logprob is 0, and not NaN.
 Below this the probability is 0 in float64, too."""
@@ -48,9 +49,9 @@ PLAIN = LogitShape()
 """Nothing is done to them."""
 
 
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens whose logits are held at once."""
-    return -(-CHUNK_ELEMENTS // max(1, vocabulary))
+def chunk_tokens(vocabulary: int, kind: str) -> int:
+    """Tokens whose logits are held at once on this kind of device."""
+    return -(-CHUNK_ELEMENTS[kind] // max(1, vocabulary))
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -172,7 +173,7 @@ def token_logprobs(
         return nothing, nothing
     if isinstance(temperature, int):
         temperature = float(temperature)
-    size = chunk or chunk_tokens(len(weight))
+    size = chunk or chunk_tokens(len(weight), hidden.device.type)
     logprobs, entropy = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperature, shape, size
     )
