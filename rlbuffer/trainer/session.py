@@ -98,6 +98,7 @@ def open_session(
     check_schedule(settings.trainer)
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses matrix products without it
         torch.use_deterministic_algorithms(True)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
