@@ -3,9 +3,9 @@
 A library's attention either needs a dense [T, T] mask for packed rows (8,192 tokens in 16 rollouts cost 5.0 CPU
 seconds forward and backward that way, 0.37 this way) or a kernel package. Here the rows are cut at their boundaries
 instead: short segments of similar length are gathered into one right-padded batch (causal attention never looks at
-what is padded to the right, so no mask is needed), long ones are sliced one by one, and 16-bit CUDA tensors go to
-torch's own variable-length kernel. Sliding windows and soft caps are done here too: a window shorter than a batch is a
-band mask of that batch alone, a cap spells the softmax out.
+what is padded to the right, so no mask is needed), long ones are sliced one by one. Sliding windows and soft caps are
+done here too: a window shorter than a batch is a band mask of that batch alone, a cap spells the softmax out. 16-bit
+CUDA tensors with a window go to torch's own variable-length kernel, which needs no mask.
 
 :data:`ATTENTION` is registered with transformers on import. Transformers builds no masks for a name that it has no mask
 function for, which is what keeps the forward pass linear in the number of rollouts.
@@ -13,9 +13,10 @@ function for, which is what keeps the forward pass linear in the number of rollo
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,8 @@ def _varlen(
     """torch's own variable-length kernel: CUDA, 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # Before torch 2.12 nobody has to say that heads share keys: the kernel sees it from the shapes.
+    options = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in varlen_parameters() else {}
     out = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -210,18 +213,29 @@ def _varlen(
         plan.longest,
         scale=scale,
         window_size=(-1, 0) if window is None else (window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     if not isinstance(out, Tensor):
         raise PackedForwardError("torch's variable-length attention returned more than its output")
     return out
 
 
-def can_use_varlen(query: Tensor) -> bool:
-    """True when torch's variable-length kernel takes this tensor; the gathered batches do the same on any device."""
-    if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256):
-        return False
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+@cache
+def varlen_parameters() -> frozenset[str]:
+    """What torch's variable-length kernel can be told; nothing where this torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def can_use_varlen(query: Tensor, value: Tensor) -> bool:
+    """True when torch's variable-length kernel takes these; the gathered batches do the same on any device."""
+    size = query.shape[-1]
+    fits = size <= 256 and size % 8 == 0 and value.shape[-1] == size
+    is_narrow = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    return is_narrow and fits and "window_size" in varlen_parameters()
 
 
 def segment_attention(
@@ -257,10 +271,15 @@ def segment_attention(
             f"segment attention over {segments.computed} tokens was given queries {list(query.shape)} and keys "
             f"{list(key.shape)}"
         )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # Norms and rotary tables leave float32, and no kernel but torch's own casts by itself.
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.shared is not None:
         q, k, v = (x[segments.shared.source] for x in (q, k, v))
-    if softcap is None and can_use_varlen(q):
+    acts = sliding_window is not None and sliding_window < segments.longest
+    if acts and softcap is None and can_use_varlen(q, v):
         attended = _varlen(q, k, v, segments, scaling, sliding_window)
     else:
         attended = segments.attend(q, k, v, scale=scaling, window=sliding_window, softcap=softcap)
