@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.config.trainer import TrainerSettings
@@ -117,9 +118,10 @@ def unpacked_step(slices: Sequence[Sequence[int]]) -> Step:
 class Trainee:
     """A policy that begins again for each job: making and proving one takes longer than training it here."""
 
-    def __init__(self, dtype: str, world_size: int) -> None:
+    def __init__(self, dtype: str, world_size: int, device: str = "cpu", *, compute: torch.dtype | None = None) -> None:
         torch.manual_seed(0)
-        self.policy = prepare(model_from_config(TINY_QWEN3, dtype=getattr(torch, dtype)))
+        model = model_from_config(TINY_QWEN3)  # drawn in float32: the same of any dtype
+        self.policy = prepare(nn.Module.to(model, torch.device(device), getattr(torch, dtype)), compute=compute)
         self.module = self.policy if world_size == 1 else DistributedDataParallel(self.policy)
         self._fresh = {name: value.clone() for name, value in self.policy.state_dict().items()}
 
@@ -138,13 +140,13 @@ def work(trainee: Trainee, step: Step, ranks: Ranks, settings: TrainerSettings) 
     for part in updates.parts:
         updates.accumulate(part)
         found = [p.grad.reshape(-1).double() for p in policy.parameters() if p.grad is not None]
-        gradients.append(torch.cat(found).numpy())
+        gradients.append(torch.cat(found).cpu().numpy())
         counts.append([part.normalizers.loss_tokens, part.normalizers.rollouts, part.normalizers.groups])
         take_step(policy, optimizer, learning_rate=1e-2, gradient_clip=1.0, blame=updates.blame)
     return {
         "gradients": gradients,
         "counts": counts,
-        "parameters": torch.cat([p.detach().reshape(-1).double() for p in policy.parameters()]).numpy(),
+        "parameters": torch.cat([p.detach().reshape(-1).double() for p in policy.parameters()]).cpu().numpy(),
         "digests": [hashlib.sha256(g.tobytes()).hexdigest() for g in gradients] + [digest_parameters(policy)],
     }
 
