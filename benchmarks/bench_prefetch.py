@@ -117,21 +117,22 @@ def _own_python(report: Report) -> None:
 
 def _records(groups: Sequence[Group], model: dict[str, Any], batcher: dict[str, Any]) -> list[dict[str, Any]]:
     """The metrics of the steps that a trainer makes of `groups`, which are pushed before."""
-    from rlbuffer.trainer.loop import train
-
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     settings = RunSettings(
         run="bench", home=home, batcher=batcher, model={"config": model}, trainer={"steps": STEPS, "device": "cpu"}
     )
     try:
-        _train_recorded(settings, groups, train)
+        train_recorded(settings, groups)
         lines = (settings.output_dir / "metrics.jsonl").read_text().splitlines()
     finally:
         shutil.rmtree(home, ignore_errors=True)
     return [json.loads(line) for line in lines]
 
 
-def _train_recorded(settings: RunSettings, groups: Sequence[Group], train: object) -> None:
+def train_recorded(settings: RunSettings, groups: Sequence[Group]) -> None:
+    """Pushes groups, then trains them with one rank beside a batcher."""
+    from rlbuffer.trainer.loop import train
+
     stop = threading.Event()
     with rlbuffer.connect(None, run=settings.run, config=settings) as buffer:
         writer = buffer.writer("bench")
@@ -141,7 +142,7 @@ def _train_recorded(settings: RunSettings, groups: Sequence[Group], train: objec
         batcher = threading.Thread(target=daemon.run, args=(stop,))
         batcher.start()
         try:
-            train(settings, rank=0, world_size=1)  # type: ignore[operator]
+            train(settings, rank=0, world_size=1)
         finally:
             stop.set()
             batcher.join()
