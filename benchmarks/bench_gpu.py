@@ -115,7 +115,7 @@ def _rows(report: Report) -> None:
     from rlbuffer.weights.model import model_from_config
 
     torch.manual_seed(0)
-    model = model_from_config(MODEL).train(False)
+    model: Any = model_from_config(MODEL).train(False)
     torch.nn.Module.to(model, torch.device("cuda"))
     ids = torch.randint(0, MODEL["vocab_size"], (ROW_TOKENS,), device="cuda")
     kernel = attention.can_use_varlen

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
@@ -128,6 +129,8 @@ def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: b
     from rlbuffer.trainer.launch.end_together import EndTogether
 
     _quieten("torch.distributed.elastic", "torch.multiprocessing")
+    can_say = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    leave: dict[str, Any] = {"shutdown_timeout": LEAVE_SECONDS} if can_say else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -140,7 +143,7 @@ def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: b
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
-        **({"shutdown_timeout": LEAVE_SECONDS} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
+        **leave,
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:

@@ -202,7 +202,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     # Before torch 2.12 nobody has to say that heads share keys: the kernel sees it from the shapes.
-    options = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in varlen_parameters() else {}
+    is_grouped = query.shape[1] != key.shape[1]
+    options: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in varlen_parameters() else {}
     out = varlen_attn(
         query.contiguous(),
         key.contiguous(),
