@@ -10,24 +10,9 @@ import gradient_ranks
 import numpy as np
 import pytest
 from forked import Parent
-from gradient_ranks import COUNT, Rows, Trainee, unpacked_step, work
+from gradient_ranks import COUNT, LOSSES, Rows, Trainee, unpacked_step, work
 
 TERMS = {"kl_beta": 0.1, "entropy_bonus": 0.01}
-LOSSES: list[dict[str, Any]] = [
-    {"name": "clip"},
-    {"name": "dapo", "top_entropy": 0.3},
-    {"name": "dr_grpo", "options": {"max_length": 30}},
-    {"name": "ratio", "options": {"max_ratio": 1.2}},
-    {"name": "kl_cov", "options": {"cov_fraction": 0.1}},
-    {"name": "clip_cov", "options": {"cov_fraction": 0.1, "cov_low": 0.0, "clip_low": 0.6, "clip_high": 2.0}},
-    {"name": "gspo", "options": {"clip_low": 0.05, "clip_high": 0.1}},
-    {"name": "cispo", "options": {"max_ratio": 1.1}},
-    {"name": "masked_ratio", "options": {"low": 0.8, "high": 1.4}},
-    {"name": "dppo_tv", "options": {"tv_low": 0.02, "tv_high": 0.02, "tv_penalty": 0.1}},
-    {"name": "tis", "correction": {"tis": {"cap": 1.1}}},
-    {"name": "icepop", "correction": {"icepop": {"low": 0.8, "high": 1.4}}},
-    {"name": "decoupled", "correction": {"tis": {"cap": 1.2}, "geometric_mask": {}}},
-]
 SEVERAL = {"passes": 2, "updates_per_pass": 2}
 """Two passes over two slices."""
 Job = tuple[str, dict[str, Any], dict[str, int]]

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from gradient_ranks import COUNT, Trainee, packed_step, unpacked_step, work
+from gradient_ranks import COUNT, LOSSES, Trainee, packed_step, unpacked_step, work
 
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.process.ranks import Ranks
 
-LOSSES: list[dict[str, Any]] = [
-    {"name": "clip"},
-    {"name": "dapo", "top_entropy": 0.3},
-    {"name": "dr_grpo", "max_length": 30},
-    {"name": "ratio", "max_ratio": 1.2},
-    {"name": "kl_cov", "cov_fraction": 0.1},
-    {"name": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0, "clip_low": 0.6, "clip_high": 2.0},
-    {"name": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-    {"name": "cispo", "max_ratio": 1.1},
-    {"name": "masked_ratio", "mask_low": 0.8, "mask_high": 1.4},
-    {"name": "dppo_tv", "tv_low": 0.02, "tv_high": 0.02, "tv_penalty": 0.1},
-    {"name": "tis", "correction_cap": 1.1},
-    {"name": "icepop", "mask_low": 0.8, "mask_high": 1.4},
-    {"name": "decoupled", "correction_cap": 1.2, "correction": ("geometric_mask",)},
-]
 SMOOTH = ("dapo", "cispo", "tis", "decoupled")
 """Losses in which a rounding error moves no token across a bound that changes much."""
 ORDER = [int(i) for i in np.random.default_rng(3).permutation(COUNT)]
