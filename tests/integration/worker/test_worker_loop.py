@@ -263,9 +263,7 @@ def test_an_idle_worker_whose_heartbeat_is_not_taken_sends_it_by_itself(
     stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = stage.store.ask
-    monkeypatch.setattr(
-        stage.buffer.role(WorkerStore), "ask", lambda *args, **values: replace(ask(*args, **values), is_heard=False)
-    )
+    monkeypatch.setattr(stage.store, "ask", lambda *args, **values: replace(ask(*args, **values), is_heard=False))
     stage.start()
     asks_on(idle)
     beats = idle.calls["heartbeat"]
