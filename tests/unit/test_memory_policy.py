@@ -252,6 +252,7 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
     archive = Archiving(pytest.fail, None)
+    watch.retired(meta.retired)
     for _ in range(memory_rules.MEMORY_LOOKS):
         watch.relieve(trainer, meta.step, archive)
     (early,) = logged.told("memory")
