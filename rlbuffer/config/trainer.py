@@ -67,12 +67,6 @@ class ReportSettings(Table):
     example_every: int = Field(
         10, ge=0, description="Steps between shown examples: the best and the worst rollout of a group; 0: none."
     )
-    debug_samples: int = Field(
-        0,
-        ge=0,
-        description="Rollouts of the first step that rank 0 prints token by token, with checks, and keeps for "
-        "the lenses of `inspect`.",
-    )
     tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
     wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
     proofs: bool = Field(

@@ -33,6 +33,7 @@ def train(
     on_stall: OnStall | None = None,
     stop: StopRequest | None = None,
     fake_data: bool = False,
+    debug_samples: int = 0,
 ) -> bool:
     """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
@@ -74,8 +75,8 @@ def train(
             if pulled is None:
                 break
             step = pulled.step
-            if trainer.reports.debug_samples and place.step == place.resumed_from:
-                show_samples(session, step, trainer.reports.debug_samples)
+            if debug_samples and place.step == place.resumed_from:
+                show_samples(session, step, debug_samples)
 
             tally = Tally(session.ranks, step)
             with watch.measure("train"):

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 @click.option("--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]")
 @click.option("--fake-data", is_flag=True, help="Train on made-up steps: no server, no workers.")
 @click.option(
-    "--debug-samples", type=int, metavar="N", help="Print N rollouts of the first step token by token, with checks."
+    "--debug-samples",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Print N rollouts of the first step token by token, with checks.",
 )
 @click.option(
     "--max-restarts",
@@ -39,7 +43,7 @@ def command(
     steps: int | None,
     output: str | None,
     fake_data: bool,
-    debug_samples: int | None,
+    debug_samples: int,
     max_restarts: int,
     display: str,
 ) -> int:
@@ -57,7 +61,6 @@ def command(
         "trainer.world_size": ("--world-size", world_size),
         "trainer.steps": ("--steps", steps),
         "trainer.output": ("--output", output),
-        "trainer.reports.debug_samples": ("--debug-samples", debug_samples),
     }
     loaded = given.load(flags, parts=("train",))
     settings = loaded.settings
@@ -71,10 +74,10 @@ def command(
             connections.enter_context(
                 connect(settings.redis_url, run=settings.run, config=settings, name="train", origin=origin)
             )
-        return _train(settings, display, fake_data=fake_data, max_restarts=max_restarts)
+        return _train(settings, display, fake_data=fake_data, max_restarts=max_restarts, debug_samples=debug_samples)
 
 
-def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts: int) -> int:
+def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts: int, debug_samples: int) -> int:
     starting("train: loading torch and the model")
 
     from rlbuffer.process.environment import name_process
@@ -82,7 +85,7 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts
 
     name_process("train")
     # A live view would draw over the tables.
-    shown = "plain" if display == "auto" and settings.trainer.reports.debug_samples else options.choose_display(display)
+    shown = "plain" if display == "auto" and debug_samples else options.choose_display(display)
     world_size = settings.trainer.world_size
     if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself
         from rlbuffer_cli.render.train_view import Follower
@@ -94,11 +97,19 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts
                 display="none",
                 fake_data=fake_data,
                 max_restarts=max_restarts,
+                debug_samples=debug_samples,
                 say=follower.say,
                 say_last=follower.say_last,
             )
     else:
-        code = launch(settings, world_size=world_size, display=shown, fake_data=fake_data, max_restarts=max_restarts)
+        code = launch(
+            settings,
+            world_size=world_size,
+            display=shown,
+            fake_data=fake_data,
+            max_restarts=max_restarts,
+            debug_samples=debug_samples,
+        )
     if code == options.EXIT_INTERRUPTED:
         say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code

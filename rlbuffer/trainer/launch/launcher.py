@@ -45,6 +45,7 @@ def launch(
     display: str = "plain",
     fake_data: bool = False,
     max_restarts: int = MOST_RESTARTS,
+    debug_samples: int = 0,
     say: Callable[[str], None] | None = None,
     say_last: Callable[[str], None] | None = None,
 ) -> int:
@@ -57,6 +58,7 @@ def launch(
         display: of what rank 0 says: ``plain``, ``json`` or ``none`` (``metrics.jsonl`` has its steps anyway).
         fake_data: made-up steps in place of a server.
         max_restarts: in a row after which it gives up.
+        debug_samples: rollouts of the first step that rank 0 prints token by token, with checks.
         say: where messages go; default: stderr.
         say_last: where the message goes that says why it ended; default: `say`.
 
@@ -77,14 +79,20 @@ def launch(
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(settings, world_size, display, fake_data, max_restarts, tell, say_last or tell)
+        return _run(
+            settings,
+            world_size,
+            (display, fake_data, debug_samples),
+            max_restarts,
+            tell,
+            say_last or tell,
+        )
 
 
 def _run(
     settings: RunSettings,
     world_size: int,
-    display: str,
-    fake_data: bool,
+    of_ranks: tuple[str, bool, int],
     max_restarts: int,
     tell: Callable[[str], None],
     tell_last: Callable[[str], None],
@@ -94,7 +102,7 @@ def _run(
     while True:
         began = time.monotonic()
         try:
-            end = _run_once(settings, world_size, display, fake_data)
+            end = _run_once(settings, world_size, of_ranks)
         except KeyboardInterrupt:
             return 130
         if end.exit_code == 0 or end.is_final:
@@ -121,7 +129,7 @@ class _End:
         self.is_final = is_final
 
 
-def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: bool) -> _End:
+def _run_once(settings: RunSettings, world_size: int, of_ranks: tuple[str, bool, int]) -> _End:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -148,7 +156,7 @@ def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: b
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
         try:
-            elastic_launch(config, _run_rank)(to_json(settings), reports, display, fake_data)
+            elastic_launch(config, _run_rank)(to_json(settings), reports, *of_ranks)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return _cause(read_ends(Path(reports)), codes, world_size, together.killed)
@@ -160,11 +168,11 @@ def _run_once(settings: RunSettings, world_size: int, display: str, fake_data: b
     return _End(0)
 
 
-def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool) -> None:
+def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool, debug_samples: int) -> None:
     """The rank's own process alone imports transformers, seconds of CPU; the launcher never needs it."""
     from rlbuffer.trainer.launch.rank import rank_main
 
-    rank_main(settings_json, reports, display, fake_data)
+    rank_main(settings_json, reports, display, fake_data, debug_samples)
 
 
 def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:

@@ -44,7 +44,7 @@ def report_of(rank: int, error: Exception) -> RankEnd:
     )
 
 
-def rank_main(settings_json: str, reports: str, display: str, fake_data: bool) -> None:
+def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, debug_samples: int) -> None:
     """Runs one rank in a process of the launcher, which sets rank and world size in the environment."""
     _end_with_launcher()
     if sys.platform == "linux":
@@ -61,7 +61,13 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool) -
         os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
 
     try:
-        finished = run_rank(from_json(settings_json), display=display, fake_data=fake_data, on_stall=leave)
+        finished = run_rank(
+            from_json(settings_json),
+            display=display,
+            fake_data=fake_data,
+            debug_samples=debug_samples,
+            on_stall=leave,
+        )
     except Exception as error:
         leave(error)
         return
@@ -74,7 +80,12 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool) -
 
 
 def run_rank(
-    settings: RunSettings, *, display: str = "plain", fake_data: bool = False, on_stall: OnStall | None = None
+    settings: RunSettings,
+    *,
+    display: str = "plain",
+    fake_data: bool = False,
+    debug_samples: int = 0,
+    on_stall: OnStall | None = None,
 ) -> bool:
     """Trains as the rank that the environment names. -> whether the planned steps were made."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -102,6 +113,7 @@ def run_rank(
             on_stall=on_stall,
             stop=stop,
             fake_data=fake_data,
+            debug_samples=debug_samples,
         )
 
 
