@@ -168,7 +168,7 @@ def test_what_config_show_prints_is_a_file_with_the_same_settings(run: Callable[
     first = run("config", "show")
     Path("rlbuffer.toml").write_text(first[1])
     assert run("config", "show") == first
-    assert (first[0], first[1].count("\n[trainer.")) == (0, 6)
+    assert (first[0], first[1].count("\n[trainer.")) == (0, 7)
 
 
 def line(**changes: Any) -> str:
