@@ -6,10 +6,9 @@ normalisers stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.store.part_payloads import Memory, Outcome, PartPayloads, Place, receive
+from rlbuffer.store.part_payloads import PartPayloads, read_part
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable, decoded
 from rlbuffer.store.records import PartRollout
@@ -135,19 +134,19 @@ class StepPull:
         )
         lengths = rollouts.numbers["length"].tolist()
         slabs = lay_out(part.rows, lengths, rollouts.column("adapter"), layout, self._arena)
-        pulled = receive(self._store, rollouts, _places(slabs, len(rollouts)), schema, self._can, self._arena)
+        pulled = read_part(self._store, rollouts, schema, self._can)
         for slab in slabs:
             self._fill(slab, rollouts, pulled, schema, masks=header.masks_truncated)
-        arrays = {i: its for i, its in pulled.loose.items() if not isinstance(its, str)}
+        arrays = pulled.arrays
         masked = rollouts.column("is_truncated") if header.masks_truncated else (False,) * len(rollouts)
         own = {i: its for i, its in arrays.items() if not masked[i]}
         facts = ItemFacts(
-            spans=pulled.spans,
+            spans=[arrays[i].version_spans if i in arrays else () for i in range(len(rollouts))],
             advantages=rollouts.column("advantage"),
             own_advantages=own_advantages(arrays),
             samples=Samples(rollouts, pulled.groups, arrays, _trained(own, rollouts)),
         )
-        damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.loose.items()) if isinstance(wrong, str)]
+        damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.damaged.items())]
         step = Step(
             number=header.step,
             epoch=header.epoch,
@@ -166,27 +165,19 @@ class StepPull:
     def _fill(
         self, slab: Slab, rollouts: PartRollouts, pulled: PartPayloads, schema: Mapping[str, ColumnSpec], *, masks: bool
     ) -> None:
-        """Writes what does not lie in its place yet. Checks the range of all, and masks what is not to be trained.
+        """Writes the rollouts of a slab. Checks the range of all, and masks what is not to be trained.
 
         A rollout is judged by its own values, whatever it shares a slab with: rows that are dealt again give the same.
         """
-        loose = [item for item in slab.items if item in pulled.loose]
-        if len(loose) == len(slab.items) - slab.items.count(-1):
-            slab.write({item: arrays for item in loose if (arrays := _arrays(pulled.loose[item])) is not None})
-        elif loose or -1 in slab.items:
-            for item, place in slab.places():
-                if item < 0 or item in pulled.loose:
-                    slab.put(place, _arrays(pulled.loose.get(item)))
+        slab.write(pulled.arrays)
         truncated = rollouts.column("is_truncated") if masks else ()
         masked = {item: place for item, place in slab.places() if item >= 0 and truncated[item]} if masks else {}
         if not self._are_in_range(slab, slice(None)):
             for item, place in slab.places():
-                its = pulled.loose.get(item)
-                if item < 0 or isinstance(its, str | Rollout) or self._are_in_range(slab, place, item in masked):
-                    continue
-                data = b"".join(pulled.pieces[item]) if its is None else its.payload
-                pulled.loosen(item, decoded(rollouts[item], data, schema, self._can))
-                slab.put(place, _arrays(pulled.loose[item]))
+                its = pulled.arrays.get(item)
+                if isinstance(its, RolloutArrays) and not self._are_in_range(slab, place, item in masked):
+                    pulled.put(item, decoded(rollouts[item], its.payload, schema, self._can))
+                    slab.put(place, pulled.arrays.get(item))
         for place in masked.values():
             slab.arrays["loss_mask"][place] = False
 
@@ -194,21 +185,6 @@ class StepPull:
         """`is_masked`: whatever its marks are, nothing of it is trained."""
         tokens, loss_mask, logprobs = (array[place] for array in slab.arrays.values())
         return in_range(tokens, np.zeros_like(loss_mask) if is_masked else loss_mask, logprobs, self._can.vocabulary)
-
-
-def _places(slabs: Iterable[Slab], rollouts: int) -> list[Place]:
-    """The memory of each rollout, and its first token there."""
-    places: dict[int, Place] = {}
-    for slab in slabs:
-        tokens, loss_mask, logprobs = (array.view(np.uint8).data for array in slab.arrays.values())
-        memory = Memory(tokens, loss_mask, logprobs, slab.arrays["loss_mask"])
-        places |= zip(slab.items, zip(repeat(memory), slab.starts, strict=False), strict=True)
-    return [places[item] for item in range(rollouts)]
-
-
-def _arrays(outcome: Outcome | None) -> Rollout | RolloutArrays | None:
-    """The arrays to be written."""
-    return None if isinstance(outcome, str) else outcome
 
 
 class Samples:

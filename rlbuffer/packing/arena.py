@@ -1,7 +1,7 @@
 """Memory for micro-batches that is used again from step to step.
 
 The first touch of fresh memory costs four to seven times the copy into it, because the kernel has to map and clear
-every page. A reader therefore receives several micro-batches into one block, and a block is used again once nobody
+every page. A reader therefore writes several micro-batches into one block, and a block is used again once nobody
 holds an array that was cut from it.
 
 **Lifetime rule: there is none to keep.** Every array of a micro-batch is a view of its block and holds a reference to

@@ -1,7 +1,7 @@
 """The places of a rank's rollouts in its micro-batches, and the memory that they lie in.
 
-Rows are laid out before there is anything to write: a pull receives payloads where they are trained, and
-:func:`~rlbuffer.packing.assembly.assemble` copies the arrays of rollouts there.
+Rows are laid out before there is anything to write: a pull copies the arrays of payloads there, and
+:func:`~rlbuffer.packing.assembly.assemble` those of rollouts.
 
 A rollout that is missing or damaged is masked, never left out: it becomes padding of its planned length, so all ranks
 keep the same shapes and a replay gives the same bytes.

@@ -9,8 +9,9 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records.info import ROW_DTYPE, RolloutInfo, unfrozen
+from rlbuffer.records.info import RolloutInfo, unfrozen
 from rlbuffer.store.records import PartRollout
+from rlbuffer.wire.views import ANNOUNCED, Announced
 
 _COLUMNS = (
     "source", "index", "advantage", "rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards",
@@ -19,9 +20,6 @@ _COLUMNS = (
 """The values of a rollout as they stand in a part."""
 _SOURCE = ("payload_key", "group_id", "env", "adapter", "prompt_id", "planned_size", "worker", "pushed_ms")
 """The values of a push."""
-_INTEGERS = ("length", "prompt_tokens", "loss_tokens", "min_version", "max_version", "size", "checksum")
-PART_NUMBERS = np.dtype([(name, ROW_DTYPE[name]) for name in _INTEGERS])
-"""The whole numbers of a rollout that a pull checks."""
 _UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 
 
@@ -83,13 +81,13 @@ class PartRollouts(Sequence[PartRollout]):
 
     @cached_property
     def numbers(self) -> NDArray[np.void]:
-        """[rollouts] of :data:`PART_NUMBERS`.
+        """[rollouts] of :data:`~rlbuffer.wire.views.ANNOUNCED`.
 
         Raises:
             TypeError, OverflowError, ValueError: some are no numbers of a rollout.
         """
-        out = np.empty(len(self), PART_NUMBERS)
-        for name in _INTEGERS:
+        out = np.empty(len(self), ANNOUNCED)
+        for name in Announced._fields:
             if not {int}.issuperset(map(type, self._columns[name])):
                 raise TypeError(f"{name} is not a whole number")
             out[name] = self._columns[name]

@@ -11,12 +11,10 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, fits
-from rlbuffer.records.rollout import Rollout, RolloutArrays
-from rlbuffer.store.received import FETCH_BYTES
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.records import PartRollout
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.viewer import FETCH_BYTES, Viewer
 from rlbuffer.wire import payload
-from rlbuffer.wire.views import view_rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +56,6 @@ def read_rollouts(
         its = refs[chunk.start : chunk.stop]
         for ref, data in zip(its, store.read_payloads(its), strict=True):
             yield ref, decoded(ref, data, schema, can)
-
-
-def viewed(
-    ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable
-) -> RolloutArrays | Rollout | str:
-    """Only the arrays of a payload that is what its push announced, else as :func:`decoded` has it.
-
-    The ranges of tokens, marks and logprobs are left to :func:`~rlbuffer.wire.views.in_range`.
-    """
-    views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
-    if views is not None and views.columns.keys() >= set(can.columns) and fits(views, schema):
-        return views
-    return decoded(ref, data, schema, can)
 
 
 def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:

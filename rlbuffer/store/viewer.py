@@ -7,9 +7,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
-import numpy as np
 import redis
 
 from rlbuffer.config.batcher import remembered_steps
@@ -23,7 +23,6 @@ from rlbuffer.errors import (
     ServerUnsuitable,
     StepRetired,
 )
-from rlbuffer.packing.arena import Arena
 from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
@@ -31,7 +30,6 @@ from rlbuffer.store.hand import Hand
 from rlbuffer.store.keys import RUNS, SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.pool import pool_entries
-from rlbuffer.store.received import FETCH_BYTES, Checksum, FieldMemory, FieldReply, FieldRequest, InPlace, Received
 from rlbuffer.store.records import (
     Attempt,
     HistoryOf,
@@ -46,7 +44,6 @@ from rlbuffer.store.records import (
     policy_of,
 )
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.server.receiving import receive_fields
 from rlbuffer.store.session import (
     BLOCK_SECONDS,
     DEFAULT_PATIENCE_SECONDS,
@@ -58,12 +55,15 @@ from rlbuffer.store.session import (
     number,
     raise_first,
     ranged,
-    sound,
     text,
 )
 from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.wire import payload
 
+FieldRequest = Mapping[str, Mapping[str, int]]
+"""Payload key -> field -> bytes that its push announced."""
+FETCH_BYTES = 64 * 2**20
+"""Payload bytes asked for in one call."""
 MAX_HISTORY_BYTES = 4 * 2**20
 """Largest history record or config that is decoded: a rewind names 5,000 groups, of up to 300 bytes each."""
 MAX_STATE_BYTES = 64 * 2**20
@@ -102,8 +102,6 @@ class Viewer(Session):
 
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
         super().__init__(connection, run, patience_seconds=patience_seconds)
-        self._arena = Arena()
-        """Memory that payloads are received into."""
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -392,54 +390,28 @@ class Viewer(Session):
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing. Not verified: `wire.decode_rollout` does that."""
-        values: dict[tuple[str, str], bytes | None] = {}
-        sizes = _sizes(refs).items()
-        request = {key: [(field, size, ()) for field, size in its.items()] for key, its in sizes}
-        for part, replies in self._in_windows(request, _asked):
-            for (key, its), reply in zip(part.items(), replies, strict=True):
-                names = [(key, field) for field, _, _ in its]
-                values |= zip(names, reply or [None] * len(names), strict=True)
+        values, _ = self.read_fields(_sizes(refs))
         return [values[ref.payload_key, str(ref.index)] for ref in refs]
 
-    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
+    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | None, bytes | None]]:
         """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
-        sizes = _sizes(refs)
-        total = sum(size for fields in sizes.values() for size in fields.values())
-        block, at = self._arena.block(total)((total,), np.uint8).data, 0
-        request: dict[str, list[FieldMemory]] = {key: [] for key in sizes}
-        for key, fields in sizes.items():
-            for field, size in fields.items():
-                request[key].append((field, size, [block[at : at + size]]))
-                at += size
-        received, groups = self.receive_pushed(request, len)  # whoever decodes them computes their checksums
-        values: dict[tuple[str, str], bytes | memoryview | None] = {}
-        for key, its in request.items():
-            arrived = received[key]
-            for n, (field, _, (memory,)) in enumerate(its):
-                values[key, field] = memory.toreadonly() if isinstance(arrived, InPlace) else arrived[n]
+        values, groups = self.read_fields(_sizes(refs), "group")
         return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
 
-    def receive_pushed(self, request: FieldRequest, checksum: Checksum) -> FieldReply:
-        """Fields of pushes by payload key, received into the memory that the request names if they have its sizes, with
-        the `checksum` of each, else as values; and the encoded group part of each push."""
-
-        def read(client: Any, part: FieldRequest) -> list[Any]:
-            if self.connection.is_memory or not isinstance(client, redis.Redis):  # a model has no socket
-                return _asked(client, part, "group")
-            return sound(receive_fields(client, part, "group", checksum))
-
-        values: dict[str, Received] = {}
-        groups: dict[str, bytes | None] = {}
-        for part, replies in self._in_windows(request, read):
+    def read_fields(
+        self, request: FieldRequest, *further: str
+    ) -> tuple[dict[tuple[str, str], bytes | None], dict[str, bytes | None]]:
+        """The values of fields by payload key and field, and by payload key that of the one `further` field, if one is
+        named. None where there is none."""
+        values: dict[tuple[str, str], bytes | None] = {}
+        others: dict[str, bytes | None] = {}
+        for part, replies in self._in_windows(request, further):
             for (key, its), reply in zip(part.items(), replies, strict=False):
-                arrived = reply or [None] * len(its)
-                values[key] = _joined(values[key], arrived, request[key]) if key in values else arrived
-            groups |= zip(part, replies[len(part) :], strict=True)
-        return values, groups
+                values |= zip(zip(repeat(key), its), reply or repeat(None), strict=False)
+            others |= zip(part, replies[len(part) :], strict=False)
+        return values, others
 
-    def _in_windows(
-        self, request: FieldRequest, read: Callable[[Any, FieldRequest], list[Any]]
-    ) -> Iterator[tuple[FieldRequest, list[Any]]]:
+    def _in_windows(self, request: FieldRequest, further: Sequence[str]) -> Iterator[tuple[FieldRequest, list[Any]]]:
         """Reads fields, as many bytes at once as the server holds for a client. -> parts of the request, with replies.
 
         A server closes the connection of a client for which it holds more than its ``client-output-buffer-limit``. So
@@ -449,11 +421,11 @@ class Viewer(Session):
         Raises:
             ServerUnsuitable: it breaks again and again where less cannot be asked for.
         """
-        left, breaks = [(key, field) for key, its in request.items() for field in its], 0
+        left, breaks = [(key, *field) for key, its in request.items() for field in its.items()], 0
         while left:
             part, count, size = _first(left, self._window)
             try:
-                replies = self._uncut(read, part)
+                replies = self._uncut(part, further)
             except _Cut:
                 if count > 1 and size > LEAST_WINDOW_BYTES:
                     self._window = max(size // 2, LEAST_WINDOW_BYTES)
@@ -468,7 +440,7 @@ class Viewer(Session):
                     continue
                 raise ServerUnsuitable(
                     f"the server at {self.connection.address} closes the connection each time that it sends "
-                    f"{'rollout' if count == 1 else f'{count} rollouts,'} {left[0][1][0]} of {left[0][0]} "
+                    f"{'rollout' if count == 1 else f'{count} rollouts,'} {left[0][1]} of {left[0][0]} "
                     f"({size} bytes), and less cannot be asked for. Its client-output-buffer-limit for normal clients "
                     f"is too low: it must be well above {size} bytes, as with `CONFIG SET client-output-buffer-limit "
                     '"normal 0 0 0"`, which is the default'
@@ -476,7 +448,7 @@ class Viewer(Session):
             yield part, replies
             left, breaks = left[count:], 0
 
-    def _uncut(self, read: Callable[[Any, FieldRequest], list[Any]], part: FieldRequest) -> list[Any]:
+    def _uncut(self, part: FieldRequest, further: Sequence[str]) -> list[Any]:
         """Reads a part. Raises _Cut where the connection broke, and the same process answers again."""
         server, is_cut = self.server_id(), False
 
@@ -486,7 +458,7 @@ class Viewer(Session):
             if is_cut and server == before:
                 raise _Cut
             try:
-                return read(client, part)
+                return _asked(client, part, further)
             except redis.ConnectionError:
                 is_cut = True
                 raise
@@ -844,49 +816,35 @@ def ends_of(
     return given, numbers, ends, [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
 
 
-def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:
-    """Payload key -> field -> bytes that its push announced."""
+def _sizes(refs: Sequence[PartRollout]) -> FieldRequest:
+    """The fields of these rollouts, as their pushes announced them."""
     sizes: dict[str, dict[str, int]] = {}
     for ref in refs:
         sizes.setdefault(ref.payload_key, {})[str(ref.index)] = ref.info.size
     return sizes
 
 
-def _asked(client: Any, asked: FieldRequest, *further: str) -> list[Any]:
+def _asked(client: Any, request: FieldRequest, further: Sequence[str]) -> list[Any]:
     """The replies to an HMGET for each key, and then to an HGET of each further field."""
     with client.pipeline(transaction=False) as pipe:
-        for key, its in asked.items():
-            pipe.hmget(key, [field for field, _, _ in its])
+        for key, its in request.items():
+            pipe.hmget(key, [*its])
         for field in further:
-            for key in asked:
+            for key in request:
                 pipe.hget(key, field)
         return answers(pipe)
 
 
-def _first(fields: Sequence[tuple[str, FieldMemory]], window: int) -> tuple[FieldRequest, int, int]:
+def _first(fields: Sequence[tuple[str, str, int]], window: int) -> tuple[FieldRequest, int, int]:
     """As many of these as fit into `window` bytes, at least one. -> a request for them, their number, their bytes."""
-    part: dict[str, list[FieldMemory]] = {}
+    part: dict[str, dict[str, int]] = {}
     count = size = 0
-    for key, field in fields:
-        if count and size + field[1] > window:
+    for key, field, its in fields:
+        if count and size + its > window:
             break
-        part.setdefault(key, []).append(field)
-        count, size = count + 1, size + field[1]
+        part.setdefault(key, {})[field] = its
+        count, size = count + 1, size + its
     return part, count, size
-
-
-def _joined(first: Received, then: Received, fields: Sequence[FieldMemory]) -> Received:
-    """The first of these fields of a hash, and those that came in the answer behind them."""
-    if isinstance(first, InPlace) and isinstance(then, InPlace):
-        return InPlace([*first.checksums, *then.checksums])
-    had = len(first.checksums if isinstance(first, InPlace) else first)
-    return [*_copied(first, fields), *_copied(then, fields[had:])]
-
-
-def _copied(arrived: Received, fields: Sequence[FieldMemory]) -> Sequence[bytes | None]:
-    if not isinstance(arrived, InPlace):
-        return arrived
-    return [b"".join(memory) for (_, _, memory), _ in zip(fields, arrived.checksums, strict=False)]
 
 
 def _number(value: str) -> float:

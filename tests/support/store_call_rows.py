@@ -14,7 +14,6 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
-from rlbuffer.store.received import InPlace
 from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.session import Session
@@ -148,16 +147,12 @@ def _parts(run: Run) -> list[Any]:
     return [member for part in run.store.read_parts(1) for member in part.rollouts]
 
 
-def _received(store: EveryRole, run: Run) -> Any:
-    wanted = {ref.payload_key: [] for ref in _parts(run)}
+def _fields(store: EveryRole, run: Run) -> Any:
+    wanted: dict[str, dict[str, int]] = {}
     for ref in _parts(run):
-        wanted[ref.payload_key].append((str(ref.index), ref.info.size, [memoryview(bytearray(ref.info.size))]))
-    values, groups = store.receive_pushed(wanted, lambda pieces: sum(pieces[0]))
-    arrived = {
-        key: [bytes(pieces[0]) for _, _, pieces in wanted[key]] if isinstance(its, InPlace) else [*its]
-        for key, its in values.items()
-    }
-    return arrived, groups
+        wanted.setdefault(ref.payload_key, {})[str(ref.index)] = ref.info.size
+    values, groups = store.read_fields(wanted, "group")
+    return {f"{key} {field}": value for (key, field), value in values.items()}, groups
 
 
 def _tickets(run: Run) -> None:
@@ -300,10 +295,10 @@ ROWS: dict[str, Row] = {
     "read_parts": Row(call=lambda store, run: store.read_parts(2), prepare=_steps),
     "read_payloads": Row(call=lambda store, run: store.read_payloads(_parts(run)), prepare=_steps),
     "read_pushed": Row(
-        call=lambda store, run: [(data and bytes(data), group) for data, group in store.read_pushed(_parts(run))],
+        call=lambda store, run: store.read_pushed(_parts(run)),
         prepare=_steps,
     ),
-    "receive_pushed": Row(call=_received, prepare=_steps),
+    "read_fields": Row(call=_fields, prepare=_steps),
     "read_group_payloads": Row(
         call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
     ),

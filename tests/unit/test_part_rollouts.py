@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.part_rollouts import PART_NUMBERS, PartRollouts
+from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.step_format import decode_part
 from rlbuffer.wire import payload
+from rlbuffer.wire.views import ANNOUNCED
 
 SOURCES = [["g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17], ["g:a.0:w.2", "a.0", "a", "lora", "p0", 4, "w", 18]]
 
@@ -48,7 +49,7 @@ def test_columns_hold_what_the_records_hold() -> None:
     assert records[0].payload_key == "rlb:r:g:a.0:w.2"
     for name in ("payload_key", "group_id", "env", "adapter", "index", "advantage"):
         assert list(part.column(name)) == [getattr(record, name) for record in records]
-    for name in PART_NUMBERS.names or ():
+    for name in ANNOUNCED.names or ():
         assert part.numbers[name].tolist() == [getattr(record.info, name) for record in records]
 
 

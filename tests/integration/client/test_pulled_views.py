@@ -24,7 +24,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
-from rlbuffer.store import part_payloads, payloads
+from rlbuffer.store import part_payloads
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.viewer import Viewer
@@ -114,8 +114,7 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
 def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
     """As every rollout was pulled that is decoded whole."""
     with patch.context() as patched:
-        patched.setattr(part_payloads, "head_sizes", lambda sizes, lengths: np.zeros_like(sizes))
-        patched.setattr(payloads, "view_rollout", lambda data, expected: None)
+        patched.setattr(part_payloads, "view_rollouts", lambda payloads, announced: [None] * len(payloads))
         return pull(run, can=can)
 
 

@@ -1,23 +1,21 @@
-"""Payloads that were received where they are trained are taken exactly when their views would be."""
+"""Payloads that are viewed together are taken exactly when each would be alone."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import msgpack
 import numpy as np
 from wounds import HEADER, false_payload, mutated, packed, resealed, with_details
 
-from rlbuffer.records.info import ROW_DTYPE, RolloutInfo, row_of
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import RolloutArrays
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.testing import make_group
-from rlbuffer.wire.in_place import checked, checksum_of, gaps, head_sizes
 from rlbuffer.wire.payload import encode_push, payload_checksum
-from rlbuffer.wire.views import view_rollout
+from rlbuffer.wire.views import ANNOUNCED, Announced, view_rollout, view_rollouts
 
 MUTATIONS = 10_000
 
@@ -34,26 +32,9 @@ def plain_payloads() -> dict[bytes, RolloutInfo]:
     return dict(zip(push.payloads, push.info.rollouts, strict=True))
 
 
-def in_place(claims: Sequence[tuple[bytes, RolloutInfo]]) -> list[RolloutArrays | None]:
-    """Payloads as they are found where they were received, all together; None also for one of another size or shape."""
-    rows = np.frombuffer(b"".join(row_of(info) for _, info in claims), ROW_DTYPE)
-    lengths = rows["length"].astype(np.int64)
-    heads = head_sizes(rows["size"].astype(np.int64), lengths)
-    layouts = np.stack([heads, *gaps(lengths), lengths], axis=1).tolist()
-    placed: dict[int, list[memoryview]] = {}
-    for i, ((data, info), (head, gap, other, length)) in enumerate(zip(claims, layouts, strict=True)):
-        if head and len(data) == info.size:
-            ends = [*accumulate([head, 4 * length, gap, length, other, 4 * length], initial=0)]
-            placed[i] = [memoryview(bytearray(data[start:end])) for start, end in pairwise(ends)]
-    masks = [np.frombuffer(pieces[3], np.bool_) for pieces in placed.values()]
-    spans = checked([*placed.values()], [*map(checksum_of, placed.values())], masks, rows[[*placed]])
-    found: list[RolloutArrays | None] = [None] * len(claims)
-    for (i, pieces), mask, its in zip(placed.items(), masks, spans, strict=True):
-        if its is not None:
-            tokens, logprobs = np.frombuffer(pieces[1], "<i4"), np.frombuffer(pieces[5], "<f4")
-            versions = tuple(VersionSpan(*one) for one in its)
-            found[i] = RolloutArrays(tokens, mask, logprobs, versions, {}, {}, b"".join(pieces))
-    return found
+def together(claims: Sequence[tuple[bytes, RolloutInfo]]) -> list[RolloutArrays | None]:
+    rows = np.array([tuple(getattr(info, name) for name in Announced._fields) for _, info in claims], ANNOUNCED)
+    return view_rollouts([data for data, _ in claims], rows)
 
 
 def same_arrays(one: RolloutArrays, other: RolloutArrays) -> bool:
@@ -61,16 +42,16 @@ def same_arrays(one: RolloutArrays, other: RolloutArrays) -> bool:
     return arrays and one.version_spans == other.version_spans and bytes(one.payload) == bytes(other.payload)
 
 
-def test_a_payload_lies_in_place_only_as_its_push_announced_it() -> None:
+def test_a_payload_is_viewed_only_as_its_push_announced_it() -> None:
     known = plain_payloads()
     for data, info in known.items():
-        views, found = view_rollout(data, info), in_place([(data, info)])[0]
+        views, found = view_rollout(data, info), together([(data, info)])[0]
         assert views is not None
         assert found is not None
         assert same_arrays(views, found)
         others = [other for other in known.values() if other is not info]
-        assert in_place([(data, other) for other in others]) == [None] * len(others)
-        assert in_place([(data, replace(other, size=info.size, length=info.length)) for other in others]) == [
+        assert together([(data, other) for other in others]) == [None] * len(others)
+        assert together([(data, replace(other, size=info.size, length=info.length)) for other in others]) == [
             None
         ] * len(others)
     rng = random.Random(9)
@@ -81,10 +62,10 @@ def test_a_payload_lies_in_place_only_as_its_push_announced_it() -> None:
             wounded = mutated(rng, data, other) if rng.random() < 0.8 else data
             claims.append((wounded if rng.random() < 0.5 else resealed(wounded), known[data]))
         are_whole = [known.get(data) is info for data, info in claims]
-        assert [found is not None for found in in_place(claims)] == are_whole, f"in claims {i}"
+        assert [found is not None for found in together(claims)] == are_whole, f"in claims {i}"
 
 
-def test_a_payload_whose_metadata_lie_with_it_lies_in_place_if_it_would_be_viewed() -> None:
+def test_a_payload_whose_metadata_lie_with_it_is_viewed_together_if_it_would_be_alone() -> None:
     known = plain_payloads()
     rng, sound, refused = random.Random(10), 0, 0
     for i in range(MUTATIONS // 10):
@@ -93,15 +74,10 @@ def test_a_payload_whose_metadata_lie_with_it_lies_in_place_if_it_would_be_viewe
             data, other = rng.sample([*known], 2)
             wounded = false_payload(rng, data, other, n)
             claims.append((wounded, replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))))
-        for (data, info), found in zip(claims, in_place(claims), strict=True):
+        for (data, info), found in zip(claims, together(claims), strict=True):
             views = view_rollout(data, info)
-            if found is not None:
-                assert views is not None, f"a payload of claims {i} lies in place, and is not viewed"
-                assert same_arrays(views, found)
-            elif views is not None:
-                # Only bytes behind the arrays keep a payload that is viewed from lying in place.
-                end = views.payload.index(views.logprobs.tobytes()) + views.logprobs.nbytes  # type: ignore[union-attr]
-                assert end < len(data)
+            assert (views is None) == (found is None), f"a payload of claims {i}"
+            assert views is None or found is None or same_arrays(views, found)
             sound, refused = sound + (found is not None), refused + (found is None)
     assert min(sound, refused) > 1000
 
@@ -114,7 +90,7 @@ LIES: tuple[dict[str, int], ...] = (
 )
 
 
-def test_a_payload_with_a_single_span_lies_in_place_if_it_would_be_viewed() -> None:
+def test_a_payload_with_a_single_span_is_viewed_together_if_it_would_be_alone() -> None:
     """Alone, and beside others."""
     group = make_group(env="math", lengths=[9, 16], version=7)
     push = encode_push(group)
@@ -148,14 +124,14 @@ def test_a_payload_with_a_single_span_lies_in_place_if_it_would_be_viewed() -> N
             claimed = replace(info, prompt_tokens=length, loss_tokens=0, size=len(spanned))
             claims.append((spanned, replace(claimed, checksum=payload_checksum(spanned))))
     are_viewed = [view_rollout(data, info) is not None for data, info in claims]
-    assert [found is not None for found in in_place(claims)] == are_viewed
-    assert [in_place([claim])[0] is not None for claim in claims] == are_viewed
+    assert [found is not None for found in together(claims)] == are_viewed
+    assert [together([claim])[0] is not None for claim in claims] == are_viewed
     assert 10 < sum(are_viewed) < len(claims) / 2
 
 
-def test_every_flipped_bit_of_a_payload_in_place_is_found() -> None:
+def test_every_flipped_bit_of_a_payload_is_found_among_many() -> None:
     data, info = next(iter(plain_payloads().items()))
     flipped = [bytearray(data) for _ in range(8 * len(data))]
     for bit, its in enumerate(flipped):
         its[bit // 8] ^= 1 << bit % 8
-    assert in_place([(bytes(its), info) for its in flipped]) == [None] * len(flipped)
+    assert together([(bytes(its), info) for its in flipped]) == [None] * len(flipped)
