@@ -28,10 +28,10 @@ from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.records import Meta
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.address import is_memory
-from rlbuffer.store.server.answers import ELSEWHERE, NoPrimary
+from rlbuffer.store.server.answers import ELSEWHERE, reason_of
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.server.sentinel import Sentinels
+from rlbuffer.store.server.sentinels import Watchers
 from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
 from rlbuffer.store.viewer import Viewer
 
@@ -88,19 +88,25 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
         yield from _of(connection, loaded)
 
 
-def _sentinels(sentinels: Sentinels) -> Diagnosis:
+def _sentinels(watchers: Watchers) -> Diagnosis:
     """Everybody's word on who the primary is."""
     named: Counter[str] = Counter()
     failures = []
-    for place in sentinels.places:
+    for (host, port), sentinel in zip(watchers.places, watchers.sentinels, strict=True):
         try:
-            host, port = sentinels.ask(place)
-        except NoPrimary as error:
-            failures.append(str(error))
+            services: Mapping[str, Any] = sentinel.sentinel_masters()  # type: ignore[assignment]
+        except redis.RedisError as error:
+            failures.append(f"{host}:{port} {reason_of(error)}")
         else:
-            named[f"{host}:{port}"] += 1
-    text = f'primary of "{sentinels.service}": ' + ", ".join(
-        f"{place} (named by {count} of {len(sentinels.places)})" for place, count in named.most_common()
+            state = services.get(watchers.service)
+            if not state:
+                failures.append(f'{host}:{port} knows no service "{watchers.service}"')
+            elif state["is_sdown"] or state["is_odown"]:
+                failures.append(f"{host}:{port} says that {state['ip']}:{state['port']} is down")
+            else:
+                named[f"{state['ip']}:{state['port']}"] += 1
+    text = f'primary of "{watchers.service}": ' + ", ".join(
+        f"{place} (named by {count} of {len(watchers.places)})" for place, count in named.most_common()
     )
     if failures:
         fix = "start those that are away, or take them out of redis_url"

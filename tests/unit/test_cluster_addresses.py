@@ -10,7 +10,7 @@ from redis.connection import SSLConnection
 from rlbuffer.errors import ConfigError
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.server.address import FORMS, check_place, options_of
-from rlbuffer.store.server.cluster import shards_of, slot_of, slot_of_key
+from rlbuffer.store.server.shards import shards_of, slot_of, slot_of_key
 
 
 @pytest.mark.parametrize(

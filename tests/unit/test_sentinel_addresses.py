@@ -9,7 +9,7 @@ from redis.connection import SSLConnection
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.store.server.address import FORMS, check_place, options_of
-from rlbuffer.store.server.sentinel import following, sentinels_of
+from rlbuffer.store.server.sentinels import watchers_of
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,14 @@ def test_the_login_of_sentinels_belongs_to_their_address_alone() -> None:
 def test_sentinels_have_their_own_login_and_the_servers_tls() -> None:
     url = "rediss+sentinel://me:mine@h:1/math/2?ssl_ca_certs=/ca.crt&sentinel_password=theirs"
     options = options_of(url, "")
-    sentinels = sentinels_of(options)
-    assert sentinels is not None
-    assert sentinels.options == {
-        "password": "theirs",
-        "connection_class": SSLConnection,
-        "ssl_ca_certs": "/ca.crt",
-    }
-    assert "theirs" not in repr(sentinels)
-    pool = following(options)
-    assert (pool["username"], pool["password"], pool["db"]) == ("me", "mine", 2)
-    assert issubclass(pool["connection_class"], SSLConnection)
-    assert "sentinel_password" not in pool
+    watchers = watchers_of(options)
+    assert watchers is not None
+    (asked,) = (its.connection_pool for its in watchers.sentinels)
+    assert (asked.connection_kwargs["password"], asked.connection_kwargs["username"]) == ("theirs", None)
+    assert asked.connection_kwargs["ssl_ca_certs"] == "/ca.crt"
+    assert issubclass(asked.connection_class, SSLConnection)
+    assert "theirs" not in repr(watchers)
 
 
 def test_the_address_of_one_server_needs_no_sentinels() -> None:
-    options = options_of("redis://h:1/0", "")
-    assert sentinels_of(options) is None
-    assert following(options) == options
+    assert watchers_of(options_of("redis://h:1/0", "")) is None

@@ -61,17 +61,16 @@ class BrokenUnused(redis.ConnectionError):
 
 
 class NoPrimary(redis.ConnectionError):
-    """The sentinels of a service name no primary.
+    """The sentinels of a service, or the nodes of a cluster, name no primary.
 
     Args:
         why: the reason, as part of a sentence.
         is_mistake: they never will, asked like this.
-        is_down: they know it, and that it is down.
     """
 
-    def __init__(self, why: str, *, is_mistake: bool = False, is_down: bool = False) -> None:
+    def __init__(self, why: str, *, is_mistake: bool = False) -> None:
         super().__init__(why)
-        self.is_mistake, self.is_down = is_mistake, is_down
+        self.is_mistake = is_mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +123,13 @@ def understand(
         )
     if isinstance(error, NoPrimary) and error.is_mistake and not is_known:
         return Understood(ServerUnsuitable(f"{address} leads to no server: {error}.{source}"))
+    if words.startswith("unknown command 'SENTINEL'"):
+        return Understood(
+            ServerUnsuitable(
+                f"what {address} names is no sentinel. Name the port of the sentinels, mostly 26379; the address of "
+                f"one server begins with redis:// or rediss://.{source}"
+            )
+        )
     if words.startswith("unknown command 'SELECT'"):
         return Understood(ServerUnsuitable(f"what answers at {address} has no databases: {IS_SENTINEL}.{source}"))
     if re.match("unknown command .HELLO", words):

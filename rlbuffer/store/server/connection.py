@@ -6,8 +6,7 @@ repeated, and only that is. Other defaults that do not fit:
 
 - A blocking read longer than `socket_timeout` is silently issued again: it has a client of its own whose timeout is
   above every block, and blocks are at most two seconds.
-- hiredis packs large arguments by copying them, and every piece of a command is a system call of its own
-  (:mod:`rlbuffer.store.server.gathering`).
+- hiredis packs large arguments by copying them (:class:`rlbuffer.store.server.pools.Packer`).
 - Maintenance notifications, on by default with RESP3, look up host names; they are for one vendor's cloud. Off.
 
 Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XREAD gives ``{key: [[(id, fields)]]}``.
@@ -30,7 +29,7 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool
+from redis.connection import ConnectionPool, SSLConnection
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
@@ -38,15 +37,15 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import BufferClosed, ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
-from rlbuffer.store.server.address import is_sentinel, options_of, redacted, source_of
+from rlbuffer.store.server.address import SENTINEL_LOGIN, is_sentinel, options_of, redacted, source_of
 from rlbuffer.store.server.answers import BrokenUnused, understand
-from rlbuffer.store.server.cluster import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
-from rlbuffer.store.server.gathering import GATHERING, FreshPool, Packer
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.login import Login
+from rlbuffer.store.server.pools import FollowingPool, FreshPool, Packer
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.server.sentinel import Sentinels, following, sentinels_of
+from rlbuffer.store.server.sentinels import Watchers, watchers_of
+from rlbuffer.store.server.shards import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.suitable import check_suitable, figures, fullest
 
 T = TypeVar("T")
@@ -279,9 +278,9 @@ class Connection:
         return {"address": self.address, "embedded": self.embedded is not None} | figures(info)
 
     @property
-    def sentinels(self) -> Sentinels | None:
+    def sentinels(self) -> Watchers | None:
         """Those that name the server; None where the address does."""
-        return None if self.is_memory else sentinels_of(self._url_options())
+        return None if self.is_memory else watchers_of(self._url_options())
 
     def close(self) -> None:
         """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
@@ -308,22 +307,28 @@ class Connection:
         return self._make_node(timeout_seconds)
 
     def _make_node(self, timeout_seconds: float, **place: Any) -> redis.Redis:
-        pool = FreshPool(
-            **(following(self._url_options()) | place),
-            protocol=3,
-            driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
-            socket_read_size=SOCKET_READ_BYTES,
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            redis_connect_func=self._made_anew,
-            max_connections=1000,
-        )
-        pool.connection_class = GATHERING.get(pool.connection_class, pool.connection_class)
+        options = self._url_options()
+        watchers = watchers_of(options)
+        for name in ("sentinels", "service", "nodes", *SENTINEL_LOGIN.values()):
+            options.pop(name, None)
+        options |= place | {
+            "protocol": 3,
+            "driver_info": None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": timeout_seconds,
+            "socket_connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "socket_read_size": SOCKET_READ_BYTES,
+            "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+            "redis_connect_func": self._made_anew,
+            "command_packer": Packer(),
+            "max_connections": 1000,
+        }
+        if watchers is None:
+            pool = FreshPool(**options)
+        else:
+            is_tls = options.pop("connection_class", None) is SSLConnection
+            pool = FollowingPool(watchers.service, watchers, ssl=is_tls, **options)  # type: ignore[no-untyped-call]
         pool.is_stale = lambda connection: self._made.get(connection) != self.losses
-        packer = Packer(pool.get_encoder().encode)
-        pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
         return redis.Redis(connection_pool=pool)
 
     def _lose(self) -> None:

@@ -18,7 +18,7 @@ from rlbuffer.errors import EpochChanged, InvalidRollout, PushBroken, ServerRefu
 from rlbuffer.store import producer
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.member import Member
-from rlbuffer.store.server.gathering import FreshPool
+from rlbuffer.store.server.pools import FreshPool
 from rlbuffer.store.session import open_store
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group

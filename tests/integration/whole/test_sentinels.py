@@ -58,22 +58,10 @@ def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, 
     source = "\n  The address comes from --redis."
     for url, text in (
         (
-            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{asked}/other/0",
-            'leads to no server: the sentinel at {at} knows no service "other". Those that it knows: math.',
-        ),
-        (
             f"redis+sentinel://127.0.0.1:{server}/{SERVICE}",
             (
-                "leads to no server: what answers at {at} is no sentinel (unknown command 'SENTINEL'). Name the port "
-                "of the sentinels, mostly 26379; the address of one server begins with redis:// or rediss://."
-            ),
-        ),
-        (
-            f"redis+sentinel://127.0.0.1:{asked}/{SERVICE}?sentinel_password=secret",
-            (
-                "leads to no server: the sentinel at {at} does not allow this: AUTH <password> called without any "
-                "password configured for the default user. Its own login stands in the address as "
-                "?sentinel_password=, and sentinel_username= where it has users."
+                "is no sentinel. Name the port of the sentinels, mostly 26379; the address of one server begins with "
+                "redis:// or rediss://."
             ),
         ),
         (
@@ -99,16 +87,16 @@ def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, 
         assert error.exit_code == 4
 
 
-def test_sentinels_that_are_away_are_waited_for_and_all_named(tmp_path: Path) -> None:
-    error = refusal("redis+sentinel://127.0.0.1:1,127.0.0.1:2/math/0", tmp_path)
+@pytest.mark.parametrize("place", ["127.0.0.1:1,127.0.0.1:2/math", "127.0.0.1:1,{asked}/other"])
+def test_sentinels_that_name_no_primary_are_waited_for_and_all_named(
+    watched: Watched, tmp_path: Path, place: str
+) -> None:
+    url = f"redis+sentinel://{place.format(asked=f'127.0.0.1:{watched.sentinels[0].port}')}"
+    error = refusal(url, tmp_path)
     assert type(error) is ServerUnreachable
-    assert str(error) == (
-        "cannot reach Redis at redis+sentinel://127.0.0.1:1,127.0.0.1:2/math/0 (none of its sentinels answers: "
-        "127.0.0.1:1 connection refused; 127.0.0.1:2 connection refused).\n"
-        "  Tried once. The address comes from --redis.\n"
-        "  Ask them what they wait for:   redis-cli -h 127.0.0.1 -p 1 sentinel ckquorum math\n"
-        "  Or use the embedded one: leave --redis out."
-    )
+    named = ", ".join(url.partition("//")[2].partition("/")[0].split(","))
+    assert f"none of its sentinels ({named}) names a primary of" in str(error)
+    assert "sentinel ckquorum" in str(error)
 
 
 def test_tls_towards_sentinels_without_it_is_named(watched: Watched, tmp_path: Path) -> None:
@@ -143,17 +131,13 @@ def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
         with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password=lambda: "data-secret") as made:
             assert made.client.client_info()["laddr"] == f"127.0.0.1:{ports[0]}"
             assert made.address == url.replace("sentinel-secret", "***")
-        for wrong, text in 20 * (  # what a server of TLS 1.3 sends unasked comes before the question, or behind it
-            (url, "does not allow this: "),
-            (f"rediss+sentinel://:data-secret@{place}?{trust}", "sentinel_username= where it has users"),
-            (
-                f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret",
-                "nobody who is trusted here has signed its certificate",
-            ),
+        for wrong, kind in 20 * (  # what a server of TLS 1.3 sends unasked comes before the question, or behind it
+            (url, ServerUnsuitable),
+            (f"rediss+sentinel://:data-secret@{place}?{trust}", ServerUnreachable),
+            (f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret", ServerUnreachable),
         ):
             error = refusal(wrong, tmp_path)
-            assert type(error) is ServerUnsuitable, error
-            assert text in str(error)
+            assert type(error) is kind, error
             assert "-secret" not in str(error)
 
 

@@ -1,8 +1,8 @@
-"""A cluster of several shards: who has which slot, and clients that send each command to the shard of its key.
+"""A cluster of several shards: clients that send each command to the shard of its key.
 
-redis-py's `RedisCluster` is not used: it follows MOVED and learns the slots again without a word, and here both count
-as a loss, after which a leader reads everything again. Its nodes' connections would also be its own, not those that
-gather, receive and are given up at a loss.
+Who has which slot is known to redis-py's `NodesManager`. Its `RedisCluster` is not used for commands: it follows MOVED
+without a word, and here that is a loss, after which a leader reads everything again; its pipeline sends every command
+whose reply was lost once more, writes too; and it asks for COMMAND, a right that no role needs otherwise.
 
 An answer of ASK or TRYAGAIN is waited out, and is no loss: nothing was carried out, and nothing is gone. A slot that is
 moving has one owner again soon, and then MOVED leads there.
@@ -10,26 +10,25 @@ moving has one owner again soon, and then MOVED leads there.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
 from redis.client import Pipeline
+from redis.cluster import ClusterNode, NodesManager
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
+from redis.exceptions import RedisClusterException
+from redis.maint_notifications import MaintNotificationsConfig
 
 from rlbuffer.store.server.answers import LOGIN, NoPrimary, reason_of, words_of
-from rlbuffer.store.server.asking import pool_of
-from rlbuffer.store.server.gathering import connections
+from rlbuffer.store.server.sentinels import ASKING
 
-CLUSTER_SLOTS = 16384
 KEYLESS = frozenset(
     {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "EXEC", "INFO", "MULTI", "PING", "ROLE"}
     | {"SCAN", "SCRIPT", "SLOWLOG", "TIME"}
 )
 """Commands without a key: the shard of the control keys gets them, or in a pipeline that of the command beside them."""
-_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 Place = tuple[str, int]
 """Host and port."""
 
@@ -44,77 +43,64 @@ class Shards:
 
     def __init__(self, places: Sequence[Place], options: Mapping[str, Any]) -> None:
         self._given, self._known, self._options = places, set(places), options
-        self._owners: Sequence[Place | None] | None = None
-        """The primary of each slot."""
+        self._nodes: NodesManager | None = None
         self.home = 0
         """The slot of the control keys."""
 
     def owner(self, slot: int) -> Place:
-        """The primary that has a slot.
-
-        Raises:
-            NoPrimary: no node answers, or none has it.
-        """
-        place = self._all()[slot]
-        if place is None:
-            raise NoPrimary(f"no node of the cluster has slot {slot}", is_down=True)
-        return place
+        """The primary that has a slot. Raises NoPrimary: no node answers, or none has it."""
+        nodes = self._nodes or self._asked()
+        try:
+            return _place(nodes.get_node_from_slot(slot))
+        except RedisClusterException as error:
+            raise NoPrimary(f"no node of the cluster has slot {slot}") from error
 
     def primaries(self) -> list[Place]:
         """Every primary once; that of the control keys first."""
         home = self.owner(self.home)
-        return [home, *sorted({place for place in self._all() if place is not None} - {home})]
+        nodes = self._nodes or self._asked()
+        return [home, *sorted({*map(_place, nodes.get_nodes_by_server_type("primary"))} - {home})]
 
     def forget(self) -> None:
         """Has the next caller ask who has what."""
-        self._owners = None
+        self._nodes = None
 
-    def _all(self) -> Sequence[Place | None]:
-        owners = self._owners
-        if owners is None:
-            owners = self._owners = self._asked()
-        return owners
-
-    def _asked(self) -> Sequence[Place | None]:
-        """The first answer. Nodes are asked in a drawn order: one that is away or behind keeps nobody for long."""
-        failures = []
-        for place in _RANDOM.sample(sorted(self._known), len(self._known)):
-            try:
-                return self.ask(place)
-            except NoPrimary as error:
-                if error.is_mistake:
-                    raise
-                failures.append(error)
-        raise NoPrimary(f"none of its nodes answers: {'; '.join(sorted(map(str, failures)))}") from failures[0]
-
-    def ask(self, place: Place) -> Sequence[Place | None]:
-        """The primary of each slot, by the node at `place`.
-
-        Raises:
-            NoPrimary: it is away, or no node of a cluster.
-        """
-        at = f"{place[0]}:{place[1]}"
+    def _asked(self) -> NodesManager:
         try:
-            with redis.Redis.from_pool(pool_of(place, self._options)) as node:
-                ranges = node.execute_command("CLUSTER SLOTS")
-        except LOGIN:
-            raise
-        except redis.ResponseError as error:
-            raise NoPrimary(
-                f"what answers at {at} is no node of a cluster ({words_of(error).partition(',')[0]}). The address of "
-                "one server begins with redis:// or rediss://",
+            nodes = NodesManager(
+                [ClusterNode(host, port) for host, port in self._known],  # type: ignore[no-untyped-call]
+                from_url=True,  # as otherwise options of TLS are not taken
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+                **ASKING,
+                **self._options,
+            )
+        except RedisClusterException as error:
+            raise _meaning(error) from error
+        self._known = {*self._given, *map(_place, nodes.nodes_cache.values())}
+        self._nodes = nodes
+        return nodes
+
+
+def _meaning(error: RedisClusterException) -> redis.RedisError:
+    """The last node's error, which stands below that of redis-py: it takes every error that a node answers for the word
+    of one without a cluster."""
+    last = error.__cause__
+    if isinstance(last, RedisClusterException):
+        last = last.__context__
+        if isinstance(last, redis.ResponseError) and not isinstance(last, LOGIN):
+            words = words_of(last).partition(",")[0]
+            return NoPrimary(
+                f"what answers is no node of a cluster ({words}). The address of one server begins with redis:// or "
+                "rediss://",
                 is_mistake=True,
-            ) from error
-        except redis.RedisError as error:
-            raise NoPrimary(f"{at} {reason_of(error)}") from error
-        owners: list[Place | None] = [None] * CLUSTER_SLOTS
-        nodes = set(self._given)
-        for first, last, *servers in ranges:
-            its = [(server[0].decode() if server[0] else place[0], int(server[1])) for server in servers]
-            owners[first : last + 1] = [its[0]] * (last + 1 - first)
-            nodes.update(its)
-        self._known = nodes
-        return owners
+            )
+    if isinstance(last, LOGIN):
+        return last
+    return NoPrimary(f"none of its nodes answers: {reason_of(last) if isinstance(last, redis.RedisError) else last}")
+
+
+def _place(node: ClusterNode) -> Place:
+    return node.host, node.port
 
 
 def shards_of(options: Mapping[str, Any]) -> Shards | None:
@@ -160,13 +146,6 @@ class Routed(redis.Redis):
         """A client of each shard; that of the control keys first."""
         return [self._at(place) for place in self._shards.primaries()]
 
-    def split(self, keys: Mapping[str, Any]) -> list[tuple[redis.Redis, dict[str, Any]]]:
-        """The items of each shard, with its client."""
-        parts: dict[redis.Redis, dict[str, Any]] = {}
-        for key, value in keys.items():
-            parts.setdefault(self.node(slot_of_key(key)), {})[key] = value
-        return list(parts.items())
-
     def pools(self) -> list[ConnectionPool]:
         """Those of all nodes that were met."""
         return [node.connection_pool for node in list(self._nodes.values())]
@@ -188,7 +167,7 @@ class Routed(redis.Redis):
 
 
 class _Routes(Pipeline):
-    """A pipeline whose commands go to their shards: all are sent before the first reply is read."""
+    """A pipeline whose commands go to their shards, one shard after the other."""
 
     transaction: bool  # type: ignore[assignment]
 
@@ -211,16 +190,11 @@ class _Routes(Pipeline):
             return list(super().execute(raise_on_error))
         stack, self.command_stack = self.command_stack, []
         replies: list[Any] = [None] * len(stack)
-        with connections([node.connection_pool for node in places]) as opened:
-            for connection, its in zip(opened, places.values(), strict=True):
-                connection.send_packed_command(connection.pack_commands([stack[at][0] for at in its]))
-            for connection, its in zip(opened, places.values(), strict=True):
-                for at in its:
-                    try:
-                        args, options = stack[at]
-                        replies[at] = self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
-                    except redis.ResponseError as error:
-                        replies[at] = error
+        for node, its in places.items():
+            with node.pipeline(transaction=False) as pipe:
+                pipe.command_stack = [stack[at] for at in its]
+                for at, reply in zip(its, pipe.execute(raise_on_error=False), strict=True):
+                    replies[at] = reply
         if raise_on_error:
             self.raise_first_error(stack, replies)  # type: ignore[no-untyped-call]
         return replies

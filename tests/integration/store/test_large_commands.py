@@ -1,4 +1,4 @@
-"""The pieces of a command go to the socket together, and all of them arrive."""
+"""Commands of large values arrive whole, however they are packed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redis.connection import PythonRespSerializer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.server.gathering import Packer
+from rlbuffer.store.server.pools import Packer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 
@@ -46,34 +46,6 @@ def connection(request: pytest.FixtureRequest, unix: Connection, proxy: CuttingP
     else:
         with Connection(proxy.url, home=home, server=SETTINGS, name="test") as over_tcp:
             yield over_tcp
-
-
-class Counted:
-    """A socket that counts what is sent on it."""
-
-    def __init__(self, sock: Any) -> None:
-        self._sock = sock
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("send"):
-            self.calls.append(name)
-        return getattr(self._sock, name)
-
-
-def test_a_command_of_many_large_values_is_one_system_call(connection: Connection) -> None:
-    values = {str(i): os.urandom(7000) for i in range(4)}
-    client = connection.client
-    used = client.connection_pool.get_connection()
-    counted = used._sock = Counted(used._sock)
-    try:
-        used.send_command("HSET", "h", *[part for pair in values.items() for part in pair])
-        assert used.read_response() == 4
-    finally:
-        used._sock = counted._sock
-        client.connection_pool.release(used)
-    assert counted.calls == ["sendmsg"]
-    assert client.hgetall("h") == {name.encode(): value for name, value in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -114,13 +86,13 @@ def test_a_connection_that_breaks_between_the_pieces_is_a_lost_one(proxy: Cuttin
 )
 def test_a_command_is_packed_the_same_in_both_ways(args: list[Any]) -> None:
     encode = Encoder("utf-8", "strict", False).encode
-    packed = [b"".join(way.pack("CONFIG SET", *args)) for way in (Packer(encode), PythonRespSerializer(6000, encode))]
+    packed = [b"".join(way.pack("CONFIG SET", *args)) for way in (Packer(), PythonRespSerializer(6000, encode))]
     assert packed[0] == packed[1]
 
 
 @pytest.mark.parametrize("argument", [True, None, [1], object()])
 def test_an_argument_that_cannot_be_sent_is_named_whatever_else_the_command_has(argument: Any) -> None:
-    packer = Packer(Encoder("utf-8", "strict", False).encode)
+    packer = Packer()
     for other in (b"small", bytes(10_000)):
         with pytest.raises(redis.DataError, match=f"Invalid input of type: '{type(argument).__name__}'"):
             packer.pack("SET", "k", other, argument)
