@@ -140,7 +140,7 @@ def tour(window: Terminal, keep: Keep) -> None:
     window.press("Escape")
     window.until("that can still be read")
     window.press("w")
-    window.until("worker vcopy", "batcher leader")
+    window.until("worker vcopy", "batcher ")
     keep("workers", window)
     window.press("Escape", "Escape", "Escape", "Escape")
 
