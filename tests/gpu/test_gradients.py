@@ -10,8 +10,8 @@ from gradient_ranks import COUNT, LOSSES, Trainee, packed_step, unpacked_step, w
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.process.ranks import Ranks
 
-SMOOTH = ("dapo", "cispo", "tis", "decoupled")
-"""Losses in which a rounding error moves no token across a bound that changes much."""
+SMOOTH = ("clip", "dr_grpo", "ratio")
+"""Losses that choose no tokens among all, and in which a rounding error moves no token far."""
 ORDER = [int(i) for i in np.random.default_rng(3).permutation(COUNT)]
 ROWS = [[[ORDER[i : i + 3]]] for i in range(0, COUNT, 3)]
 """Three rollouts to a row, one row to a micro-batch."""
