@@ -21,7 +21,6 @@ from typing import Any
 
 import click
 
-from rlbuffer.process.output import open_closed, outlive_readers
 from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, say
 from rlbuffer_cli.starting import RUN_COMMANDS, SLOW_COMMANDS, clear, starting
 
@@ -66,7 +65,9 @@ class Commands(click.Group):
             return None
         if not ctx.resilient_parsing and not {"--help", "-h"} & set(sys.argv):
             if cmd_name in RUN_COMMANDS:
-                outlive_readers()
+                from rlbuffer.process import logs
+
+                logs.outlive_readers()
             if cmd_name in SLOW_COMMANDS:
                 starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command whose reader leaves (``rlbuffer inspect | head -1``) ends there, quietly and with one exit code, as the
     shell has it for every program. One that works for a run goes on.
     """
-    open_closed()
+    _open_closed()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -127,6 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _hush():
             raise
         return EXIT_CLOSED_PIPE
+
+
+def _open_closed() -> None:
+    """Gives the streams that were closed at the start (``>&-``) a place: else the next file or socket that is opened
+    gets the number, and with it what others print there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115 - for good
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _hush() -> bool:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
@@ -20,18 +21,12 @@ from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process
-from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 from rlbuffer.process.watchdog import ended_when_stuck
 from rlbuffer.state.text import printable
 
 DONE = 10
 """Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""
-
-
-def say(text: str) -> None:
-    """One line on stdout, at once: stdout is a pipe to the supervisor."""
-    print(printable(text, lines=True), flush=True)
 
 
 # -- worker ----------------------------------------------------------------------------------------------------------
@@ -182,7 +177,6 @@ def main() -> None:
 def _begin(title: str) -> tuple[RunSettings, threading.Event]:
     """Settings come on the first line of stdin; the end of stdin is the supervisor's."""
     name_process(title)
-    outlive_readers()
     logs.start(clock=False)
     settings = from_json(sys.stdin.readline())
     end_with(sys.stdin.read)
@@ -193,9 +187,8 @@ def _enter(log: Connection, title: str) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     log.close()
-    outlive_readers()
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logs.start(clock=False)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     name_process(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
     end_with_supervisor()
@@ -206,14 +199,16 @@ def _leave_with(work: Callable[[], int]) -> None:
     try:
         code = work()
     except RlbufferError as error:
-        if os.environ.get("RLBUFFER_DEBUG"):
-            raise
-        logs.stop()
-        say(f"Error: {error}")
         code = error.exit_code
+        if os.environ.get("RLBUFFER_DEBUG"):
+            traceback.print_exc()
+        else:
+            print(printable(f"Error: {error}", lines=True))
+    except Exception:
+        code = 1
+        traceback.print_exc()
     finally:
-        logs.stop()
-    sys.stdout.flush()
+        logs.stop()  # a process that was forked by the forkserver leaves without `atexit`
     sys.exit(code)
 
 

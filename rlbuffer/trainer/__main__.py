@@ -8,8 +8,8 @@ import sys
 from rlbuffer.config.dotted import make_importable
 from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError, text_of
+from rlbuffer.process import logs
 from rlbuffer.process.environment import yield_cores
-from rlbuffer.process.output import outlive_readers
 from rlbuffer.run.loading import load
 from rlbuffer.state.text import printable
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
         print("usage: [torchrun ...] -m rlbuffer.trainer [rlbuffer.toml]", file=sys.stderr)
         return 2
-    outlive_readers()
+    logs.outlive_readers()
     try:
         loaded = load(arguments[0] if arguments else None, parts=("train",))
         make_importable(folders_of(loaded.file))
@@ -33,11 +33,12 @@ def main(arguments: list[str]) -> int:
         from rlbuffer.trainer.launch.rank import INTERRUPTED, run_rank
 
         code = 0 if run_rank(settings) else INTERRUPTED
-        sys.stdout.flush()
+        logs.stop()
         # As every forked rank ends: without destructors, which may hang (see `rlbuffer.trainer.loop`).
         os._exit(code)
     except RlbufferError as error:
-        print(printable(f"Error: {text_of(error)}", lines=True), file=sys.stderr, flush=True)
+        print(printable(f"Error: {text_of(error)}", lines=True), file=sys.stderr)
+        logs.stop()
         if "RANK" in os.environ:
             os._exit(error.exit_code)
         return error.exit_code

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -58,31 +56,6 @@ def test_a_line_has_its_text_for_people_and_its_fields_for_programs() -> None:
             assert (step["event"], step["step"], step["drops"]) == ("step", 7, {"stale": [2, 30]})
             assert (step["level"], step["logger"]) == ("warning", "rlbuffer.somewhere")
             assert (drop["text"], drop["reason"], drop["entry_ids"]) == ("group a.1", "stale", ["5-0"])
-
-
-def test_nobody_waits_for_a_reader_that_does_not_read_and_what_it_missed_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logs, "KEPT_LINES", 100)
-    begun, reads, lines = threading.Event(), threading.Event(), list[str]()
-
-    def write(line: str) -> None:
-        begun.set()
-        reads.wait()
-        lines.append(line)
-
-    logs.start("plain", clock=False, write=write)
-    log.info("0")
-    begun.wait()
-    for number in range(1, 1000):
-        log.info("%d", number)
-    reads.set()
-    while len(lines) < 101:  # the one that it held besides
-        os.sched_yield()
-    log.info("at last")
-    logs.stop()
-    assert lines[:101] == [str(number) for number in range(101)]
-    assert lines[101:] == ["! 899 lines left out: nobody read them", "at last"]
 
 
 def test_a_step_that_teaches_nothing_or_not_all_says_so() -> None:

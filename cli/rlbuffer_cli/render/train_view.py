@@ -87,10 +87,7 @@ class Follower:
         """Shows the last steps; the view stays as it is then."""
         self._done.set()
         self._thread.join(timeout=2.0)
-        # A terminal that takes nothing (ctrl-S) does not keep an ended run.
-        ending = threading.Thread(target=self._view.close, name="end", daemon=True)
-        ending.start()
-        ending.join(timeout=2.0)
+        self._view.close()
 
     def _run(self) -> None:
         while True:

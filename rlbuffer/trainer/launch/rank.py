@@ -18,7 +18,6 @@ from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
 from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
-from rlbuffer.process.output import outlive_readers
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
 from rlbuffer.trainer.launch.end_together import note_end, note_start
@@ -56,7 +55,6 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, d
     def leave(error: Exception) -> None:
         report_of(rank, error).write(Path(reports))
         logs.stop()
-        sys.stdout.flush()
         # The interpreter's own end would wait for threads that wait for a peer that is gone.
         os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
 
@@ -74,7 +72,6 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, d
     if not finished:
         end = RankEnd(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False)
         end.write(Path(reports))
-        sys.stdout.flush()
         os._exit(INTERRUPTED)
     note_end(Path(reports), rank)
 
@@ -91,7 +88,6 @@ def run_rank(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     name_process(f"rank {rank}")
-    outlive_readers()
     os.environ.update(visible(settings.trainer.gpus))
     torch.set_num_threads(threads_of_one(here))
     stop = StopRequest()

@@ -20,6 +20,7 @@ from types import TracebackType
 from torch.distributed.distributed_c10d import Store
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.process import logs
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.state.text import printable
 
@@ -119,7 +120,8 @@ class StallWatch:
 
 def say_and_leave(error: RlbufferError) -> None:
     """Ends this process with the error's exit code."""
-    print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
+    print(printable(f"Error: {error}", lines=True), file=sys.stderr)
+    logs.stop()
     os._exit(error.exit_code)
 
 
