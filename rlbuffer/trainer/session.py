@@ -29,6 +29,7 @@ from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
+from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.publishing import write_base
@@ -96,6 +97,7 @@ def open_session(
         PackedForwardError: see `prepare`.
     """
     check_schedule(settings.trainer)
+    get_loss(settings.trainer.loss.name)
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses matrix products without it

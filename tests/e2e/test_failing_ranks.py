@@ -46,6 +46,7 @@ name = "{loss}"
 
 LOSS = """
 import os
+from rlbuffer.config.losses import ClipOptions
 from rlbuffer.trainer.losses.clipping import clipped
 
 calls = 0
@@ -55,10 +56,10 @@ def loss(tokens, options):
     calls += 1
     if calls == 3 and os.environ["RANK"] == "1":
         raise ValueError("rank 1 does not like step 3")
-    return clipped(tokens, options)
+    return clipped(tokens, ClipOptions())
 """
 
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 """From the failure to the end of the job."""
 
 

@@ -73,7 +73,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         def held() -> int:
             return len(set(client.scan_iter(match=claims)))
 
-        home.wait_until(lambda: held() == 3, seconds=60, why="the victim's claims of one batch")
+        home.wait_until(lambda: held() == 8, seconds=60, why="the victim's claims of one batch")
         home.wait_until(lambda: lacks() is None, seconds=60, why="the end of the problem")
         os.kill(victim.pid, signal.SIGKILL)
         killed = time.monotonic()
@@ -88,7 +88,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         # Two steps of four groups are committed ahead of a trainer that does not move, and four scored groups are left.
         home.wait_until(lambda: account() == (48, 32, 16, {}), seconds=60 + CLAIM_SECONDS, why="two steps")
         home.wait_until(lambda: len(buffer.groups("state:ready")) == 4, seconds=60, why="the scores of the rest")
-        print(f"  3 of 12 groups were a killed scorer's; all are scored {time.monotonic() - killed:.1f} s later")
+        print(f"  8 of 12 groups were a killed scorer's; all are scored {time.monotonic() - killed:.1f} s later")
         assert account() == (48, 32, 16, {})
 
         def heir() -> tuple[int, int, int]:

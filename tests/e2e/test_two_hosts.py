@@ -72,7 +72,6 @@ redis_url = "redis://{FIRST}:6379/0"
 [weights]
 listen = "0.0.0.0:9465"
 url = "http://{FIRST}:9465"
-keep = 2
 """
     for host in (trainer, sampler):
         config = host.config(world_size=1, steps=8)
@@ -121,12 +120,9 @@ keep = 2
 
     assert [record["step"] for record in trainer.metrics()] == list(range(1, 9))
     assert "policy versions are served at 0.0.0.0:9465 (http://127.0.0.1:9465 from here)" in trainer.logs()
-    for folder in (
-        "runs/tiny/weights-cache",
-        "relay/runs/tiny/weights-cache",
-    ):  # what the workers keep, and what the relay keeps
+    for folder in ("runs/tiny/weights-cache", "relay/runs/tiny/weights-cache"):  # the workers', the relay's
         kept = sorted(path.name for path in (sampler.path / folder).iterdir() if path.name.startswith("v"))
-        assert len(kept) == 2
+        assert 1 < len(kept) < 5
         # Step 8 was sampled with version 6 or 7: max_age is 1.
         assert int(re.match(r"v(\d+)-", kept[-1])[1]) >= 6
     assert not (sampler.path / "runs" / "tiny" / "weights").exists()
