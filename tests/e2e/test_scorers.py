@@ -103,7 +103,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         )
         assert buffer.verify().findings == ()
     screen = home.call("inspect", "--run", "judged").stdout
-    assert "scorers: judge" in screen
+    assert "scorer judge" in screen
 
 
 def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home) -> None:

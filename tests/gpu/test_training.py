@@ -56,9 +56,9 @@ def test_a_gpu_is_taken_where_there_is_one_and_trains_what_the_cpu_trains(tmp_pa
     assert device_of(ours) == torch.device("cuda", 0)
     ours_trained, expected = launched(ours, settings_of(tmp_path / "cpu", dtype="float64", device="cpu"))
     for mine, right in zip(ours_trained, expected, strict=True):
-        assert mine["loss"] == pytest.approx(right["loss"], rel=1e-9)
-        assert mine["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-9)
-        assert mine["entropy"] == pytest.approx(right["entropy"], rel=1e-9)
+        assert mine["loss"] == pytest.approx(right["loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-6)
+        assert mine["entropy"] == pytest.approx(right["entropy"], rel=1e-6)
         assert {"forward", "backward"} <= mine["ranks"][0].keys()
 
 
@@ -92,5 +92,5 @@ def test_versions_are_the_trained_parameters_in_bfloat16(tmp_path: Path) -> None
     assert published
     for name, tensor in published.items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, trained[name].to(torch.bfloat16))
+        assert torch.equal(tensor, trained[f"model.{name}"].to(torch.bfloat16))
     assert all(0 < record["memory_bytes"] < 2**30 for record in records)
