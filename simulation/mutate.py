@@ -99,7 +99,7 @@ TESTS = {
     "rlbuffer/batcher": ("tests/unit/test_[abgops]*.py", "tests/unit/test_f*.py"),
     "rlbuffer/daemon": (
         "tests/unit/test_memory_policy.py",
-        "tests/unit/test_leader_figures.py",
+        "tests/unit/test_env_stats.py",
         "tests/unit/test_garbage_collection.py",
         "tests/integration/daemon/test_daemon_troubles.py",
         "tests/integration/daemon/test_doubts.py",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from rlbuffer import errors
 from rlbuffer.config.explain import known, prose, tables
-from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS
+from rlbuffer.state.prometheus import METRIC_PREFIX, all_metrics
+from rlbuffer.state.run_state import EnvState
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference/generate.py from the code: change it there. -->\n"
@@ -57,34 +59,34 @@ in one line, the traceback with `--debug`, and has its exit code.
 | exception | means | is also | exit code |
 |---|---|---|---|"""
 METRICS_HEAD = f"""{NOTE}
-# Prometheus and JSON
+# Prometheus
 
-`[metrics] listen = "127.0.0.1:9464"` lets `serve`, every worker and scorer, and the trainer's rank 0 answer over HTTP:
+`[metrics] listen = "127.0.0.1:9464"` lets `rlbuffer serve`, leader or standby, answer for the whole run:
 
 ```text
-curl -s http://127.0.0.1:9464/metrics     # Prometheus's text format
-curl -s http://127.0.0.1:9464/status      # the same numbers as JSON
+curl -s http://127.0.0.1:9464/metrics
 ```
 
-The first process of a host takes that port, the next ones those after it, and each says which (`metrics: http://...`).
-An address without a host is this machine only; there is no password, so let others in through what you trust. A process
-that cannot listen says so and works on. Figures are made when somebody asks, beside the work, and once a second for
-`metrics.jsonl`, which has those of `serve` too.
+An address without a host is this machine only; there is no password, so let others in through what you trust. A `serve`
+that cannot listen says so and works on. It looks at the run every two seconds, on a connection of its own.
+`rlbuffer top --once --json` has the same numbers as JSON.
 
-Every sample has the label `run`; a worker's has `worker`, too, a scorer's `scorer`. Ratios are 0-1. Ids of groups,
-rollouts and prompts are nowhere a label; the first 64 envs and 16 named rewards of each have a label of their own, what
-comes after them is `_other`. Counters and histograms start with the process, those by the ledger with the run. A metric
-without a value yet is left out.
+Every sample has the label `run`. Ratios are 0-1. Ids of groups, rollouts and prompts are nowhere a label; the 64 envs
+that have trained most and 16 named rewards of each have samples. Numbers of a worker, scorer or rank are those of its
+heartbeat, and end when it is silent. What the leader says of an env counts from its takeover and changes with each
+step. The ledger counts from the run's begin. A metric without a value yet is left out.
 
 [Operate](../guide/operate.md#prometheus-and-grafana) has a configuration of Prometheus with alert rules and a
-dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get. Rank 0 of `rlbuffer
-train` answers those fields of [the record of a step](../../rlbuffer/state/step_record.py) that have a `metric(...)`,
-which gives name, kind, meaning and labels; its counters are sums over the steps of this process."""
+dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get."""
 TITLES = {
-    "serve": "`rlbuffer serve`",
-    "worker": "`rlbuffer worker`",
-    "score": "`rlbuffer score`",
+    "run": "The run",
+    "server": "Its server",
+    "env": "Envs",
+    "process": "Workers, scorers and ranks",
+    "trained step": "The newest trained step",
 }
+SAID = {part.name for part in fields(EnvState) if part.metadata.get("is_said")}
+"""Fields of an env that the leader says, and the trainer puts into its record."""
 FIRST = (
     *("batcher.row_tokens", "batcher.micro_batches_per_rank", "batcher.max_age", "batcher.lookahead"),
     *("batcher.budgets", "batcher.advantage", "trainer.world_size", "trainer.loss.name"),
@@ -134,20 +136,16 @@ def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 # -- metrics -------------------------------------------------------------------------------------------------------
 def metrics_page() -> str:
-    """The page of all that the metrics endpoints answer."""
-    page = [METRICS_HEAD]
-    for process, metrics in METRICS.items():
-        if process == "train":  # one list, not two
-            continue
-        page.append(f"\n## {TITLES[process]}\n")
-        rows = [
-            [f"`{METRIC_PREFIX}{m.name}`", m.kind, m.unit, ", ".join(f"`{n}`" for n in m.labels), m.meaning, m.record]
-            for m in metrics
-        ]
-        heads = ["metric", "kind", "unit", "labels", "meaning"]
-        recorded = any(metric.record for metric in metrics)
-        rows = [row[:5] + [f"`{row[5]}`" if row[5] else ""] * recorded for row in rows]
-        page += _table(heads + ["in metrics.jsonl"] * recorded, rows)
+    """The page of all that the endpoint answers."""
+    page, rows = [METRICS_HEAD], dict[str, list[list[str]]]()
+    for title, field, m in all_metrics():
+        names = ", ".join(f"`{name}`" for name in m.labels)
+        recorded = f"`buffer/{field}`" if title == "env" and field in SAID else f"`{field}`" if "step" in title else ""
+        rows.setdefault(title, []).append([f"`{METRIC_PREFIX}{m.name}`", m.kind, names, m.meaning, recorded])
+    for title, its in rows.items():
+        page.append(f"\n## {TITLES[title]}\n")
+        heads, has = ["metric", "kind", "labels", "meaning"], any(row[4] for row in its)
+        page += _table(heads + ["in metrics.jsonl"] * has, [row[: 4 + has] for row in its])
     return "\n".join(page) + "\n"
 
 

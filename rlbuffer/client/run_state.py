@@ -10,7 +10,8 @@ from rlbuffer.config.fractions import budgets_at
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.heartbeats import KINDS, LEADER, Process, batcher_waiting, run_problems
-from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState, pool_of
+from rlbuffer.state.metric import said_in
+from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState, env_said
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
@@ -105,6 +106,7 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
         problems=(*run_problems(processes, waiting), *([strange] if strange else [])),
         history=newest,
         trained=trained,
+        **said_in(RunState, leader),
         **_account(
             store,
             ledger,
@@ -141,8 +143,7 @@ def _account(
             tickets=out.get(name, 0),
             is_paused=name in paused,
             is_done=name in over and not out.get(name, 0),
-            budget=budgets.get(name),
-            **pool_of(pools.get(name)),
+            **(env_said(pools.get(name)) | {"budget": budgets.get(name)}),
         )
         for name in sorted(names)
     )

@@ -63,13 +63,12 @@ class WeightsSettings(Table):
 
 
 class MetricsSettings(Table):
-    """``[metrics]``: the numbers of each process over HTTP, for Prometheus and as JSON."""
+    """``[metrics]``: the run's numbers over HTTP, for Prometheus."""
 
     listen: str = Field(
         "",
-        description="HOST:PORT where `serve`, every worker and scorer, and the trainer's rank 0 answer `/metrics` and "
-        "`/status`, e.g. 127.0.0.1:9464. Who finds the port in use takes the next free one, of 32, and says which; "
-        "port 0: any; empty: none.",
+        description="HOST:PORT where `serve` answers `/metrics` for the whole run, leader or standby, e.g. "
+        "127.0.0.1:9464. Where it cannot listen it says so and works on; port 0: any; empty: none.",
     )
 
 

@@ -158,7 +158,7 @@ class Leadership:
         _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
         self._tenure.is_new = False
         self._memory.tell()
-        self._teller.figures.lead(self._pending.batcher, self._config)
+        self._teller.stats.lead(self._pending.batcher, self._config)
 
     def turn(self) -> None:
         """One look at the run, all watches, one decision. Raises ReadAgain."""
@@ -191,7 +191,7 @@ class Leadership:
         self._is_idle = is_silent(trainer)
         policies = trainer.policies
         self._memory.joined(trainer)
-        self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
+        self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
         if (busy := self._trainer.busy(look, self._config.lookahead)) is not None:
@@ -287,7 +287,7 @@ class Leadership:
         if header is not None:
             seconds = time.perf_counter() - started
             self._memory.committed(header)
-            self._teller.figures.committed(plan, used, header, seconds)
+            self._teller.stats.committed(plan, used, header, seconds)
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
         self._teller.settled()
 

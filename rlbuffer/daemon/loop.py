@@ -18,7 +18,6 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.figures import Figures
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
@@ -100,11 +99,6 @@ class Daemon:
         self._ended: int | None = None
         """The step after which the run has ended."""
 
-    @property
-    def figures(self) -> Figures:
-        """Figures of this process, for its metrics."""
-        return self._teller.figures
-
     def run(self, stop: threading.Event) -> None:
         """Leads until `stop` is set or the run has ended; stands by while another leads, and takes over when the server
         comes back.
@@ -145,7 +139,7 @@ class Daemon:
                 self._fail(error)
                 raise
             finally:
-                self.figures.lead(None)
+                self._teller.stats.lead(None)
         self._leave()
 
     def _acquire(self, stop: threading.Event) -> bool:

@@ -103,7 +103,7 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            self._teller.figures.arrived(entry)
+            self._teller.stats.arrived(entry)
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
@@ -143,7 +143,7 @@ class Pending:
         # A group that was trained before is only released: its place in the account stays.
         self._teller.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
         for drop in drops:
-            self._teller.figures.dropped(self._entries[e] for e in drop.entry_ids if e not in self._used)
+            self._teller.stats.dropped(self._entries[e] for e in drop.entry_ids if e not in self._used)
             self._forget(drop.entry_ids)
 
     def drop_broken(self, broken: Mapping[str, str]) -> None:
@@ -160,7 +160,7 @@ class Pending:
             if entry_id in self._used:  # what waits for another use goes whole: its other parts would be nobody's
                 whole = [e for i, e in self._entries.items() if i in self._used and e.group_id == entry.group_id]
             else:
-                self._teller.figures.dropped([entry])
+                self._teller.stats.dropped([entry])
                 self._teller.dropped([drop])
             for part in whole:
                 self.batcher.remove(part.entry_id)

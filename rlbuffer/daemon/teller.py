@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
-from rlbuffer.daemon.figures import Figures
+from rlbuffer.daemon.env_stats import EnvStats
 from rlbuffer.process.identity import identity
 from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Wait, Waiting
+from rlbuffer.state.heartbeats import LEADER
 from rlbuffer.state.text import amount, percent
 from rlbuffer.store.member import Member
 
@@ -39,7 +40,7 @@ class Teller:
 
     def __init__(self, store: Member) -> None:
         self._store = store
-        self.figures = Figures()
+        self.stats = EnvStats()
         """What metrics are made of."""
         self._waiting: Waiting | None = None
         self._waits_since = self._said_at = float("-inf")
@@ -49,12 +50,8 @@ class Teller:
         """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
         self._key: tuple[str, str, str] | None = None
         """Of what the last one waited for."""
-        self._record: Mapping[str, Any] = {}
-        """The figures as the heartbeat has them."""
         self._state: dict[str, Any] = {}
         """The rest of the heartbeat, but for what is waited for."""
-        self._has_stepped = False
-        """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
         """Records of the newest steps, the newest first."""
@@ -64,7 +61,7 @@ class Teller:
     def forget(self) -> None:
         """A new leadership: says again why there is no step, and counts drops from 0."""
         self._waiting, self._beat_at = None, float("-inf")
-        self._drops, self._record = {}, {}
+        self._drops = {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
         self._lesson = nothing_to_learn(self._steps, self._store.history(LAST_STEPS, of="records"))
@@ -77,8 +74,8 @@ class Teller:
         others: Sequence[Problem] = (),
     ) -> None:
         """Why there is no step, None when nothing is waited for; and when it is due the leader's heartbeat, which is
-        `beat`, made then, the figures, and what somebody must cure: `own`. What `others` say of themselves is told here
-        only.
+        `beat`, made then, the numbers of its envs, and what somebody must cure: `own`. What `others` say of themselves
+        is told here only.
         """
         own = [*own, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
@@ -89,9 +86,10 @@ class Teller:
         key = None if waiting is None else waiting.key
         if key != self._key or now - self._beat_at > TELEMETRY_SECONDS:
             self._beat_at, self._key = now, key
-            self._state = {**beat(), "problems": [problem.record() for problem in own]}
-            if self._has_stepped:  # sums over 256 pushes of every env
-                self._record, self._has_stepped = self.figures.record(), False
+            state = beat()
+            envs = {name: {**self.stats.envs.get(name, {}), **pool} for name, pool in state.get("envs", {}).items()}
+            own_problems = [problem.record() for problem in own]
+            self._state = {**self.stats.run, **state, "envs": envs, "problems": own_problems}
             self.beat(waiting)
 
     def _say_waiting(self, waiting: Waiting | None, now: float) -> None:
@@ -113,9 +111,7 @@ class Teller:
         """Sends the leader's heartbeat. Safe from another thread."""
         said = {} if waiting is None else {"waiting": waiting.record()}
         stopped = {"stopped": True} if has_stopped else {}
-        self._store.heartbeat(
-            "batcher", "leader", self._state | identity() | {"figures": self._record} | said | stopped
-        )
+        self._store.heartbeat("batcher", LEADER, self._state | identity() | said | stopped)
 
     def say_goodbye(self, last: Waiting | None = None) -> None:
         """The last heartbeat: whoever asks whether the batcher is alive need not wait until it has been silent."""
@@ -126,7 +122,7 @@ class Teller:
         is_heard = _log.isEnabledFor(logging.DEBUG)
         for drop in drops:
             self.count(drop.reason, drop.rollouts, drop.tokens)
-            self.figures.drop(drop)
+            self.stats.drop(drop)
             if is_heard:
                 _log.debug("group %s is dropped: %s", drop.group_id, drop.reason, extra=fields("drop", drop))
 
@@ -151,7 +147,6 @@ class Teller:
         self._steps.appendleft(figures)
         trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
         self._lesson = nothing_to_learn(self._steps, trained)
-        self._has_stepped = True
         self.settled()
 
     def settled(self) -> None:

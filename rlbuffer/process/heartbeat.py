@@ -97,6 +97,7 @@ class Heartbeats(ABC):
         return {
             "groups": self.groups,
             "rollouts": self.rollouts,
+            "tokens": self.tokens,
             "rollouts_per_second": (self.rollouts - rollouts) / elapsed,
             "tokens_per_second": (self.tokens - tokens) / elapsed,
             "failed_groups": self.failed_groups,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import platform
 import re
 import shutil
@@ -156,7 +155,7 @@ def _ports(settings: RunSettings, parts: Parts, wrong: Collection[str]) -> Itera
     if {"run", "train"} & set(parts) and weights and "weights.listen" not in wrong:
         yield _port("weights.listen", weights, failed, ("/", "versions", "a weights server is at work there"))
     if metrics and "metrics.listen" not in wrong:
-        ours = ("/status", "metrics", "a process of rlbuffer answers there, the next one takes the port after it")
+        ours = ("/metrics", "rlbuffer_server_up", "a batcher of rlbuffer answers there")
         yield _port("metrics.listen", metrics, doubtful, ours)
 
 
@@ -184,10 +183,10 @@ def _answers(host: str, port: int, path: str, field: str) -> bool:
     place = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     try:
         with urllib.request.urlopen(f"http://{place}:{port}{path}", timeout=WEIGHTS_ANSWER_SECONDS) as answer:
-            return field in json.loads(answer.read(2**20))
+            return field.encode() in answer.read(2**20)
     except urllib.error.HTTPError as error:
         return error.headers.get("WWW-Authenticate") == "Bearer"
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         return False
 
 

@@ -41,15 +41,11 @@ def sample(
 ) -> int:
     """Runs one worker until `stop` is set. -> exit code, or DONE when its env is done."""
     from rlbuffer.client.buffer import connect
-    from rlbuffer.worker.figures import worker_figures
     from rlbuffer.worker.loop import run_worker
 
     options = settings.worker[key]
     os.environ.update(visible(gpus_of(options, replica)))
-    with (
-        connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer,
-        worker_figures(settings, options, name, buffer.store.errors),
-    ):
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer:
         is_done = run_worker(
             buffer,
             name,
@@ -73,14 +69,10 @@ def score(
 ) -> int:
     """Runs one scorer until `stop` is set. -> exit code, or DONE when the run has ended."""
     from rlbuffer.client.buffer import connect
-    from rlbuffer.scorer.figures import scorer_figures
     from rlbuffer.scorer.loop import run_scorer
 
     os.environ.update(visible(gpus_of(settings.score[key], replica)))
-    with (
-        connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer,
-        scorer_figures(settings, name, buffer.store.errors),
-    ):
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer:
         has_ended = run_scorer(buffer, name, key, settings, stop=stop)
     return DONE if has_ended else 0
 
@@ -134,9 +126,9 @@ def serve(
 ) -> int:
     """Runs the batcher until `stop` is set; see :class:`rlbuffer.daemon.Daemon` for the options. -> exit code."""
     from rlbuffer.client.buffer import connect
+    from rlbuffer.client.scrapes import serving_metrics
     from rlbuffer.daemon import Daemon
     from rlbuffer.daemon.revisions import Reread
-    from rlbuffer.daemon.server_figures import serve_metrics
 
     with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
         daemon = Daemon(
@@ -146,7 +138,7 @@ def serve(
             follows=follows,
             reread=Reread(hangup, reread) if hangup is not None and reread is not None else None,
         )
-        with serve_metrics(daemon.figures, settings, buffer.store.errors, origin=origin):
+        with serving_metrics(settings, buffer.store.errors, origin=origin):
             daemon.run(stop)
     return 0
 

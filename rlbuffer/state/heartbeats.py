@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rlbuffer.records.waiting import FINAL, Problem, Trouble, Wait, Waiting
+from rlbuffer.state.metric import Kind, Metric, metrics
 from rlbuffer.state.text import counted, duration
 
 FRESH_SECONDS = 8.0
@@ -29,6 +30,15 @@ LEADER = "leader"
 Beat = Mapping[str, Any]
 
 
+def _of(name: str, meaning: str, kind: Kind = "counter", *, labels: str = "") -> Metric:
+    """A number of each worker."""
+    return Metric(name, kind, meaning, ("worker", "env", *labels.split()))
+
+
+def _of_scorer(name: str, meaning: str) -> Metric:
+    return Metric(name, "counter", meaning, ("scorer",))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """A process by its last heartbeat."""
@@ -39,14 +49,26 @@ class Process:
     seconds_ago: float
     """Since the heartbeat, on the server's clock."""
     env: str = ""
-    version: int = -1
-    """Policy version that samples."""
-    step: int = 0
-    """Of a rank: the last that it has trained. Of the batcher: the last that is committed."""
-    groups: int = 0
-    """Done and stored since it started; so are the next two."""
-    rollouts: int = 0
+    version: int = metrics(-1, _of("worker_policy_version", "Version that samples; -1 before the first.", "gauge"))
+    step: int = metrics(
+        0, Metric("trainer_step", "gauge", "Last step that each rank has trained, by its heartbeat.", ("rank",))
+    )
+    """Of the batcher: the last that is committed."""
+    groups: int = metrics(
+        0, _of("worker_groups_total", "Pushed."), _of_scorer("score_groups_total", "Scored, and pushed.")
+    )
+    """Done and stored since it started; so are the next three."""
+    rollouts: int = metrics(
+        0, _of("worker_rollouts_total", "Pushed."), _of_scorer("score_rollouts_total", "Of the same.")
+    )
+    tokens: int = metrics(0, _of("worker_tokens_total", "Pushed."), _of_scorer("score_tokens_total", "Of the same."))
     failed_groups: int = 0
+    failures: Mapping[str, int] = metrics(
+        dict, _of("worker_failed_groups_total", "Given up, by the name of the exception.", labels="kind")
+    )
+    late: int = metrics(
+        0, _of_scorer("score_late_groups_total", "Another scorer was faster, or the group had been dropped.")
+    )
     rollouts_per_second: float = 0.0
     tokens_per_second: float = 0.0
     gives: tuple[str, ...] = ()
@@ -85,6 +107,7 @@ class Process:
                 "kind": kind,
                 "name": name,
                 "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
+                "failures": failures_of(beat),
                 "gives": tuple(map(str, gives)) if isinstance(gives, list) else (),
                 "has_stopped": bool(beat.get("left") or beat.get("stopped")),
                 "waiting": Waiting.of(beat.get("waiting")),
@@ -116,7 +139,7 @@ def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
 def failures_of(beat: Beat) -> dict[str, int]:
     """Kind of error -> groups that could not be made."""
     kinds = beat.get("failures")
-    return {str(k): n for k, n in kinds.items() if isinstance(n, int)} if isinstance(kinds, Mapping) else {}
+    return {str(k): n for k, n in kinds.items() if type(n) is int} if isinstance(kinds, Mapping) else {}
 
 
 def batcher_waiting(leader: Process | None, *, is_led: bool, error: str = "") -> Waiting | None:

@@ -6,16 +6,18 @@ for what stands on the server, the leader's heartbeat for the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rlbuffer.records.waiting import Problem, Waiting
 from rlbuffer.state.heartbeats import LEADER, Process
-from rlbuffer.state.metric import Metric, metric, metrics
+from rlbuffer.state.metric import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Kind, Metric, metric, metrics, said_in
 from rlbuffer.state.step_record import StepRecord
 
 SCHEMA = "rlbuffer.run/2"
+Histogram = Mapping[str, Any]
+"""``{"buckets": {bound: values up to it}, "sum": ..., "count": ...}``; {}: nothing is known."""
 
 
 class Amount(NamedTuple):
@@ -25,9 +27,15 @@ class Amount(NamedTuple):
     tokens: int = 0
 
 
-def _units(name: str, kind: Literal["gauge", "counter"], meaning: str, *labels: str) -> list[Metric]:
+def _units(name: str, kind: Kind, meaning: str, *labels: str) -> list[Metric]:
     """A metric for each unit of an amount."""
     return [Metric(f"{unit}_{name}", kind, meaning, labels, item=unit) for unit in Amount._fields]
+
+
+def _said(name: str, meaning: str, kind: Kind = "gauge", *, labels: str = "", bounds: Sequence[float] = ()) -> Any:
+    """A number of the leader's heartbeat. The trainer puts those of an env into the record of a step."""
+    kind, default = ("histogram" if bounds else kind), (dict if labels or bounds else None)
+    return metric(name, kind, meaning, default, labels=labels, bounds=bounds, is_said=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +56,56 @@ class EnvState:
     is_paused: bool = False
     is_done: bool = False
     """Nothing more comes of it."""
-    budget: float | None = metric("budget_ratio", "gauge", "Share of a step's tokens that the settings promise.", None)
-    groups_ready: int | None = metric("groups_ready", "gauge", "In the pool, whole.", None)
-    groups_forming: int | None = metric(
-        "groups_forming", "gauge", "In the pool, waiting for more of their rollouts.", None
+    # -- by the leader's last heartbeat: the pool
+    budget: float | None = _said("budget_ratio", "Share of a step's tokens that the settings promise.")
+    groups_ready: int | None = _said("groups_ready", "In the pool, whole.")
+    groups_forming: int | None = _said("groups_forming", "In the pool, waiting for more of their rollouts.")
+    rollouts_ready: int | None = _said("rollouts_ready", "Of the groups that are ready.")
+    tokens_ready: int | None = _said("tokens_ready", "Of the groups that are ready.")
+    tokens_forming: int | None = _said("tokens_forming", "Of the groups that are forming.")
+    ages: Mapping[str, int] = _said("groups_by_age", "Groups in the pool, by age in policy versions.", labels="age")
+    # -- what came between the last two steps
+    new_groups: int | None = _said("new_groups", "Groups, or parts of one, that came between the last two steps.")
+    new_rollouts: int | None = _said("new_rollouts", "Rollouts of the same.")
+    new_generated_tokens: int | None = _said("new_generated_tokens", "Tokens of the same that can be trained.")
+    reward_mean: Mapping[str, float] = _said(
+        "reward_mean", "Of the same rollouts; name reward: the whole one.", labels="name"
     )
-    rollouts_ready: int | None = metric("rollouts_ready", "gauge", "Of the groups that are ready.", None)
-    tokens_ready: int | None = metric("tokens_ready", "gauge", "Of the groups that are ready.", None)
-    tokens_forming: int | None = metric("tokens_forming", "gauge", "Of the groups that are forming.", None)
-    ages: Mapping[str, int] = metric(
-        "groups_by_age", "gauge", "Groups in the pool, by age in policy versions.", dict, labels="age"
+    reward_std: Mapping[str, float] = _said("reward_std", "Of the same, with n - 1.", labels="name")
+    frac_on_policy: float | None = _said("on_policy_ratio", "Of the same, all tokens by the newest version.")
+    frac_truncated: float | None = _said("truncated_ratio", "Of the same, ended at a length limit.")
+    frac_flat: float | None = _said("flat_ratio", "Whole groups among the same that teach nothing.")
+    # -- the last step
+    frac_used_in_batch: float | None = _said(
+        "used_in_batch_ratio", "Groups that were ready at the last step, and went into it."
     )
-
-
-LEADER_FIELDS = ("groups_ready", "groups_forming", "rollouts_ready", "tokens_ready", "tokens_forming")
-"""Numbers of the pool that the leader's heartbeat has for each env, beside `ages`."""
+    frac_used: float | None = _said("batch_used_ratio", "Share of the last step's tokens.")
+    batch_age: float | None = _said("batch_age_mean", "Mean age of the last step's rollouts.")
+    batch_age_max: int | None = _said("batch_age_max", "Age of the oldest one.")
+    batch_reward: float | None = _said("batch_reward_mean", "Mean reward of the last step's rollouts.")
+    batch_response_tokens: float | None = _said(
+        "batch_response_tokens_mean", "Mean length of the last step's responses."
+    )
+    # -- since the leader leads, up to the last step
+    groups_received: int | None = _said("groups_received_total", "Groups, or parts of one.", "counter")
+    tokens_generated: int | None = _said("tokens_generated_total", "Tokens of the same that can be trained.", "counter")
+    groups_dropped: Mapping[str, int] = _said(
+        "groups_dropped_total", "Dropped, or refused as late.", "counter", labels="reason"
+    )
+    age: Histogram = _said("age_versions", "Age of each trained rollout, in the step that trains it.", bounds=AGES)
+    wait: Histogram = _said("wait_seconds", "From the push to the step, of each push that a step took.", bounds=SECONDS)
+    response_tokens: Histogram = _said(
+        "response_tokens", "Tokens behind the prompt, of each rollout that a step took.", bounds=LENGTHS
+    )
+    packed_tokens: Histogram = _said(
+        "packed_rollout_tokens", "Length of each rollout that a step took.", bounds=LENGTHS
+    )
+    dropped_tokens: Histogram = _said(
+        "dropped_rollout_tokens", "Length of each rollout of a push that was dropped whole.", bounds=LENGTHS
+    )
+    prompt_reward: Histogram = _said(
+        "prompt_reward", "Mean reward of each pushed group: how hard prompts are.", bounds=REWARDS
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +158,18 @@ class RunState:
     """The newest results, by env, then by version."""
     envs: tuple[EnvState, ...] = ()
     processes: tuple[Process, ...] = ()
-    is_led: bool = False
-    """A batcher holds the lease."""
+    is_led: bool = metric("leader", "gauge", "1 while a batcher holds the lease.", False)
+    stepped_at: float | None = _said("last_step_time_seconds", "When the last step was committed, in Unix seconds.")
+    batch_tokens: int | None = _said("batch_tokens", "Of the last step.")
+    batch_rollouts: int | None = _said("batch_rollouts", "Of the last step.")
+    batch_groups: int | None = _said("batch_groups", "Of the last step.")
+    batch_fill: float | None = _said("batch_fill_ratio", "Share of the last step's capacity that holds tokens.")
+    batches: Mapping[str, int] = _said(
+        "batches_total", "Steps since the leader leads, by the rule that closed them.", "counter", labels="closed_by"
+    )
+    build: Histogram = _said(
+        "batch_build_seconds", "From the first look at the pool to the commit.", bounds=SHORT_SECONDS
+    )
     waiting: Waiting | None = None
     """Why no step comes; None while the batcher works."""
     problems: tuple[Problem, ...] = ()
@@ -190,11 +243,18 @@ def _with_sentence(record: Waiting | Problem) -> dict[str, Any]:
     return record.record() | {"sentence": str(record)}
 
 
-def pool_of(said: Any) -> dict[str, Any]:
-    """The fields of :class:`EnvState` in what a heartbeat says of an env's pool. Anybody may have written it."""
-    if not isinstance(said, Mapping):
-        return {}
-    numbers = {name: said[name] for name in LEADER_FIELDS if type(said.get(name)) is int}
-    ages = said.get("ages")
-    ages = ages.items() if isinstance(ages, Mapping) else ()
-    return numbers | {"ages": {a: n for a, n in ages if isinstance(a, str) and a.isdecimal() and type(n) is int}}
+def env_said(said: Any) -> dict[str, Any]:
+    """The fields of :class:`EnvState` in what the leader's heartbeat says of an env."""
+    found = said_in(EnvState, said)
+    return found | {"ages": {age: n for age, n in found.get("ages", {}).items() if age.isdecimal()}}
+
+
+def buffer_record(beat: Mapping[str, Any]) -> dict[str, Any]:
+    """What the leader's heartbeat says of every env, by field, as the record of a trained step has it; {} of another
+    heartbeat. `step` is the last one that was committed."""
+    record: dict[str, Any] = {}
+    envs = beat.get("envs")
+    for env, said in envs.items() if isinstance(envs, Mapping) else ():
+        for name, value in env_said(said).items():
+            record.setdefault(name, {})[env] = value
+    return {"step": beat.get("step")} | record if record else {}

@@ -60,12 +60,10 @@ class StepRecord:
     # -- what was trained on
     tokens: int = 0
     """Without padding, all ranks; so are the next two."""
-    tokens_by_env: Mapping[str, int] = metric("train_tokens_total", "counter", "Without padding.", dict, labels="env")
+    tokens_by_env: Mapping[str, int] = metric("train_tokens", "gauge", "Without padding.", dict, labels="env")
     loss_tokens: int = 0
     """Those that were trained."""
-    damaged_tokens: int = metric(
-        "train_damaged_tokens_total", "counter", "Missing or damaged, and trained as masked padding."
-    )
+    damaged_tokens: int = metric("train_damaged_tokens", "gauge", "Missing or damaged, and trained as masked padding.")
     rollouts: int = 0
     groups: int = 0
     age: float | None = None
@@ -104,7 +102,7 @@ class StepRecord:
     ranks: Sequence[Mapping[str, float]] = metrics(
         (),
         Metric("train_rank_tokens", "gauge", "Of the last step.", ("rank",), item="tokens"),
-        Metric("train_wait_seconds_total", "counter", "Waited for data and other ranks.", ("rank",), item="wait"),
+        Metric("train_rank_wait_seconds", "gauge", "Waited for data and other ranks.", ("rank",), item="wait"),
     )
     """Of each rank: tokens; seconds of wait, forward, backward, and exchange: the last backward pass, with waiting."""
     # -- which step it was

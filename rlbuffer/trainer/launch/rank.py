@@ -24,7 +24,6 @@ from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import OnStall, is_lost_peer
-from rlbuffer.trainer.reports.figures import trainer_figures
 
 INTERRUPTED = 130
 """Exit code of a rank that was asked to stop, and did after a checkpoint."""
@@ -100,7 +99,6 @@ def run_rank(
         logs.written(display, clock=False),
         # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
         ended_when_stuck(threading.Event(), held_seconds=held_seconds),
-        trainer_figures(settings, rank=rank),
     ):
         return train(
             settings,

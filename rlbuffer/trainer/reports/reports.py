@@ -15,6 +15,8 @@ from rlbuffer.process.logs import fields
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.state.heartbeats import LEADER
+from rlbuffer.state.run_state import buffer_record
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
@@ -101,7 +103,7 @@ class Reports:
             slow_side=slow.text if slow.is_long else "",
             resumed_from=place.resumed_from,
             checkpointed=place.checkpointed,
-            buffer=self._buffer_figures(),
+            buffer=self._buffer_record(),
             examples=self._examples(step),
             **self._proofs(step),
         )
@@ -152,16 +154,16 @@ class Reports:
         self._decode = self._decode or text_decoder(self._session.settings)
         return examples_of(step, self._decode)
 
-    def _buffer_figures(self) -> Mapping[str, Any]:
-        """The leader's figures as it last said them, on rank 0; {} where it has said none, or the server is away."""
+    def _buffer_record(self) -> Mapping[str, Any]:
+        """The leader's numbers of the envs as it last said them, on rank 0; {} where it has said none, or the server is
+        away."""
         buffer = self._session.buffer
         if not self._session.is_first or isinstance(buffer, FakeBuffer):
             return {}
         try:
-            figures = buffer.store.heartbeats("batcher").get("leader", {}).get("figures")
+            return buffer_record(buffer.store.heartbeats("batcher").get(LEADER, {}))
         except RlbufferError:  # the next step is waited for with a message
             return {}
-        return figures if isinstance(figures, Mapping) else {}
 
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes of all ranks, where they are asked for."""

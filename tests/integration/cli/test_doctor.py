@@ -23,10 +23,10 @@ from every_role import EveryRole
 from own_server import OwnServer
 
 import rlbuffer
-from rlbuffer.metrics.endpoint import MetricsServer
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.run import doctor
 from rlbuffer.run.pythons import gpus_here
+from rlbuffer.state.prometheus import RunCollector, answering
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.member import Member
 from rlbuffer.weights.serving import FileServer, make_app
@@ -321,11 +321,11 @@ def test_the_run_s_own_weights_server_is_no_trouble(place: Place, call: Call) ->
 
 
 def test_the_run_s_own_metrics_are_no_trouble(place: Place, call: Call) -> None:
-    with MetricsServer("127.0.0.1:0", "serve", dict) as server:
-        listen = server.url.removeprefix("http://")
+    with answering(("127.0.0.1", 0), RunCollector(lambda: None, "r")) as port:
+        listen = f"127.0.0.1:{port}"
         place.config(f'{GOOD}[metrics]\nlisten = "{listen}"\n')
         code, out, _ = call()
-    assert (code, f"metrics.listen = {listen}: a process of rlbuffer answers there" in out) == (0, True)
+    assert (code, f"metrics.listen = {listen}: a batcher of rlbuffer answers there" in out) == (0, True)
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 import rlbuffer
-from rlbuffer.metrics.endpoint import MetricsServer
 from rlbuffer.process import web_servers
 from rlbuffer.weights.serving import FileServer, make_app
 from rlbuffer.worker.envs.gateway import Gateway
@@ -27,12 +26,6 @@ from rlbuffer_cli.web import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 Serve = Callable[[Path], AbstractContextManager[str]]
-
-
-@contextmanager
-def metrics(folder: Path) -> Iterator[str]:
-    with MetricsServer("127.0.0.1:0", "serve", dict) as server:
-        yield f"{server.url}/metrics"
 
 
 @contextmanager
@@ -70,7 +63,7 @@ def gateway(folder: Path) -> Iterator[str]:
         loop.close()
 
 
-@pytest.fixture(params=[metrics, weights, pages, gateway], ids=lambda made: made.__name__)
+@pytest.fixture(params=[weights, pages, gateway], ids=lambda made: made.__name__)
 def serve(request: pytest.FixtureRequest) -> Serve:
     made: Serve = request.param
     return made

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from logged import Logged
 from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.metrics.registry import METRICS
 from rlbuffer.process import heartbeat
-from rlbuffer.run import members
 from rlbuffer.scorer import loop, rewards
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -201,38 +194,3 @@ def test_a_scorer_ends_with_its_run(stages: Any):
     stage.threads[0].join(60)
     assert not stage.threads[0].is_alive()
     assert stage.raised is None
-
-
-def test_a_scorer_answers_every_metric_of_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The way of `rlbuffer score`, over a server that this process shares with it."""
-    monkeypatch.setattr(loop, "RETRY_SECONDS", 0.02)
-    stage = Stage(
-        f"memory://{tmp_path.name}",
-        run="scored",
-        redis_url=f"memory://{tmp_path.name}",
-        score={"one": {"reward": "scorer_stage:broken"}},
-        metrics={"listen": "127.0.0.1:0"},
-    )
-    everything = Logged()
-    runs = threading.Thread(target=members.score, args=(stage.settings, "one", 0, "one-0", stage.stop))
-    stage.threads.append(runs)
-    runs.start()
-    for seed, answer in enumerate(("raise", "good", "better")):
-        stage.writer.push(unscored(seed, answer=answer))
-    eventually(lambda: len(stage.told("scored")) == 2)
-    eventually(lambda: stage.told("trouble"))
-    [url] = [line.url for line in everything.told("metrics")]
-    everything.close()
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        text = answer.read().decode()
-    with urllib.request.urlopen(url.replace("/metrics", "/status"), timeout=20) as answer:
-        status = json.loads(answer.read())
-    stage.finish()
-    stage.buffer.close()
-    assert 'rlbuffer_score_rollouts_total{env="a",run="scored",scorer="one-0"} 4.0' in text
-    assert (status["process"], status["scorer"]) == ("score", "one-0")
-    said = status["metrics"]
-    assert set(said) == {metric.name for metric in METRICS["score"]}
-    assert (said["score_groups_total"], said["score_tokens_total"]) == ({"a": 2}, {"a": 34})
-    assert said["score_group_seconds"]["a"]["count"] == 2
-    assert (said["score_troubles_total"] > 0, said["score_late_groups_total"]) == (True, 0)
