@@ -100,7 +100,7 @@ def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_
     first_line, *_, second_line = errors.splitlines()
     assert "Traceback" not in errors
     assert first_line in ("Rank 1 was killed by SIGKILL.", "Rank 1 ended without a word (killed?).")
-    assert second_line == "Starting all 2 ranks again from the newest checkpoint (restart 1 of 10)."
+    assert second_line == "Starting all 2 ranks again from the newest checkpoint (restart 1 of 1)."
     assert steps(tmp_path / "checkpoints")[-1] == records(tmp_path)[-1]["step"]
 
 
