@@ -182,9 +182,11 @@ def test_the_numbers_are_those_of_the_ledger(live: Live) -> None:
 def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Live) -> None:
     taken = live.url.partition("//")[2].partition("/")[0]
     live.home.environment["RLBUFFER_METRICS__LISTEN"] = taken
-    live.home.start("serve", "--display", "plain", "--config", live.home.path / "tiny.toml", log="deaf")
+    started = [live.home.start("serve", "--display", "plain", "--config", live.home.path / "tiny.toml", log="deaf")]
     live.home.environment["RLBUFFER_METRICS__LISTEN"] = "127.0.0.1:0"
-    live.home.start("serve", "--display", "plain", "--config", live.home.path / "tiny.toml", log="standby")
+    started.append(
+        live.home.start("serve", "--display", "plain", "--config", live.home.path / "tiny.toml", log="standby")
+    )
     deaf, standby = live.home.path / "deaf.log", live.home.path / "standby.log"
     live.home.wait_until(
         lambda: deaf.exists() and f"metrics.listen = '{taken}' cannot be listened on" in deaf.read_text(),
@@ -203,6 +205,9 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
         return float(found[1]) if found else 0.0
 
     live.home.wait_until(lambda: step() >= 5, seconds=60, why="the run's step from a standby")
+    for process in started:
+        process.terminate()
+        process.wait(60)
 
 
 # -- a real Prometheus -------------------------------------------------------------------------------------------------
