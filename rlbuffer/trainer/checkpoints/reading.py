@@ -8,6 +8,7 @@ index may name the classes that every index is made of, and all else is plain va
 from __future__ import annotations
 
 import pickle
+from enum import EnumMeta
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,17 @@ INDEX_NAMES = {
 """Module -> what an index may name of it."""
 
 
+def _member(of: object, name: object) -> Any:
+    """A member of an enum: Debian 12's Python 3.11.2 writes one as a call of `getattr`, which would reach anything."""
+    if not isinstance(of, EnumMeta) or not isinstance(name, str):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of something that is no enum")
+    return of[name]
+
+
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in INDEX_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is nothing of a checkpoint's")
         return super().find_class(module, name)

@@ -7,12 +7,13 @@ import json
 import pickle
 import random
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
@@ -31,6 +32,7 @@ from rlbuffer.trainer.checkpoints.checkpoint import (
     save,
     steps,
 )
+from rlbuffer.trainer.checkpoints.reading import _Index
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.attention import ATTENTION
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
@@ -210,6 +212,24 @@ def test_a_checkpoint_that_holds_code_is_refused_and_runs_nothing(tmp_path: Path
         with pytest.raises(CheckpointError):
             load_parameters(tmp_path, 3)
     assert not trap.file.exists()
+
+
+class Asks:
+    """An object that is pickled as a call of `getattr`."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.asked = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_an_index_may_ask_for_members_of_its_enums_as_some_pythons_write_them_and_for_nothing_else() -> None:
+    member = Asks(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    assert _Index(io.BytesIO(pickle.dumps(member))).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for other in (Asks(PosixPath, "touch"), Asks(_MEM_FORMAT_ENCODING, "mro"), Asks(torch.Size, "__reduce__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            _Index(io.BytesIO(pickle.dumps(other))).load()
 
 
 def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained) -> None:
