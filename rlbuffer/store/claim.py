@@ -11,7 +11,7 @@ from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.wire import payload
 
 ATTEMPT_SECONDS = 6.0
-"""A trainer that is silent for this long counts as gone: it says something every second, and I12 allows 10 s."""
+"""A trainer that is silent for this long counts as gone: it says something every second."""
 MAX_CLAIM_BYTES = 16 * 2**20
 """Largest claim that is decoded: eight steps of tens of thousands of groups."""
 

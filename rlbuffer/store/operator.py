@@ -36,7 +36,7 @@ class OperatorStore(Member):
     """A run for a person, with or without a leader.
 
     Nobody but the leader changes what steps are made of. An operator leaves a wish in `meta`; the leader looks at
-    `asked` about twice a second and reads everything again when it has grown.
+    `asked` in each turn and reads everything again when it has grown.
     """
 
     # -- wishes ----------------------------------------------------------------------------------------------------

@@ -43,10 +43,8 @@ from rlbuffer.store.records import (
     StepPart,
     policy_of,
 )
-from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import (
     BLOCK_SECONDS,
-    DEFAULT_PATIENCE_SECONDS,
     LAST_IN_STEP,
     MINIMUM_TOMBSTONE_MS,
     Fields,
@@ -99,9 +97,6 @@ class Viewer(Session):
 
     _window: int = FETCH_BYTES
     """Payload bytes asked for at once; it never grows."""
-
-    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
-        super().__init__(connection, run, patience_seconds=patience_seconds)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +199,7 @@ class Viewer(Session):
 
     def history(self, count: int = 1000, *, of: HistoryOf = "history") -> list[Mapping[str, Any]]:
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
-        the trainer measured in its steps (:meth:`add_record`)."""
+        the trainer measured in its steps (:meth:`~rlbuffer.store.trainer.TrainerStore.add_record`)."""
         key = self.keys.history if of == "history" else self.keys.records
         reply = self.look(lambda client: client.xrevrange(key, count=count))
         return [record_of(entry_id, fields) for entry_id, fields in ranged(reply)]
@@ -748,7 +743,7 @@ def standing(newest: Any, now: int, step: int) -> list[dict[str, Any]]:
 
 
 def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
-    """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
+    """A result as it was added; None when it did not come through `WorkerStore.add_evaluation`."""
     env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
     try:
         record = payload.loads(fields.get(b"record", b""), limit=MAX_EVALUATION_BYTES)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 
 
