@@ -39,9 +39,8 @@ def test_hangup_gives_the_run_what_the_file_says_and_a_bad_file_changes_nothing(
     home.wait_until(lambda: taken in said.read_text(), seconds=60, why="the new settings")
     write(home, SETTINGS.format(max_age=-1))
     serve.send_signal(signal.SIGHUP)
-    refused = "! settings: the old ones go on: ops.toml:7  batcher.max_age = -1 must not be negative"
-    home.wait_until(lambda: refused.split("ops.toml")[1] in said.read_text(), seconds=60, why="the refusal")
-    assert refused.split("ops.toml")[0] in said.read_text()
+    home.wait_until(lambda: "ops.toml:7  batcher.max_age = -1" in said.read_text(), seconds=60, why="the refusal")
+    assert "the old ones go on" in said.read_text()
     write(home, SETTINGS.format(max_age=2))
     serve.send_signal(signal.SIGHUP)
     home.wait_until(lambda: "settings: nothing is new" in said.read_text(), seconds=60, why="the same settings again")
