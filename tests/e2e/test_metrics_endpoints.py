@@ -190,11 +190,11 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
     deaf, standby = live.home.path / "deaf.log", live.home.path / "standby.log"
     live.home.wait_until(
         lambda: deaf.exists() and f"metrics.listen = '{taken}' cannot be listened on" in deaf.read_text(),
-        seconds=60,
+        seconds=180,
         why="the warning",
     )
     live.home.wait_until(
-        lambda: standby.exists() and re.search(r"metrics: (http://\S+)", standby.read_text()), seconds=60, why="its url"
+        lambda: standby.exists() and re.search(r"metrics: (http://\S+)", standby.read_text()), seconds=180, why="its url"
     )
     url = re.search(r"metrics: (http://\S+)", standby.read_text())
     assert url is not None
@@ -204,7 +204,7 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
             found = re.search(r'^rlbuffer_step\{run="tiny"\} (\S+)$', answer.read().decode(), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    live.home.wait_until(lambda: step() >= 5, seconds=60, why="the run's step from a standby")
+    live.home.wait_until(lambda: step() >= 5, seconds=180, why="the run's step from a standby")
     for process in started:
         process.terminate()
         process.wait(60)
