@@ -194,7 +194,9 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
         why="the warning",
     )
     live.home.wait_until(
-        lambda: standby.exists() and re.search(r"metrics: (http://\S+)", standby.read_text()), seconds=180, why="its url"
+        lambda: standby.exists() and re.search(r"metrics: (http://\S+)", standby.read_text()),
+        seconds=180,
+        why="its url",
     )
     url = re.search(r"metrics: (http://\S+)", standby.read_text())
     assert url is not None
