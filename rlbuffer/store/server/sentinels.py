@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
+from redis import Redis
 from redis.backoff import NoBackoff
 from redis.connection import SSLConnection
+from redis.exceptions import RedisError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
@@ -51,7 +53,17 @@ class Watchers(Sentinel):
             raise NoPrimary(
                 f'none of its sentinels ({named}) names a primary of "{service_name}" that is up. '
                 "`rlbuffer doctor` asks each of them"
-            ) from error
+            ) from self._refusal(own.sentinels) or error
+
+    @staticmethod
+    def _refusal(sentinels: Sequence[Redis]) -> RedisError | None:
+        """Why one of them cannot be asked: redis-py keeps only the words of it."""
+        for sentinel in sentinels:
+            try:
+                sentinel.ping()
+            except RedisError as error:
+                return error
+        return None
 
 
 def watchers_of(options: Mapping[str, Any]) -> Watchers | None:
