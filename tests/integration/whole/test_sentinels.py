@@ -134,7 +134,7 @@ def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
         for wrong, kind in 20 * (  # what a server of TLS 1.3 sends unasked comes before the question, or behind it
             (url, ServerUnsuitable),
             (f"rediss+sentinel://:data-secret@{place}?{trust}", ServerUnreachable),
-            (f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret", ServerUnreachable),
+            (f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret", ServerUnsuitable),
         ):
             error = refusal(wrong, tmp_path)
             assert type(error) is kind, error
