@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -50,20 +49,6 @@ def test_hangup_gives_the_run_what_the_file_says_and_a_bad_file_changes_nothing(
     assert serve.poll() is None
     serve.send_signal(signal.SIGTERM)
     assert home.ended(serve, 60) == 0, home.logs()
-
-
-def test_settings_applied_again_and_again_come_one_after_the_other(home: Home) -> None:
-    config = write(home, SETTINGS.format(max_age=1))
-    home.start("serve", "--config", config, log="serve")
-    said = home.path / "serve.log"
-    home.wait_until(lambda: "waiting:" in said.read_text(), seconds=90, why="serving")
-    for revision in (2, 3, 4):
-        write(home, SETTINGS.format(max_age=revision))
-        done = home.call("config", "apply", "--config", config, "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        outcome = json.loads(done.stdout.splitlines()[-1])
-        assert (outcome["state"], outcome["revision"]) == ("taken", revision)
-    assert home.call("verify", "--run", "ops").returncode == 0
 
 
 def test_a_serve_whose_terminal_is_gone_stops_instead_of_reading_its_file_again(home: Home) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 from homes import Home
 from own_server import OwnServer
 
@@ -19,14 +18,8 @@ device = "cpu"
 """
 
 
-@pytest.mark.parametrize("program", ["embedded", "redis-server"])
-def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, program: str) -> None:
+def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home) -> None:
     """Takes a minute: all roles of a run, each a process of its own, until the run has trained its steps."""
-    found = find_binary().path if program == "embedded" else shutil.which(program)
-    if found is None:
-        pytest.skip(f"needs {program} on PATH")
-    if program == "embedded":
-        home.parent = None  # every command is started as a user starts it
     shutil.copy(USERS, home.path / "users.acl")
     path = home.config(steps=4, world_size=1)
     text = (
@@ -36,7 +29,7 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
     )
     path.write_text(text + SCORER)
     options = {"aclfile": str(home.path / "users.acl")}
-    with OwnServer(home.path / "own", options=options, program=str(found)) as server:
+    with OwnServer(home.path / "own", options=options, program=str(find_binary().path)) as server:
 
         def as_user(role: str) -> None:
             address = server.url.replace("//", f"//{role}:CHANGE-{role}@")

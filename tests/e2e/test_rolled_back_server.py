@@ -10,7 +10,6 @@ import time
 
 import pytest
 from homes import Home
-from test_replay import start_sources
 
 from rlbuffer.process.file_locks import exclusive
 
@@ -22,7 +21,7 @@ LOST, PLANNED = 3, 26
 
 def test_a_run_goes_on_after_the_trainers_step_though_the_server_forgot_three(home: Home) -> None:
     config = home.config(steps=PLANNED, world_size=2, checkpoint_every=100, keep_checkpoints=50)
-    start_sources(home, config)
+    home.start_sources(config)
     trainer = home.start("train", "--config", config, log="train")
     step = lambda: max((record["step"] for record in home.metrics()), default=0)  # noqa: E731
     home.wait_until(lambda: step() >= 4, seconds=180, why="step 4")

@@ -336,7 +336,7 @@ def test_workers_and_trainer_never_wait_for_each_other_for_ever(
     share=st.floats(0.05, 0.9),
     loss=st.sampled_from([0.0, 0.1]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_no_mix_of_speeds_and_settings_deadlocks(
     seed: int,
     speeds: list[EnvSpeed],

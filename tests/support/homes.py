@@ -117,6 +117,12 @@ class Home:
         self.processes.append(process)
         return process
 
+    def start_sources(self, config: Path) -> None:
+        """The batcher and one worker per env, each in a process of its own, as in separate terminals."""
+        self.start("serve", "--config", config, log="serve")
+        for env in ("vcopy", "repeat"):
+            self.start("worker", env, "--config", config, log=f"worker-{env}")
+
     def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
         process = self.start_python("-m", "rlbuffer_cli", *map(str, arguments))
