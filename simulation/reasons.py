@@ -139,7 +139,7 @@ class Reasons:
         is_before = seen < took_over or seen > now_ms  # the latter: since then the clock was set back
         if is_before and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
             kinds.append(Wait.TAKEOVER)
-        if not seen or now_ms - seen > 1000 * SILENT_SECONDS:
+        if not seen or abs(now_ms - seen) > 1000 * SILENT_SECONDS:  # as above: its age is not known
             kinds.append(Wait.TRAINER_GONE)
         if step > number(trainer, b"trained") + config.lookahead:
             return [*kinds, Wait.TRAINER_BUSY]
