@@ -36,6 +36,7 @@ class Fences(ABC):
     """Owner, until when."""
     _closed: dict[str, tuple[int, str]]
     _outlived: set[str]
+    _lapsed: set[str]
     """Groups of which the leader dropped what had been replaced meanwhile: it has not read yet that they go on."""
     """Group -> when it was closed, by what."""
     _left: dict[bytes, Pending]
@@ -128,6 +129,9 @@ class Fences(ABC):
                 "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
             )
         if given:
+            # A ticket lapses when no leader takes its group in for as long as it lives, and is given out again.
+            again = {f"{args[1].decode()}.{number.decode()}" for number in given & self._before.keys()}
+            self._lapsed |= again & {entry.group for entry in self.pool.values()}
             self._check_window(args[1].decode(), out | given)
 
     def _check_window(self, env: str, out: set[bytes]) -> None:
@@ -138,7 +142,7 @@ class Fences(ABC):
         oldest = 0 if self.network.plan.adapters else oldest_version(step, config.max_age)  # they count own steps
         groups = {name.decode() for name in out}
         for entry in self.pool.values():
-            is_known = entry.group not in self._closed and entry.group not in self._outlived
+            is_known = not any(entry.group in gone for gone in (self._closed, self._outlived, self._lapsed))
             if entry.env == env and is_known and entry.oldest() >= oldest:
                 groups.add(entry.group.removeprefix(f"{env}."))
         rows = max(self.network.plan.world_sizes) * config.micro_batches_per_rank * config.rows_per_micro_batch

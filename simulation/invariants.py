@@ -69,8 +69,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         self._uses: dict[str, int] = {}
         """rollout id -> steps that trained it."""
         self._closed: dict[str, tuple[int, str]] = {}
-        self._outlived: set[str] = set()
         """group -> when it was closed (server ms), by what."""
+        self._outlived: set[str] = set()
+        self._lapsed: set[str] = set()
         self._amounts: dict[tuple[str, str], list[int]] = {}
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
