@@ -17,9 +17,17 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, watches
+from rlbuffer.records.policy_version import PolicyVersion
 
 LEASE_SECONDS = 20.0
 """One that is stopped gives it back at once; a busy machine must not take it from one that works."""
+
+
+def start_trainer(run: Run, *, world_size: int = 1) -> int:
+    """A trainer that has announced its first weights. -> number of its attempt."""
+    number = run.store.attempt(uuid="trainer", world_size=world_size, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    return number
 
 
 class Served:

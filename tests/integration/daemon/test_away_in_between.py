@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from daemon_runs import start_trainer
 from every_role import EveryRole
 from logged import Logged
 from store_runs import Run, plan_of
@@ -16,7 +17,6 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.leader import LeaderStore
 
 pytest_plugins = ("store_fixtures",)
@@ -89,8 +89,7 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
     redis_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, is_loss: bool
 ) -> None:
     run = Run(redis_url, tmp_path)
-    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    attempt = start_trainer(run)
     store, pins = run.again(), []
 
     def cut_off_once(self: EveryRole, *args: Any, **options: Any) -> list[str]:
@@ -114,7 +113,7 @@ def test_a_leader_whose_server_was_away_between_pin_and_commit_reads_again_and_o
         run.push(f"a.{i}")
     deadline = time.monotonic() + 30
     while run.store.meta().step < 1:
-        run.store.report(attempt.number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+        run.store.report(attempt, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
         assert time.monotonic() < deadline, logged.lines
         time.sleep(0.05)
     stop.set()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import waits
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from logged import Logged
 from store_runs import Run
 
@@ -18,7 +18,6 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.daemon import teller as teller_module
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.packing import further_columns
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
@@ -29,13 +28,6 @@ from rlbuffer_cli.alive import heard
 pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
@@ -225,8 +217,3 @@ def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, mon
     served.serve(CONFIG)
     full = served.wait_for(lambda: waits.problem(served.run.store, Trouble.MEMORY))
     assert "3.0 of 3.0 MiB" in full.detail
-
-
-def start_trainer(run: Run, *, world_size: int = 1) -> None:
-    attempt = run.store.attempt(uuid="trainer", world_size=world_size, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))

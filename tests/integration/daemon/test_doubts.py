@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,13 +21,6 @@ from rlbuffer.wire import payload
 pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=0)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def push_damaged(run: Run, group_id: str, monkeypatch: pytest.MonkeyPatch) -> None:

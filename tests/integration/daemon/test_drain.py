@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import waits
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.operations import Drain, DrainState
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
 
 pytest_plugins = ("store_fixtures",)
@@ -19,18 +16,10 @@ pytest_plugins = ("store_fixtures",)
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
 
 
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
-
-
 def start(served: Served) -> int:
     """A leader that has heard its trainer, and gives tickets."""
     run = served.run
-    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
-    run.store.announce(number, PolicyVersion(version=0))
+    number = start_trainer(run)
     served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"), 20)
     beat(run, number)
@@ -79,8 +68,7 @@ def test_a_drain_outlives_the_leader_that_heard_of_it(served: Served) -> None:
 
 def test_a_silent_env_stops_no_run_that_drains(served: Served) -> None:
     run = served.run
-    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
-    run.store.announce(number, PolicyVersion(version=0))
+    number = start_trainer(run)
     run.store.ask_drain()
     for n in range(8):
         run.push(f"a.{n}")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import waits
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
 from rlbuffer.store.member import Member
 from rlbuffer_cli.main import main
@@ -23,13 +21,6 @@ pytest_plugins = ("store_fixtures",)
 HALVES = {"step_groups": 4, "budgets": {"a": 0.5, "b": 0.5}, "max_age": 8}
 
 
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
-
-
 def wait_for_step(served: Served, step: int, seconds: float = 10.0) -> Any:
     return served.wait_for(lambda: served.run.store.wait_step(step, block_seconds=0), seconds)
 
@@ -37,8 +28,7 @@ def wait_for_step(served: Served, step: int, seconds: float = 10.0) -> Any:
 def start(served: Served, **settings: Any) -> Run:
     """One env sends, the other one is silent, and the step waits for it."""
     run = served.run
-    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0, location="", size=0, checksum=""))
+    start_trainer(run)
     for n in range(8):
         run.push(f"a.{n}")
     served.serve(rlbuffer.BatcherConfig(64, **(HALVES | settings)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import waits
@@ -24,13 +23,6 @@ from rlbuffer.testing import make_group
 pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def take(run: Run, size: int | None, *, n: int = 9, env: str = "a") -> list[int]:
@@ -61,11 +53,6 @@ def test_no_number_is_given_from_the_end_on_and_the_env_is_done_once_none_is_out
     run.store.close_tickets("a", [1])
     assert is_done(run, 3)
     assert (run.store.sources().done, run.store.sources().said) == ({"a"}, frozenset())
-    with pytest.raises(EnvDone) as caught:
-        take(run, 3)
-    assert str(caught.value) == (
-        f"env a of run {run.store.run!r} is done: it has given all its tickets, and none is out"
-    )
 
 
 def test_what_a_killed_worker_held_is_given_again_before_the_env_is_done(run: Run) -> None:
@@ -268,9 +255,8 @@ def test_an_env_that_pushes_after_the_end_trains_when_the_run_is_started_again(s
     again.join(timeout=40)
     assert found == [2]
     assert rollouts(run.store) == (4, 0, 0)
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(NotFound):
         reader.pull(9)
-    assert str(caught.value) == f"run {run.store.run!r} has ended: there will be no step 9."
     assert run.store.verify().ok
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.operations import choose
-from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def test_what_the_filter_chooses_goes_whole_and_is_counted(run: Run) -> None:
@@ -44,8 +33,7 @@ def test_what_the_filter_chooses_goes_whole_and_is_counted(run: Run) -> None:
 
 def test_a_part_that_comes_after_the_drop_is_late(served: Served) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    start_trainer(run)
     run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
     served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=8))
     served.wait_for(lambda: served.said("ready"))
@@ -85,8 +73,7 @@ def test_a_step_that_was_planned_with_a_dropped_group_is_planned_again_without_i
 
 def test_a_run_at_work_goes_on_while_groups_are_dropped_again_and_again(served: Served) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    attempt = start_trainer(run)
     served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=50, lookahead=3))
     served.wait_for(lambda: served.said("ready"))
     dropped = 0
@@ -96,7 +83,7 @@ def test_a_run_at_work_goes_on_while_groups_are_dropped_again_and_again(served: 
             chosen = choose(run.store, "env:a")
             dropped += run.store.drop_pending(chosen.drops) * 2
         header = run.store.meta()
-        run.store.report(attempt.number, epoch=header.epoch, trained=header.step, digest="", oldest_kept=0)
+        run.store.report(attempt, epoch=header.epoch, trained=header.step, digest="", oldest_kept=0)
     served.wait_for(lambda: len(run.pool()) < 2, 30)
     account = run.store.ledger().envs["a"]
     assert account.dropped["operator"][0] == dropped > 0

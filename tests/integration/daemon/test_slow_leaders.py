@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon import lease_keeper
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 
 pytest_plugins = ("store_fixtures",)
@@ -32,13 +30,6 @@ def think(rewards: Any, lengths: Any, group: Any) -> Any:
     return rewards - rewards.mean()
 
 
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    served = Served(run)
-    yield served
-    served.close()
-
-
 def until(what: Callable[[], Any]) -> Any:
     while not (value := what()):
         time.sleep(0.01)
@@ -47,8 +38,7 @@ def until(what: Callable[[], Any]) -> Any:
 
 def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_another_stands_by(served: Served) -> None:
     run = served.run
-    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
-    run.store.announce(number, PolicyVersion(version=0))
+    number = start_trainer(run)
     run.push("a.0")
     run.push("a.1")
     for _ in range(2):
@@ -77,10 +67,8 @@ def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatc
     with LeaseKeeper(run.store, lease_seconds=0.6, say=print) as keeper:
         taken = until(lambda: (found := other.lease("standby", ttl_seconds=60)).held and found)
         assert taken.token > run.token
-        with pytest.raises(LeaseLost) as caught:
+        with pytest.raises(LeaseLost):
             keeper.check()
-    whole = rf"the leader of run {run.store.run!r} said nothing for \d+ s, so its lease was let go"
-    assert re.fullmatch(whole, str(caught.value))
 
 
 def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
@@ -89,15 +77,8 @@ def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run
         keeper.check()
         run.client.hset(run.store.keys.lease, "until", 1)  # as after a halt of the whole process
 
-        def lost() -> str:
-            try:
-                keeper.check()
-            except LeaseLost as error:
-                return str(error)
-            return ""
-
-        whole = f"the lease of run {run.store.run!r} lapsed after 0.3 s without a renewal; nobody else took it"
-        assert until(lost) == whole
+        with pytest.raises(LeaseLost):
+            until(keeper.check)
 
 
 def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:

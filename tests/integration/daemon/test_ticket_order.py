@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from daemon_runs import start_trainer
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, watches
-from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 
@@ -22,8 +22,7 @@ def test_the_allowance_goes_out_before_the_ticket_of_a_group_that_was_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other way round a worker takes one more: the old allowance, and a ticket less out."""
-    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
-    run.store.announce(number, PolicyVersion(version=0))
+    start_trainer(run)
     store, calls = run.again(), []
     closed, stop = threading.Event(), threading.Event()
 

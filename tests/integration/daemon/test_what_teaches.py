@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from daemon_runs import Served
+from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.lessons import LEAST_STEPS
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.run.run_checks import on_run
 from rlbuffer.testing import make_group
@@ -24,13 +23,6 @@ from rlbuffer_cli.render.run import READ_RECORDS, run_view
 pytest_plugins = ("store_fixtures",)
 
 OWN: Mapping[str, Any] = {"name": "teacher:loss", "columns": ("teacher_logprobs",)}
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def push(run: Run, group_id: str, columns: tuple[str, ...], size: int = 3, best: float = 0.0) -> None:
@@ -60,8 +52,7 @@ def test_at_the_end_of_the_data_what_teaches_trains_and_what_does_not_is_named(
     served: Served, columns: tuple[str, ...], loss: Mapping[str, Any], trains: bool
 ) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    start_trainer(run)
     served.serve(rlbuffer.BatcherConfig(64, step_groups=9, max_age=8), settings=RunSettings(trainer={"loss": loss}))
     for n in range(2):
         push(run, f"a.{n}", columns)
@@ -77,8 +68,7 @@ def test_at_the_end_of_the_data_what_teaches_trains_and_what_does_not_is_named(
 
 def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    start_trainer(run)
     served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=8))
     for n in range(2):
         push(run, f"a.{n}", (), size=1)
@@ -110,8 +100,7 @@ def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doct
     served: Served, best: float, measured: Mapping[str, float], number: str
 ) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    start_trainer(run)
     served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
 
     def step(number: int) -> None:
@@ -131,8 +120,7 @@ def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doct
 
 def test_a_run_that_learns_is_not_said_to_learn_nothing(served: Served) -> None:
     run = served.run
-    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
+    start_trainer(run)
     served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
     for number in range(1, LEAST_STEPS + 1):
         run.store.add_record({"step": number, "grad_norm": float(number == 1), "entropy": 0.04, "digest": ""})
