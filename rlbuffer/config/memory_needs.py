@@ -29,13 +29,11 @@ class Forecast:
     """The memory that the steps of a run take on the server."""
 
     step_bytes: int
-    """One step, as it is expected to be."""
+    """One step, by the settings."""
     steps: int
     """Steps that must be there at once: lookahead + max_age + 3."""
     limit: int
     """The server's maxmemory, bytes."""
-    measured: int = 0
-    """Committed steps that `step_bytes` is the mean of; 0: it comes from the settings."""
 
     @property
     def needed(self) -> int:
@@ -65,11 +63,6 @@ def steps_at_once(config: BatcherConfig) -> int:
     return config.lookahead + max(ages) + 3
 
 
-def is_by_capacity(config: BatcherConfig) -> bool:
-    """Steps close when their rows are full, not at a number of rollouts or groups."""
-    return config.step_rollouts is None and config.step_groups is None
-
-
 def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
     """Bytes that a full step takes: ``rows x (row_tokens x 9 + 450)``, rows = world size x rows per rank.
 
@@ -77,32 +70,24 @@ def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
     columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
     is known when the first step is there.
     """
-    if not is_by_capacity(config):
+    if config.step_rollouts is not None or config.step_groups is not None:
         return None
     rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
     return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
 
 
 def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
-    """The reason why a run is refused, with the numbers and what to change."""
-    if forecast.measured:
-        source = f"the mean of the last {plural(forecast.measured, 'step')}"
-    else:
-        rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
-        source = f"{plural(rows, 'row')} of {config.row_tokens} tokens, world size {world_size}"
+    """The reason why a run cannot work there, with the numbers and what to change."""
+    rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
     least = math.ceil(forecast.needed / FORECAST_SHARE / 2**20)
-    smaller = (
-        "batcher.row_tokens, micro_batches_per_rank or rows_per_micro_batch, trainer.world_size"
-        if is_by_capacity(config)
-        else "batcher.step_rollouts or step_groups"
-    )
     oldest = forecast.steps - config.lookahead - 3
     return (
-        f"the run does not fit the server's memory: a step takes {mib(forecast.step_bytes)} ({source}), and "
-        f"{forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) take {mib(forecast.needed)}, "
-        f"above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {mib(forecast.limit)}. Give it at least {least} MiB "
-        f"(server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps smaller "
-        f"({smaller}), or lower batcher.lookahead or max_age"
+        f"the run does not fit the server's memory: a step takes {mib(forecast.step_bytes)} ({plural(rows, 'row')} of "
+        f"{config.row_tokens} tokens, world size {world_size}), and {forecast.steps} of them (lookahead "
+        f"{config.lookahead} + max_age {oldest} + 3) take {mib(forecast.needed)}, above {100 * FORECAST_SHARE:.0f} % "
+        f"of its maxmemory of {mib(forecast.limit)}. Give it at least {least} MiB (server.maxmemory; `redis-cli config "
+        f"set maxmemory` on a server of your own), or make steps smaller (batcher.row_tokens, micro_batches_per_rank "
+        f"or rows_per_micro_batch, trainer.world_size), or lower batcher.lookahead or max_age"
     )
 
 

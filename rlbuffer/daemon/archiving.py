@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rlbuffer.daemon.memory_rules import WATCH_SHARE, archive_stuck
+from rlbuffer.daemon.memory_rules import WATCH_SHARE
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import fields
 from rlbuffer.records.waiting import Problem, Trouble
@@ -197,4 +197,4 @@ class Archiving:
         self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
         if trouble != self._trouble:
             self._trouble = trouble
-            _log.warning("%s", archive_stuck(trouble), extra=fields("archive", state="stuck"))
+            _log.warning("%s", *self.problems(), extra=fields("archive", state="stuck"))

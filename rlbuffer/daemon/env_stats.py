@@ -82,7 +82,7 @@ class _Env:
 
 
 @dataclass(frozen=True, slots=True)
-class _Push:
+class _Note:
     info: GroupInfo
     newest: int
     """Newest version that could be sampled from when it was read."""
@@ -107,7 +107,7 @@ class EnvStats:
     def lead(self, batcher: Batcher | None, config: BatcherConfig | None = None) -> None:
         """The leader has taken over with this batcher and its config, or (None) leads no more. Counts from 0."""
         self._config, self._batcher = config, batcher
-        self._pushes: list[_Push] = []
+        self._pushes: list[_Note] = []
         self._envs: dict[str, _Env] = {}
         self._closed: Counter[str] = Counter()
         self._builds = Histogram(SHORT_SECONDS)
@@ -118,7 +118,7 @@ class EnvStats:
         if self._batcher is None or entry.info is None or not entry.info.totals.rollouts:
             return
         newest = self.published.get(entry.info.adapter, -1)
-        self._pushes.append(_Push(entry.info, newest, not entry.replaces, self._batcher.teaching.of_push(entry.info)))
+        self._pushes.append(_Note(entry.info, newest, not entry.replaces, self._batcher.teaching.of_push(entry.info)))
         if len(self._pushes) >= MOST_NOTES:
             self._sum_up()
 
@@ -175,14 +175,14 @@ class EnvStats:
         return self._envs.setdefault(name, _Env())
 
     def _sum_up(self) -> None:
-        envs: dict[str, list[_Push]] = {}
+        envs: dict[str, list[_Note]] = {}
         for push in self._pushes:
             envs.setdefault(push.info.env, []).append(push)
         self._pushes = []
         for name, pushes in envs.items():
             self._sum_pushes(self._env(name), pushes)
 
-    def _sum_pushes(self, env: _Env, pushes: list[_Push]) -> None:
+    def _sum_pushes(self, env: _Env, pushes: list[_Note]) -> None:
         new = [push.info for push in pushes if push.is_new]
         env.came.update(groups=len(new), rollouts=sum(info.totals.rollouts for info in new))
         env.came["tokens"] += int(_rows(new)["loss_tokens"].sum())

@@ -104,9 +104,8 @@ class Leadership:
         self._doubts = Doubts(store, self._meta.step)
         self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
-        self._memory = MemoryWatch(
-            store, config, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
-        )
+        self._memory = MemoryWatch(store)
+        self._settings = trainer
         self._ends, self._wishes = Ends(pending.batcher), Wishes(asked, self._meta.epoch)
         self._envs = Envs(config, pending.batcher)
         self._watches: tuple[Watch, ...] = (
@@ -128,14 +127,10 @@ class Leadership:
         """The step after which the run has ended, once it has."""
 
     def take_over(self) -> None:
-        """Everything comes from the server.
-
-        Raises:
-            ConfigError: the run does not fit the server's memory.
-        """
+        """Everything comes from the server."""
         self._teller.forget()
         self._archive.take_in(self._meta)
-        forecast = self._memory.start(self._meta, sweeps=self._archive.folder is None)
+        self._memory.start(self._meta, sweeps=self._archive.folder is None)
         self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
@@ -152,12 +147,11 @@ class Leadership:
             epoch=self._meta.epoch,
             pending=self._pending.count,
             server=dict(self._store.server()),
-            forecast=forecast,
         )
         level = logging.INFO if self._tenure.is_new else logging.DEBUG
         _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
         self._tenure.is_new = False
-        self._memory.tell()
+        self._memory.tell(self._config, self._settings)
         self._teller.stats.lead(self._pending.batcher, self._config)
 
     def turn(self) -> None:
@@ -190,7 +184,6 @@ class Leadership:
         trainer, step, batcher = look.trainer, look.meta.step + 1, self._pending.batcher
         self._is_idle = is_silent(trainer)
         policies = trainer.policies
-        self._memory.joined(trainer)
         self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
@@ -289,7 +282,6 @@ class Leadership:
             self._memory.committed(header)
             self._teller.stats.committed(plan, used, header, seconds)
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
-        self._teller.settled()
 
     def _say(self, waiting: Waiting | None) -> None:
         missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))

@@ -20,7 +20,6 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
-from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.revisions import Reread, Revisions
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.daemon.watches import ReadAgain
@@ -38,7 +37,6 @@ from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
-from rlbuffer.store.records import Meta
 from rlbuffer.store.viewer import Viewer
 
 _log = logging.getLogger(__name__)
@@ -80,13 +78,7 @@ class Daemon:
         if self._settings.archive.dir is not None:
             import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
         self._teller = Teller(self._store)
-        self._revisions = Revisions(
-            self._store,
-            config,
-            replace=replace_config,
-            follows=follows,
-            accepts=self._check_config,
-        )
+        self._revisions = Revisions(self._store, config, replace=replace_config, follows=follows)
         self._reread = reread
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
@@ -104,9 +96,8 @@ class Daemon:
         comes back.
 
         Raises:
-            ConfigError: the run was started with other settings and `replace_config` is not set; it does not fit the
-                server's memory; or a function of the user's own that the settings name failed. Every waiting rank
-                hears of the last two, too.
+            ConfigError: the run was started with other settings and `replace_config` is not set; or a function of the
+                user's own that the settings name failed. Every waiting rank hears of the latter, too.
             SchemaMismatch: the run was written by an incompatible version.
             RunDamaged: at the start the run has no meta, but other keys.
             RlbufferError: a fatal error; every waiting rank hears it before it is raised.
@@ -126,27 +117,20 @@ class Daemon:
                     _lead_lost(error)
                 self._leads = False
                 stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
-            except SchemaMismatch:
-                raise  # nothing may be written there, not even that this failed
-            except ConfigError as error:
-                if self._is_at_work:
-                    # A function of the user's own failed: the run cannot go on, and the ranks must not wait for it.
-                    self._fail(error)
-                else:
-                    self._store.release_lease()
-                raise
             except Exception as error:
-                self._fail(error)
+                if isinstance(error, ConfigError) and not self._is_at_work:
+                    self._store.release_lease()
+                # Where the schema is another one nothing may be written, not even that this failed.
+                elif not isinstance(error, SchemaMismatch):
+                    self._fail(error)  # the run cannot go on, and the ranks must not wait for it
                 raise
-            finally:
-                self._teller.stats.lead(None)
         self._leave()
 
     def _acquire(self, stop: threading.Event) -> bool:
         """Waits for the lease. -> False: it was stopped before."""
-        is_there = self._meta() is not None
+        is_there = self._is_there()
         if not self._has_opened and not is_there:
-            self._check_config(self._revisions.config)  # settings that are refused begin no run
+            Batcher(self._revisions.config)  # settings that are refused begin no run
         self._store.open_run()
         if self._has_opened and not is_there:
             _log.warning("%s", _begins_again(self._store.run), extra=fields("begins again", run=self._store.run))
@@ -202,28 +186,16 @@ class Daemon:
             stop.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
-    def _check_config(self, config: BatcherConfig) -> None:
-        """Checks settings before they take the place of others. Raises ConfigError when this process could not lead
-        with them."""
-        Batcher(config)  # imports what the settings name of the user's own
-        watch = MemoryWatch(
-            self._store,
-            config,
-            world_size=self._trainer.world_size,
-            checkpoint_every=self._trainer.checkpoint.every,
-        )
-        watch.check(self._meta())
-
     def _another_store(self) -> Viewer:
         settings = self._settings
         return connect(settings.redis_url, run=self._store.run, config=settings, name="archive").store
 
-    def _meta(self) -> Meta | None:
-        """None where there is no run."""
+    def _is_there(self) -> bool:
         try:
-            return self._store.meta()
+            self._store.meta()
         except RunGone:
-            return None
+            return False
+        return True
 
     def _heed_hangup(self) -> None:
         if self._reread is not None and self._reread.asked.is_set():

@@ -11,11 +11,7 @@ and go with every payload, so a decision uses the smaller of two looks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, is_by_capacity, mib
-from rlbuffer.state.text import plural
+from rlbuffer.config.memory_needs import ASK_SHARE
 from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
@@ -45,19 +41,6 @@ def stored_bytes(*, payload_bytes: int, rollouts: int) -> int:
     return payload_bytes + STORED_BYTES * rollouts
 
 
-def mean_step_bytes(config: BatcherConfig, steps: Mapping[int, tuple[int, int]], world_size: int) -> int | None:
-    """Mean bytes of the committed `steps` (step -> bytes, planned world size), as they would be at `world_size`.
-
-    Steps that close by their rows grow with the number of ranks, the others do not. None when there are no steps.
-    """
-    scaled = [
-        size * world_size / max(1, planned) if is_by_capacity(config) else float(size)
-        for size, planned in steps.values()
-        if size
-    ]
-    return round(sum(scaled) / len(scaled)) if scaled else None
-
-
 class Pressure:
     """Decides what is done about the server's memory. No server, no clock: what is seen goes in by :meth:`look`.
 
@@ -69,6 +52,12 @@ class Pressure:
     def __init__(self) -> None:
         self.limit = 0
         """maxmemory in bytes; 0: none."""
+        self.sizes: dict[int, int] = {}
+        """Step -> bytes that it takes on the server; the live ones."""
+        self.retired = 0
+        """The last retired step."""
+        self.must_ask = False
+        """No checkpoint holds what was retired: the next header asks for one, whatever the memory is by then."""
         self._looks: list[int] = []
         self._is_retiring = False
         self._asked = 0
@@ -76,7 +65,6 @@ class Pressure:
         self._retired_then = -1
         """Last retired step when it was asked."""
         self._gap = 1
-        self._must_ask = False
 
     @property
     def used(self) -> int | None:
@@ -98,21 +86,23 @@ class Pressure:
         self.limit = limit
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
 
-    def freed(self) -> None:
-        """Something was unlinked: what was seen before does not count any more."""
-        self._looks = []
+    def committed(self, step: int, size: int, *, asks: bool = False) -> None:
+        """A step of `size` bytes is there; its header asks for a checkpoint, for whatever reason."""
+        self.sizes[step] = size
+        if asks:
+            self._gap = min(2 * self._gap, LAST_GAP) if self.retired == self._retired_then else 1
+            self._asked, self._retired_then, self.must_ask = step, self.retired, False
 
-    # -- 85 % ------------------------------------------------------------------------------------------------------
-    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int]) -> int | None:
-        """The last step to retire early now, None when nothing has to go.
+    def retire(self, up_to: int) -> None:
+        """Steps are gone: what was seen before does not count any more."""
+        self.sizes = {step: size for step, size in self.sizes.items() if step > up_to}
+        self.retired, self._looks = up_to, []
 
-        As many of the oldest as it takes to come near :data:`ENOUGH_SHARE`, by what they take on the server; then it is
-        looked at again, when memory has been given back.
+    def retires_up_to(self, done: int) -> int | None:
+        """85 %: the last step to retire early now, None when nothing has to go. `done`: the last that is trained.
 
-        Args:
-            retired: last retired step.
-            done: last step that the trainer is through with.
-            sizes: step -> bytes; after one that is not named, the server is looked at again.
+        As many of the oldest as it takes to come near :data:`ENOUGH_SHARE`, by what they take on the server; then, or
+        after one of unknown size, it is looked at again.
         """
         used = self.used
         if used is None or not self.limit:
@@ -124,49 +114,26 @@ class Pressure:
         if not self._is_retiring:
             return None
         missing = CAUTION * (used - ENOUGH_SHARE * self.limit)
-        last = retired
+        last = self.retired
         while missing >= 0 and last < done:
             last += 1
-            if not sizes.get(last):
+            if not self.sizes.get(last):
                 break
-            missing -= sizes[last]
-        return last if last > retired else None
+            missing -= self.sizes[last]
+        return last if last > self.retired else None
 
-    def must_ask(self) -> None:
-        """No checkpoint holds what was retired: the next header asks for one, whatever the memory is by then."""
-        self._must_ask = True
-
-    # -- 70 % ------------------------------------------------------------------------------------------------------
-    def asks(self, step: int, *, retired: int, done: int, sizes: Mapping[int, int], checkpoint: int = 0) -> bool:
-        """True when the header of `step` asks for a checkpoint.
-
-        Args:
-            step: the one to be committed.
-            retired, done, sizes: as in :meth:`retires_up_to`.
-            checkpoint: the trainer's newest; 0 when it does not say.
-        """
+    def asks(self, step: int, *, done: int, checkpoint: int = 0) -> bool:
+        """70 %: True when the header of `step`, the next one, asks for a checkpoint. `checkpoint`: the trainer's
+        newest; 0 when it does not say."""
         if self._asked and done <= self._asked and checkpoint < self._asked:
             return False  # it is still being made
-        if self._must_ask:
+        if self.must_ask:
             return True
         if self.share < ASK_SHARE:
             return False
-        freeable = sum(size for number, size in sizes.items() if retired < number <= done)
-        if freeable < WORTH_SHARE * self.limit:
+        if sum(size for number, size in self.sizes.items() if number <= done) < WORTH_SHARE * self.limit:
             return False
-        return retired != self._retired_then or step > self._asked + self._gap
-
-    def has_asked(self, step: int, *, retired: int) -> None:
-        """The header of `step` has asked for a checkpoint, for whatever reason."""
-        self._gap = min(2 * self._gap, LAST_GAP) if retired == self._retired_then else 1
-        self._asked, self._retired_then, self._must_ask = step, retired, False
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-NO_LIMIT = (
-    "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
-    "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`."
-)
+        return self.retired != self._retired_then or step > self._asked + self._gap
 
 
 def assumed_limit(maxmemory: int, machine: int) -> int:
@@ -177,49 +144,3 @@ def assumed_limit(maxmemory: int, machine: int) -> int:
         32
     """
     return maxmemory or int(MACHINE_SHARE * machine)
-
-
-def no_limit(limit: int) -> str:
-    """The server has no maxmemory; `limit` is what it is taken to have."""
-    if not limit:
-        return f"{NO_LIMIT} Until then trained steps go with the trainer's checkpoints alone."
-    return f"{NO_LIMIT} Until then trained steps go as if it were {mib(limit)}, half of that machine's."
-
-
-def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
-    """The trainer's own checkpoints come too seldom for this server."""
-    return (
-        f"Checkpoints every {plural(checkpoint_every, 'step')} (trainer.checkpoint.every) do not fit the server's "
-        f"memory ({mib(forecast.step_bytes)} a step, {mib(forecast.limit)} in all): the trainer will be asked for one "
-        f"about every {plural(forecast.kept_steps, 'step')}."
-    )
-
-
-def checkpoint_asked(step: int) -> str:
-    """The sentence above :data:`ASK_SHARE`."""
-    return (
-        f"The server's memory is above {100 * ASK_SHARE:.0f} %: step {step} asks the trainer for a checkpoint, so that "
-        "steps can retire."
-    )
-
-
-def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpoint: int) -> str:
-    """The sentence above :data:`EARLY_SHARE`. `checkpoint`: the trainer's newest."""
-    steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    first_words = (
-        f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {mib(limit)}): {steps}"
-    )
-    if last <= checkpoint:
-        return f"{first_words} retired early; the trainer's newest checkpoint, of step {checkpoint}, holds them."
-    return (
-        f"{first_words} retired early, and no checkpoint holds them. A trainer that starts again needs one of step "
-        f"{last} or later; the next step asks for it."
-    )
-
-
-def archive_stuck(trouble: str) -> str:
-    """The archive cannot be written."""
-    return (
-        f"The archive cannot be written: {trouble}. Training goes on; steps stay on the server while it has memory, "
-        "and then go unarchived. Make room there."
-    )

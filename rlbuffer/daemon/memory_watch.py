@@ -1,4 +1,4 @@
-"""The server's memory, as the leader watches it: the forecast at the start, and what happens when it fills up.
+"""The server's memory, as the leader watches it: what the settings mean for it, and what happens when it fills up.
 
 The decisions are :mod:`rlbuffer.daemon.memory_rules`'s; here they are carried out and told.
 """
@@ -12,24 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
+from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.memory_rules import (
-    FULL_SHARE,
-    Pressure,
-    assumed_limit,
-    checkpoint_asked,
-    checkpoints_often,
-    mean_step_bytes,
-    no_limit,
-    steps_retired_early,
-    stored_bytes,
-)
+from rlbuffer.daemon.memory_rules import FULL_SHARE, Pressure, assumed_limit, stored_bytes
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS
-from rlbuffer.errors import ConfigError
 from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Meta
@@ -42,173 +33,106 @@ LAG_SECONDS = 5.0
 ALIVE_SECONDS = 10.0
 """A trainer that was heard within this time is at work. While none is, nothing retires early: the next one starts from
 its checkpoint and needs the steps after it."""
-MEASURED_STEPS = 64
-"""Steps that the mean size of a step is taken over."""
 
 
 class MemoryWatch:
-    """Watches the server for one leadership.
+    """Watches the server for one leadership."""
 
-    Args:
-        store: the run.
-        config: what steps are made of.
-        world_size: ranks that the settings name; counts until a trainer has joined.
-        checkpoint_every: steps between the trainer's checkpoints by the settings.
-    """
-
-    def __init__(self, store: LeaderStore, config: BatcherConfig, *, world_size: int, checkpoint_every: int) -> None:
+    def __init__(self, store: LeaderStore) -> None:
         self._store = store
-        self._config = config
-        self._world_size = world_size
-        self._checkpoint_every = checkpoint_every
         self._pressure = Pressure()
         self._is_assumed = False
         """The server has no maxmemory: the limit is a share of its machine's memory."""
         self._looked = float("-inf")
         self._freed = float("-inf")
-        self._retired = 0
-        """The last retired step."""
         self._marked = 0
         """The step whose header asks for a checkpoint because memory is short."""
-        self._attempt = 0
-        """The attempt whose world size was looked at."""
-        self._sizes: dict[int, int] = {}
-        """Step -> bytes that it takes on the server; the live ones."""
-        self._planned: dict[int, int] = {}
-        """Step -> world size that it was planned for."""
 
-    # -- the forecast ----------------------------------------------------------------------------------------------
-    def start(self, meta: Meta, *, sweeps: bool = True) -> dict[str, int]:
-        """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
+    def start(self, meta: Meta, *, sweeps: bool = True) -> None:
+        """Takes in the live steps, and sweeps what an earlier leader left.
 
-        A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
-
-        Args:
-            meta: of the run, before these settings are written to it.
-            sweeps: False where an archive may not have all of it yet: the leader sweeps it later.
-
-        -> what the event of the takeover says of it.
-
-        Raises:
-            ConfigError: the steps that must be there at once do not fit the server's memory.
+        `sweeps`: False where an archive may not have all of it yet: the leader sweeps it later.
         """
-        self._retired = meta.retired
+        self._pressure.retire(meta.retired)
         for header in self._store.headers():
             self._note(header)
-        forecast = self._forecast(self._world_size)
-        if meta.step == 0 or meta.config != self._config.as_dict():
-            self._refuse(forecast, self._world_size)
         if meta.retired and sweeps:
             self._store.retire(meta.retired)
-        if forecast is None:
-            return {}
-        return {
-            "step_bytes": forecast.step_bytes,
-            "steps": forecast.steps,
-            "limit": forecast.limit,
-            "measured": forecast.measured,
-            "kept_steps": forecast.kept_steps,
-        }
 
-    def check(self, meta: Meta | None) -> None:
-        """Checks that these settings may take the place of others, or begin a run (None). Ask a watch of its own before
-        they do.
-
-        Raises:
-            ConfigError: the steps that must be there at once do not fit the server's memory.
-        """
-        for header in self._store.headers() if meta is not None else ():
-            self._note(header)
-        self._refuse(self._forecast(self._world_size), self._world_size)
-
-    def tell(self) -> None:
+    def tell(self, config: BatcherConfig, trainer: TrainerSettings) -> None:
         """Warns of what the settings and the server's memory mean for each other."""
-        limit = self._limit()
-        if limit == 0:
-            assumed = assumed_limit(0, int(self._store.server()["machine"]))
-            _warn(no_limit(assumed), "unlimited", limit=assumed)
-        forecast = self._forecast(self._world_size)
-        if forecast is not None and not forecast.fits:
-            sentence = does_not_fit(forecast, self._config, world_size=self._world_size)
-            _warn(f"{sentence[:1].upper()}{sentence[1:]}.", "tight")
-        elif forecast is not None and forecast.kept_steps < self._checkpoint_every:
-            _warn(checkpoints_often(forecast, self._checkpoint_every), "often", steps=forecast.kept_steps)
-
-    def joined(self, trainer: Attempt) -> None:
-        """A trainer has joined: its world size decides.
-
-        Raises:
-            ConfigError: what a step of that many ranks takes does not fit; all ranks hear it.
-        """
-        if trainer.number == self._attempt or (trainer.seen_seconds_ago or 0.0) > ALIVE_SECONDS:
-            return
-        self._attempt = trainer.number
-        self._world_size = trainer.world_size
-        if self._planned and self._planned[max(self._planned)] == trainer.world_size:
-            return  # such steps are being made already
-        try:
-            self._refuse(self._forecast(trainer.world_size), trainer.world_size)
-        except ConfigError as error:
-            self._store.set_error(f"{type(error).__name__}: {error}")
-            raise
-
-    def _limit(self) -> int | None:
-        """``maxmemory``, 0 when there is none; None for the model of a server, which has no memory to speak of."""
         facts = self._store.server()
-        return None if facts["name"] == "memory" else int(facts["maxmemory"])
-
-    def _forecast(self, world_size: int) -> Forecast | None:
-        limit = self._limit()
-        newest = {step: (self._sizes[step], self._planned[step]) for step in sorted(self._sizes)[-MEASURED_STEPS:]}
-        size = mean_step_bytes(self._config, newest, world_size)
-        measured = len(newest) if size is not None else 0
-        if size is None:
-            size = capacity_bytes(self._config, world_size)
-        if not limit or size is None:
-            return None
-        return Forecast(step_bytes=size, steps=steps_at_once(self._config), limit=limit, measured=measured)
-
-    def _refuse(self, forecast: Forecast | None, world_size: int) -> None:
-        if forecast is None or forecast.fits:
+        if facts["name"] == "memory":  # the model of a server
             return
-        raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
+        if not facts["maxmemory"]:
+            assumed = assumed_limit(0, int(facts["machine"]))
+            until = f"as if it were {mib(assumed)}, half of that machine's" if assumed else "with checkpoints alone"
+            _warn(
+                "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can "
+                "fill its machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`. Until then "
+                f"trained steps go {until}.",
+                "unlimited",
+                limit=assumed,
+            )
+            return
+        size = capacity_bytes(config, trainer.world_size)
+        if size is None:
+            return
+        forecast = Forecast(step_bytes=size, steps=steps_at_once(config), limit=int(facts["maxmemory"]))
+        if not forecast.fits:
+            sentence = does_not_fit(forecast, config, world_size=trainer.world_size)
+            _warn(f"{sentence[:1].upper()}{sentence[1:]}.", "tight")
+        elif forecast.kept_steps < trainer.checkpoint.every:
+            _warn(
+                f"Checkpoints every {plural(trainer.checkpoint.every, 'step')} (trainer.checkpoint.every) do not fit "
+                f"the server's memory ({mib(size)} a step, {mib(forecast.limit)} in all): the trainer will be asked "
+                f"for one about every {plural(forecast.kept_steps, 'step')}.",
+                "often",
+                steps=forecast.kept_steps,
+            )
 
     # -- while the run goes on -------------------------------------------------------------------------------------
     def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> None:
         """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
         `step`: the last committed one."""
         self._look()
-        done = min(trainer.at, trainer.trained, step)
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
             return
-        up_to = self._pressure.retires_up_to(retired=self._retired, done=done, sizes=self._sizes)
+        pressure = self._pressure
+        up_to = pressure.retires_up_to(min(trainer.at, trainer.trained, step))
         up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
-        if up_to is None or up_to <= self._retired:
+        if up_to is None or up_to <= pressure.retired:
             return
-        used, limit = self._pressure.used or 0, self._pressure.limit
-        first = self._retired + 1
+        used, limit, first, checkpoint = pressure.used or 0, pressure.limit, pressure.retired + 1, trainer.checkpoint
         self._store.retire(up_to, early={"used": used, "limit": limit})
         self.retired(up_to)
-        if up_to > trainer.checkpoint:
-            self._pressure.must_ask()
-        text, newest = steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint), trainer.checkpoint
-        _warn(text, "retired early", first=first, last=up_to, used=used, limit=limit, checkpoint=newest)
+        pressure.must_ask |= up_to > checkpoint
+        held = (
+            f"the trainer's newest checkpoint, of step {checkpoint}, holds them."
+            if up_to <= checkpoint
+            else f"no checkpoint holds them. A trainer that starts again needs one of step {up_to} or later; the next "
+            "step asks for it."
+        )
+        _warn(
+            f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {mib(limit)}): steps "
+            f"{first} to {up_to} retired early; {held}",
+            "retired early",
+            first=first,
+            last=up_to,
+            used=used,
+            limit=limit,
+            checkpoint=checkpoint,
+        )
 
     def retired(self, up_to: int) -> None:
         """Steps up to `up_to` are gone; their memory comes back a little later."""
-        for step in [step for step in self._sizes if step <= up_to]:
-            del self._sizes[step], self._planned[step]
-        self._pressure.freed()
-        self._retired = up_to
+        self._pressure.retire(up_to)
         self._freed = time.monotonic()
 
     def marked(self, meta: Meta, trainer: Attempt) -> Meta:
         """`meta` as the next header is made from it: with the wish for a checkpoint when memory is short."""
-        done = min(trainer.at, trainer.trained, meta.step)
-        step = meta.step + 1
-        if not self._pressure.asks(
-            step, retired=self._retired, done=done, sizes=self._sizes, checkpoint=trainer.checkpoint
-        ):
+        done, step = min(trainer.at, trainer.trained, meta.step), meta.step + 1
+        if not self._pressure.asks(step, done=done, checkpoint=trainer.checkpoint):
             return meta
         self._marked = step
         return replace(meta, checkpoint_now=True)
@@ -217,7 +141,9 @@ class MemoryWatch:
         """A step is committed."""
         self._note(header)
         if header.checkpoint_now and header.step == self._marked:
-            _warn(checkpoint_asked(header.step), "checkpoint", step=header.step)
+            share = f"above {100 * ASK_SHARE:.0f} %"
+            text = f"The server's memory is {share}: step {header.step} asks the trainer for a checkpoint."
+            _warn(text, "checkpoint", step=header.step)
 
     @property
     def share(self) -> float:
@@ -230,7 +156,7 @@ class MemoryWatch:
         used, limit = self._pressure.used, self._pressure.limit
         if used is None or not limit or used < limit * (EARLY_SHARE if self._is_assumed else FULL_SHARE):
             return ()
-        in_steps = f"{mib(sum(self._sizes.values()))} of it in this run's steps"
+        in_steps = f"{mib(sum(self._pressure.sizes.values()))} of it in this run's steps"
         if self._is_assumed:  # nothing is refused there
             full = f"maxmemory 0, and it uses {mib(used)} of a machine that has {mib(2 * limit)}, {in_steps}"
         else:
@@ -238,10 +164,8 @@ class MemoryWatch:
         return (Problem(kind=Trouble.MEMORY, detail=full),)
 
     def _note(self, header: StepHeader) -> None:
-        self._sizes[header.step] = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
-        self._planned[header.step] = header.world_size
-        if header.checkpoint_now:
-            self._pressure.has_asked(header.step, retired=self._retired)
+        size = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
+        self._pressure.committed(header.step, size, asks=header.checkpoint_now)
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.batcher.ordering import load_selector
+from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import changes, check_change, config_digest
 from rlbuffer.errors import ConfigChanged, ConfigError
@@ -46,21 +46,13 @@ class Revisions:
         config: what the process was started with.
         replace: `config` takes the place of what the run has.
         follows: go on with what the run has; `config` is only for a run that has none.
-        accepts: raises ConfigError for a wanted config that cannot be led with here: the old one goes on.
     """
 
     def __init__(
-        self,
-        store: LeaderStore,
-        config: BatcherConfig,
-        *,
-        replace: bool = False,
-        follows: bool = False,
-        accepts: Callable[[BatcherConfig], object] = load_selector,
+        self, store: LeaderStore, config: BatcherConfig, *, replace: bool = False, follows: bool = False
     ) -> None:
         self._store = store
         self._replace = replace
-        self._accepts = accepts
         self.config = config
         """What the next leadership leads with."""
         self._digest = config_digest(config)
@@ -100,7 +92,7 @@ class Revisions:
                 if has != self._digest:
                     check_change(meta.config, self.config.as_dict(), step=meta.step)
                 if meta.config_digest != self._digest:
-                    self._accepts(self.config)
+                    Batcher(self.config)  # imports what the settings name of the user's own
                 self._take(meta, self.config.as_dict(), self._digest, answers=meta.wanted_digest)
             elif self._is_foreign(meta) and not self._replace:
                 raise ConfigError(self._other(meta))
@@ -143,7 +135,7 @@ class Revisions:
     def _adopt(self, meta: Meta) -> None:
         try:
             config = BatcherConfig(**meta.wanted)
-            self._accepts(config)
+            Batcher(config)
             check_change(meta.config, meta.wanted, step=meta.step)
         except (ConfigError, TypeError) as error:
             self._store.refuse_config(meta.wanted_digest, str(error))

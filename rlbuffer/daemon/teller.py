@@ -59,7 +59,8 @@ class Teller:
         """Nothing is to be learned from them."""
 
     def forget(self) -> None:
-        """A new leadership: says again why there is no step, and counts drops from 0."""
+        """A new leadership: says again why there is no step, and counts from 0."""
+        self.stats.lead(None)
         self._waiting, self._beat_at = None, float("-inf")
         self._drops = {}
         self._steps.clear()
@@ -147,10 +148,6 @@ class Teller:
         self._steps.appendleft(figures)
         trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
         self._lesson = nothing_to_learn(self._steps, trained)
-        self.settled()
-
-    def settled(self) -> None:
-        """The drops since the last step have been reported."""
         self._drops = {}
 
 

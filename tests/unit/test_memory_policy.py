@@ -22,8 +22,10 @@ LIMIT = 1000
 SIZES = dict.fromkeys(range(1, 100), 50)
 
 
-def seen(*used: int, limit: int = LIMIT) -> Pressure:
+def seen(*used: int, limit: int = LIMIT, retired: int = 0, sizes: dict[int, int] = SIZES) -> Pressure:
     pressure = Pressure()
+    pressure.sizes = sizes
+    pressure.retire(retired)
     for bytes_used in used:
         pressure.look(bytes_used, limit)
     return pressure
@@ -49,16 +51,7 @@ def test_a_full_step_takes_its_rows_at_nine_bytes_a_token_and_one_rollout_a_row(
 
 @pytest.mark.parametrize("size", [{"step_groups": 4}, {"step_rollouts": 64}])
 def test_steps_of_a_number_of_groups_or_rollouts_are_known_when_they_are_there(size: dict[str, int]) -> None:
-    config = BatcherConfig(1000, **size)  # type: ignore[arg-type]
-    assert memory_needs.capacity_bytes(config, 4) is None
-    assert memory_rules.mean_step_bytes(config, {1: (100, 2), 2: (300, 2)}, 4) == 200
-
-
-def test_measured_steps_that_close_by_rows_grow_with_the_ranks() -> None:
-    config = BatcherConfig(1000)
-    assert memory_rules.mean_step_bytes(config, {1: (100, 2), 2: (300, 4)}, 4) == 250
-    assert memory_rules.mean_step_bytes(config, {1: (0, 2)}, 4) is None
-    assert memory_rules.mean_step_bytes(config, {}, 4) is None
+    assert memory_needs.capacity_bytes(BatcherConfig(1000, **size), 4) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("step_bytes", "fits"), [(119, True), (120, True), (121, False)])
@@ -66,29 +59,8 @@ def test_five_steps_must_fit_sixty_percent(step_bytes: int, fits: bool) -> None:
     assert Forecast(step_bytes=step_bytes, steps=5, limit=LIMIT).fits is fits
 
 
-def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
-    config = BatcherConfig(8192, micro_batches_per_rank=8)
-    forecast = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20)
-    assert memory_needs.does_not_fit(forecast, config, world_size=4) == (
-        "the run does not fit the server's memory: a step takes 12.0 MiB (32 rows of 8192 tokens, world size 4), and 5 "
-        "of them (lookahead 1 + max_age 1 + 3) take 60.0 MiB, above 60 % of its maxmemory of 64.0 MiB. Give it at "
-        "least 100 MiB (server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps "
-        "smaller (batcher.row_tokens, micro_batches_per_rank or rows_per_micro_batch, trainer.world_size), or lower "
-        "batcher.lookahead or max_age"
-    )
-    measured = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20, measured=3)
-    text = memory_needs.does_not_fit(measured, BatcherConfig(8192, step_groups=4), world_size=4)
-    assert "a step takes 12.0 MiB (the mean of the last 3 steps)" in text
-    assert "make steps smaller (batcher.step_rollouts or step_groups)" in text
-
-
 def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_steps_at_once() -> None:
-    forecast = Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20)
-    assert forecast.kept_steps == 44 - 4
-    assert memory_rules.checkpoints_often(forecast, 1000) == (
-        "Checkpoints every 1,000 steps (trainer.checkpoint.every) do not fit the server's memory (1.0 MiB a step, "
-        "64.0 MiB in all): the trainer will be asked for one about every 40 steps."
-    )
+    assert Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20).kept_steps == 44 - 4
     assert Forecast(step_bytes=300, steps=5, limit=LIMIT).kept_steps == 1
 
 
@@ -99,15 +71,15 @@ def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_step
     [(849, None), (850, 2), (860, 2), (1000, 4)],
 )
 def test_from_85_percent_the_oldest_trained_steps_go(used: int, last: int | None) -> None:
-    assert seen(used, used).retires_up_to(retired=0, done=90, sizes=SIZES) == last
+    assert seen(used, used).retires_up_to(90) == last
 
 
 def test_one_high_look_is_a_client_s_buffer() -> None:
     pressure = seen(700, 990)
-    assert pressure.retires_up_to(retired=0, done=90, sizes=SIZES) is None
+    assert pressure.retires_up_to(90) is None
     pressure.look(900, LIMIT)
-    assert pressure.retires_up_to(retired=0, done=90, sizes=SIZES) == 3
-    assert seen(990).retires_up_to(retired=0, done=90, sizes=SIZES) is None
+    assert pressure.retires_up_to(90) == 3
+    assert seen(990).retires_up_to(90) is None
 
 
 @pytest.mark.parametrize(
@@ -124,87 +96,77 @@ def test_a_server_that_fills_is_looked_at_more_often_from_30_percent(
 def test_early_retirement_goes_on_down_to_75_percent_and_begins_again_at_85() -> None:
     pressure = seen(860, 860)
     for used, last in ((800, 1), (750, 1), (749, None), (849, None), (850, 2)):
-        pressure.retires_up_to(retired=0, done=90, sizes=SIZES)
-        pressure.freed()
+        pressure.retires_up_to(90)
+        pressure.retire(0)
         pressure.look(used, LIMIT)
         pressure.look(used, LIMIT)
-        assert pressure.retires_up_to(retired=0, done=90, sizes=SIZES) == last, used
+        assert pressure.retires_up_to(90) == last, used
 
 
 def test_nothing_retires_early_by_what_was_seen_before_the_last_retirement() -> None:
     pressure = seen(900, 900)
-    pressure.freed()
-    assert pressure.retires_up_to(retired=0, done=90, sizes=SIZES) is None
+    pressure.retire(0)
+    assert pressure.retires_up_to(90) is None
 
 
 def test_what_is_not_trained_never_goes() -> None:
-    assert seen(1000, 1000).retires_up_to(retired=3, done=5, sizes=SIZES) == 5
-    assert seen(1000, 1000).retires_up_to(retired=5, done=5, sizes=SIZES) is None
-    assert seen(1000, 1000).retires_up_to(retired=5, done=4, sizes=SIZES) is None
+    assert seen(1000, 1000, retired=3).retires_up_to(5) == 5
+    assert seen(1000, 1000, retired=5).retires_up_to(5) is None
+    assert seen(1000, 1000, retired=5).retires_up_to(4) is None
 
 
 def test_of_steps_whose_size_is_not_known_one_goes_at_a_time() -> None:
-    assert seen(1000, 1000).retires_up_to(retired=3, done=90, sizes={}) == 4
+    assert seen(1000, 1000, retired=3, sizes={}).retires_up_to(90) == 4
 
 
 def test_a_server_without_a_limit_is_never_short() -> None:
     pressure = seen(10**12, 10**12, limit=0)
-    assert pressure.retires_up_to(retired=0, done=90, sizes=SIZES) is None
-    assert not pressure.asks(91, retired=0, done=90, sizes=SIZES)
+    assert pressure.retires_up_to(90) is None
+    assert not pressure.asks(91, done=90)
     assert pressure.share == 0.0
 
 
 # -- 70 % --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("used", "asks"), [(699, False), (700, True)])
 def test_from_70_percent_a_checkpoint_is_asked_for(used: int, asks: bool) -> None:
-    assert seen(used, used).asks(11, retired=0, done=9, sizes=SIZES) is asks
+    assert seen(used, used).asks(11, done=9) is asks
 
 
 @pytest.mark.parametrize(("done", "asks"), [(1, False), (2, True)])
 def test_a_checkpoint_that_could_free_less_than_a_tenth_is_not_asked_for(done: int, asks: bool) -> None:
-    assert seen(900, 900).asks(11, retired=0, done=done, sizes=SIZES) is asks
+    assert seen(900, 900).asks(11, done=done) is asks
 
 
 def test_it_is_not_asked_again_while_the_checkpoint_is_being_made() -> None:
     pressure = seen(800, 800)
-    pressure.has_asked(11, retired=0)
-    assert [pressure.asks(13, retired=0, done=done, sizes=SIZES) for done in (9, 10, 11, 12)] == [False] * 3 + [True]
-    assert not pressure.asks(13, retired=0, done=10, sizes=SIZES, checkpoint=10)
-    assert pressure.asks(13, retired=0, done=11, sizes=SIZES, checkpoint=11)
+    pressure.committed(11, 50, asks=True)
+    assert [pressure.asks(13, done=done) for done in (9, 10, 11, 12)] == [False] * 3 + [True]
+    assert not pressure.asks(13, done=10, checkpoint=10)
+    assert pressure.asks(13, done=11, checkpoint=11)
 
 
 def test_asking_without_effect_becomes_rarer_until_something_retires() -> None:
     pressure = seen(800, 800)
     asked = []
     for step in range(10, 100):
-        if pressure.asks(step, retired=0, done=step - 2, sizes=SIZES):
-            pressure.has_asked(step, retired=0)
+        if pressure.asks(step, done=step - 2):
+            pressure.committed(step, 50, asks=True)
             asked.append(step)
     assert asked == [10, 13, 16, 21, 30, 47, 80]
-    assert pressure.asks(83, retired=7, done=81, sizes=SIZES)
-    pressure.has_asked(83, retired=7)
-    assert pressure.asks(86, retired=7, done=84, sizes=SIZES)
+    pressure.retire(7)
+    for used in (800, 800):
+        pressure.look(used, LIMIT)
+    assert pressure.asks(83, done=81)
+    pressure.committed(83, 50, asks=True)
+    assert pressure.asks(86, done=84)
 
 
 def test_after_an_early_retirement_a_checkpoint_is_asked_for_whatever_the_memory_is() -> None:
-    pressure = seen(100, 100)
-    pressure.must_ask()
-    assert pressure.asks(5, retired=3, done=3, sizes={})
-    pressure.has_asked(5, retired=3)
-    assert not pressure.asks(8, retired=3, done=6, sizes={})
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("first", "steps"), [(9, "step 9"), (3, "steps 3 to 9")])
-def test_an_early_retirement_says_what_a_trainer_needs_now(first: int, steps: str) -> None:
-    begin = f"The server's memory was 86 % full (55.0 of 64.0 MiB): {steps} retired early"
-    assert memory_rules.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=8) == (
-        f"{begin}, and no checkpoint holds them. A trainer that starts again needs one of step 9 or later; the next "
-        "step asks for it."
-    )
-    assert memory_rules.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=9) == (
-        f"{begin}; the trainer's newest checkpoint, of step 9, holds them."
-    )
+    pressure = seen(100, 100, retired=3)
+    pressure.must_ask = True
+    assert pressure.asks(5, done=3)
+    pressure.committed(5, 50, asks=True)
+    assert not pressure.asks(8, done=6)
 
 
 # -- a server without a limit ------------------------------------------------------------------------------------------
@@ -236,7 +198,7 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
         monkeypatch.setattr(f"rlbuffer.daemon.memory_watch.{pause}", 0.0)
     store: Any = Machine()
     store.used = used
-    watch = MemoryWatch(store, BatcherConfig(64), world_size=1, checkpoint_every=1)
+    watch = MemoryWatch(store)
     said = [watch.problems() for _ in range(memory_rules.MEMORY_LOOKS)]
     assert [problem.kind for problem in said[-1]] == [Trouble.MEMORY] * is_said
 
@@ -248,7 +210,7 @@ def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_step
     store: Any = Machine()
     store.used = store.maxmemory = LIMIT
     logged = Logged("rlbuffer.daemon")
-    watch = MemoryWatch(store, BatcherConfig(64), world_size=1, checkpoint_every=1)
+    watch = MemoryWatch(store)
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)
     meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
     archive = Archiving(pytest.fail, None)

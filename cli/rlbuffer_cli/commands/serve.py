@@ -209,7 +209,7 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
         *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
-        *_forecast(ready["forecast"], loaded),
+        *_memory_needs(server, loaded),
     ]
     lines = [f"rlbuffer {__version__}"]
     lines += [f"  {name:<9} {text}" for name, text in rows]
@@ -218,15 +218,16 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
     return lines
 
 
-def _forecast(forecast: Mapping[str, int], loaded: Loaded) -> list[tuple[str, str]]:
+def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> list[tuple[str, str]]:
     """The share of the server's memory that the run's steps take; nothing where that is not known."""
-    if not forecast:
+    from rlbuffer.config.memory_needs import capacity_bytes, steps_at_once
+
+    batcher, limit = loaded.settings.batcher, server.get("maxmemory", 0)
+    size, count = capacity_bytes(batcher, loaded.settings.trainer.world_size), steps_at_once(batcher)
+    if size is None or not limit:
         return []
-    size, count = forecast["step_bytes"], forecast["steps"]
-    steps = plural(forecast["measured"], "step")
-    known = f"mean of {steps}" if forecast["measured"] else _source(loaded, "batcher.row_tokens")
-    share = 100 * size * count / forecast["limit"]
-    return [("memory", f"a step takes about {_bytes(size)}, {count} at once {share:.0f} % of the server's   ({known})")]
+    takes = f"a step takes about {_bytes(size)}, {count} at once {100 * size * count / limit:.0f} % of the server's"
+    return [("memory", f"{takes}   ({_source(loaded, 'batcher.row_tokens')})")]
 
 
 def _bytes(n: int) -> str:

@@ -118,7 +118,7 @@ def test_the_last_lines_may_stay(terminal: Terminal) -> None:
 
 
 SERVER = {"name": "valkey", "version": "7.2", "address": "unix:///s"}
-READY = {"event": "ready", "run": "math", "step": 2, "forecast": {}, "server": SERVER}
+READY = {"event": "ready", "run": "math", "step": 2, "server": SERVER}
 
 
 def test_serve_shows_what_it_waits_for_until_it_waits_no_more() -> None:

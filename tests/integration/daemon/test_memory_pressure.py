@@ -21,7 +21,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.memory_rules import stored_bytes
-from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
+from rlbuffer.errors import RlbufferError, ServerFull, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
@@ -45,13 +45,6 @@ def run(server_binary: object) -> Iterator[Run]:
     made.close()
     running.release()
     shutil.rmtree(home, ignore_errors=True)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def heavy(number: int) -> Group:
@@ -134,22 +127,10 @@ def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early
     assert [h.step for h in run.store.headers()] == list(range(meta.retired + 1, 61))
     assert run.store.verify().findings == ()
     assert run.store.ledger().total().trained[0] == 240
-    reason = (
-        f"the server's memory was 85 % full, so steps up to {meta.early} went before the oldest checkpoint held them"
-    )
-    with pytest.raises(StepRetired) as caught:
+    with pytest.raises(StepRetired, match=f"resume from a checkpoint of step {meta.retired} or later"):
         Trainer(run)
-    assert str(caught.value) == (
-        f"the trainer resumes after step 0, but steps up to {meta.retired} of run '{run.store.run}' were retired early "
-        f"({reason}): resume from a checkpoint of step {meta.retired} or later, start another run, or take this one "
-        "back to step 0 with `rlbuffer runs rewind 0 --force`"
-    )
-    with pytest.raises(StepRetired) as caught:
+    with pytest.raises(StepRetired, match=f"steps up to {meta.retired} are gone"):
         run.store.wait_step(1, block_seconds=0)
-    assert str(caught.value) == (
-        f"step 1 of run '{run.store.run}' was trained and retired early ({reason}): steps up to {meta.retired} are "
-        "gone, resume from a newer checkpoint"
-    )
     Trainer(run, resume_step=meta.retired).close()
 
 
@@ -201,12 +182,6 @@ def test_producers_without_tickets_fill_the_server_and_wait_until_everything_is_
         trainer.train(step)
     producer.join()
     assert {type(error) for error in said} == {ServerFull}
-    address = run.store.connection.address
-    assert all(
-        str(error) == f"the server at {address} refused: it is at its memory limit (maxmemory). It takes pushes again "
-        "when steps retire; or raise the limit"
-        for error in said
-    )
     assert run.store.ledger().total().trained[0] == 240
     assert run.pool() == []
     assert run.store.verify().findings == ()
@@ -268,63 +243,20 @@ def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -
     assert run.store.server()["used_memory"] - before == pytest.approx(said, rel=0.15)
 
 
-# -- the forecast ------------------------------------------------------------------------------------------------------
-def test_steps_that_cannot_fit_are_refused_at_the_start(served: Served) -> None:
-    served.serve(rlbuffer.BatcherConfig(10**6))
-    (error,) = served.wait_for(lambda: served.errors, checks_errors=False)
-    assert isinstance(error, ConfigError)
-    assert str(error).startswith(
-        "the run does not fit the server's memory: a step takes 8.6 MiB (1 row of 1000000 tokens, world size 1), and 5 "
-        "of them (lookahead 1 + max_age 1 + 3) take 42.9 MiB, above 60 % of its maxmemory of 16.0 MiB. Give it at "
-        "least 72 MiB"
-    )
+# -- what is said at the start -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("row_tokens", "state", "says"), [(10**6, "tight", "at least 72 MiB"), (150_000, "often", "about every 4 steps")]
+)
+def test_settings_that_do_not_go_with_the_memory_are_warned_of_and_led_with(
+    row_tokens: int, state: str, says: str, served: Served
+) -> None:
+    served.serve(rlbuffer.BatcherConfig(row_tokens))
+    (warning,) = served.wait_for(lambda: served.said("memory", state=state))
+    assert says in warning["text"]
+    served.wait_for(lambda: waits.said(served.run.store))
     meta = served.run.store.meta()
-    assert (meta.config_digest, meta.error) == ("", "")
-
-
-def test_ranks_whose_steps_cannot_fit_are_told(served: Served) -> None:
-    run = served.run
-    served.serve(rlbuffer.BatcherConfig(150_000))
-    (ready,) = served.wait_for(lambda: served.said("ready"))
-    assert (ready["forecast"]["steps"], ready["forecast"]["measured"]) == (5, 0)
-    (often,) = served.wait_for(lambda: served.said("memory", state="often"))
-    assert often["steps"] == ready["forecast"]["kept_steps"] == 4
-    attempt = run.store.attempt(uuid="t", world_size=4, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
-    served.wait_for(lambda: served.errors, checks_errors=False)
-    assert run.store.meta().error.startswith(
-        "ConfigError: the run does not fit the server's memory: a step takes 5.2 MiB (4 rows of 150000 tokens, world "
-        "size 4)"
-    )
-
-
-def test_once_there_are_steps_they_are_what_counts(served: Served, trainer: Trainer) -> None:
-    run = served.run
-    config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=4)
-    served.serve(config)
-    writer = writer_of(run, [])
-    for number in range(4):
-        writer.push(heavy(number))
-    trainer.train(1)
-    trainer.train(2)
-    served.stop()
-    served.serve(config)
-    ready: dict[str, Any] = served.wait_for(lambda: served.said("ready")[1:])[0]
-    assert ready["forecast"]["measured"] == 2
-    assert ready["forecast"]["step_bytes"] == pytest.approx(2**19, rel=0.02)
-    served.stop()
-    run.client.config_set("maxmemory", "4mb")
-    served.serve(config)
-    (tight,) = served.wait_for(lambda: served.said("memory", state="tight"))
-    assert "a step takes 0.5 MiB (the mean of the last 2 steps), and 8 of them" in tight["text"]
-
-
-def test_a_server_without_a_limit_is_warned_of_once(served: Served) -> None:
-    served.run.client.config_set("maxmemory", 0)
-    served.serve(CONFIG)
-    (warning,) = served.wait_for(lambda: served.said("memory"))
-    assert warning["text"].startswith("The server has no memory limit (maxmemory 0)")
-    assert served.said("ready")[0]["forecast"] == {}
+    assert meta.config_digest
+    assert not meta.error
 
 
 def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
@@ -342,11 +274,7 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
         trainer.train(step)
     served.wait_for(lambda: bool(served.said("memory", state="retired early")))
     assert run.store.meta().retired == run.store.meta().early > 0
-    assert served.said("memory", state="unlimited")[0]["text"] == (
-        "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
-        "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`. Until then trained steps go as "
-        "if it were 16.0 MiB, half of that machine's."
-    )
+    assert "as if it were 16.0 MiB" in served.said("memory", state="unlimited")[0]["text"]
     assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
     assert "! server memory: no limit (maxmemory 0), " in capsys.readouterr().out
     assert run.store.verify().findings == ()
