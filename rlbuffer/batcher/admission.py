@@ -71,7 +71,7 @@ def awaited_envs(known: Situation, trial: Trial, step: int) -> list[str]:
     idle = known.paused | known.done | set(exhausted)
     envs = [e for e in known.known() if e not in idle and not budget.is_off(known.config, e, step)]
     unheard = [e for e in envs if e not in selected]
-    return exhausted + [e for e in unheard if not known.env(e).ready_groups]
+    return exhausted + [e for e in unheard if not known.pool.env(e).ready_groups]
 
 
 def allow(
@@ -113,7 +113,7 @@ def allow(
             mean=known.mean(env),
             owed=known.accounts[env].deficit if env in known.accounts else 0.0,
             spread=known.spread(env),
-            ready=max(0, known.env(env).ready_groups - used[env]),
+            ready=max(0, known.pool.env(env).ready_groups - used[env]),
             ready_mean=known.ready_mean(env),
         )
     per_step = groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
@@ -146,7 +146,7 @@ def _window(known: Situation, env: str, step: int) -> int:
     """
     max_age, windows = known.config.for_env(env).max_age, [0]
     for adapter in known.sampled(env):
-        own = known.own_step(adapter, step)
+        own = known.steps(step)(adapter)
         # Before anyone said what is published, assume the newest that there can be.
         version = known.published.get(adapter, own - 1)
         if version >= 0:

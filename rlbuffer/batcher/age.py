@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+
+from rlbuffer.batcher.group import Group
 
 
 def age_at(step: int, min_version: int) -> int:
@@ -28,19 +29,7 @@ def is_future(step: int, max_version: int) -> bool:
     return max_version > step - 1
 
 
-class Versioned(Protocol):
-    """A group, as far as the index looks at it."""
-
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def min_version(self) -> int: ...
-
-
-G = TypeVar("G", bound=Versioned)
-
-
-class VersionIndex(Generic[G]):
+class VersionIndex:
     """Groups in buckets by their oldest policy version, first in first out inside a bucket.
 
     Every operation costs O(1) per group it returns or moves, plus O(versions held) where a bucket appears or goes.
@@ -51,10 +40,10 @@ class VersionIndex(Generic[G]):
 
     def __init__(self) -> None:
         # OrderedDict, because deleting from the front of a dict makes its next first element O(n) to find.
-        self._buckets: dict[int, OrderedDict[str, G]] = {}
+        self._buckets: dict[int, OrderedDict[str, Group]] = {}
         self._versions: list[int] = []
 
-    def add(self, group: G) -> None:
+    def add(self, group: Group) -> None:
         """Puts a group at the end of its version's bucket."""
         bucket = self._buckets.get(group.min_version)
         if bucket is None:
@@ -62,7 +51,7 @@ class VersionIndex(Generic[G]):
             insort(self._versions, group.min_version)
         bucket[group.group_id] = group
 
-    def discard(self, group: G) -> None:
+    def discard(self, group: Group) -> None:
         """Takes a group out; nothing happens when it is not there."""
         bucket = self._buckets.get(group.min_version)
         if bucket is None or bucket.pop(group.group_id, None) is None:
@@ -70,16 +59,16 @@ class VersionIndex(Generic[G]):
         if not bucket:
             self._forget(group.min_version)
 
-    def pop_older_than(self, version: int) -> list[G]:
+    def pop_older_than(self, version: int) -> list[Group]:
         """Removes and returns every group sampled by a version below `version`, oldest first."""
-        out: list[G] = []
+        out: list[Group] = []
         while self._versions and self._versions[0] < version:
             oldest = self._versions[0]
             out.extend(self._buckets[oldest].values())
             self._forget(oldest)
         return out
 
-    def walk(self, *, newest_first: bool, oldest: int) -> Iterator[G]:
+    def walk(self, *, newest_first: bool, oldest: int) -> Iterator[Group]:
         """Groups of version `oldest` or newer, in the order in which they should train. Must not change meanwhile."""
         versions = self._versions[bisect_left(self._versions, oldest) :]
         for version in reversed(versions) if newest_first else versions:

@@ -44,10 +44,10 @@ class Lane:
     __slots__ = ("forming", "ranked", "ready", "used")
 
     def __init__(self) -> None:
-        self.forming: VersionIndex[Group] = VersionIndex()
+        self.forming = VersionIndex()
         """Those of which a rollout has joined."""
-        self.ready: VersionIndex[Group] = VersionIndex()
-        self.used: VersionIndex[Group] = VersionIndex()
+        self.ready = VersionIndex()
+        self.used = VersionIndex()
         """Groups that were trained and may be trained again; fresh ones go before them."""
         self.ranked = PriorityIndex()
         """Ready groups by priority; empty where versions decide the order."""
@@ -116,6 +116,10 @@ class EnvGroups:
         self.forming[group.group_id] = group
         if group.rollouts:
             lane.forming.add(group)
+
+    def ready(self, unit: str) -> int:
+        """How much is ready, in a budget's unit."""
+        return {"tokens": self.ready_tokens, "rollouts": self.ready_rollouts}.get(unit, self.ready_groups)
 
     def sums(self, newest: Mapping[str, int]) -> dict[str, Any]:
         """The groups in numbers; ages count from the adapter's `newest` version. Costs as much as versions are held."""

@@ -10,7 +10,7 @@ from functools import partial
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import oldest_version
-from rlbuffer.batcher.pool import EnvGroups, Pool, StepOf
+from rlbuffer.batcher.pool import Pool, StepOf
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
@@ -72,43 +72,33 @@ class Situation:
         everybody = self.others.union(self.known())
         return bool(self.done) and self.done.issuperset(everybody) and self.pool.is_empty
 
-    def env(self, env: str) -> EnvGroups:
-        """The pending groups of `env`."""
-        return self.pool.env(env)
-
     def fractions(self, step: int) -> dict[str, float]:
         """env -> its share of `step`."""
-        unit = self.config.unit
-        ready: dict[str, float] = {
-            env: pool.ready_groups
-            if unit == "groups"
-            else budget.size_of(unit, tokens=pool.ready_tokens, rollouts=pool.ready_rollouts)
-            for env, pool in self.pool.envs.items()
-        }
+        ready = {env: pool.ready(self.config.unit) for env, pool in self.pool.envs.items()}
         return budget.shares(self.config, self.known(), ready, step=step, paused=self.absent)
 
     def mean(self, env: str) -> Mean | None:
         """The env's mean group: of those trained, else of those ready; None when there are none."""
         account = self.accounts.get(env)
         if account is not None and account.groups:
-            return self._units(account.tokens, account.rollouts)
+            return self._mean(account.tokens, account.rollouts, 1)
         return self.ready_mean(env)
 
     def ready_mean(self, env: str) -> Mean | None:
         """The mean of the env's ready groups; None when there are none."""
-        pool = self.env(env)
-        if not pool.ready_groups:
+        pool = self.pool.env(env)
+        return self._mean(pool.ready_tokens, pool.ready_rollouts, pool.ready_groups)
+
+    def _mean(self, tokens: float, rollouts: float, groups: int) -> Mean | None:
+        if not groups:
             return None
-        return self._units(pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups)
+        tokens, rollouts = tokens / groups, rollouts / groups
+        return {"tokens": tokens, "rollouts": rollouts}.get(self.config.unit, 1.0), tokens, rollouts
 
     def spread(self, env: str) -> float:
         """Standard deviation of the tokens of a group that trained; 0 before there are any."""
         account = self.accounts.get(env)
         return 0.0 if account is None else math.sqrt(account.variance)
-
-    def _units(self, tokens: float, rollouts: float) -> Mean:
-        unit = {"tokens": tokens, "rollouts": rollouts}.get(self.config.unit, 1.0)
-        return unit, tokens, rollouts
 
     def means(self, envs: Iterable[str]) -> dict[str, Mean]:
         """env -> its mean group, of the other envs where it has none; (0, 0, 0) for none at all."""
@@ -120,23 +110,19 @@ class Situation:
         return means | {env: other for env in own_means if env not in means}
 
     # -- versions -----------------------------------------------------------------------------------------------------
-    def own_step(self, adapter: str, step: int) -> int:
-        """`step` in the adapter's own count."""
-        return self.adapters.own_step(adapter, step, self.published)
-
     def steps(self, step: int) -> StepOf:
         """adapter -> `step` in its own count."""
         return partial(self.adapters.own_step, step=step, published=self.published)
 
     def sampled(self, env: str) -> list[str]:
         """Adapters that are sampled in `env`, as far as is known: those it has sent, else any that is published."""
-        sent = self.env(env).lanes.keys() | self.adapters.tags.get(env, {}).keys()
+        sent = self.pool.env(env).lanes.keys() | self.adapters.tags.get(env, {}).keys()
         return sorted(sent or [a for a, v in self.published.items() if v >= 0] or [""])
 
     def lags(self, env: str, adapter: str, step: int) -> bool:
         """True when the adapter's published version is so old that nothing sampled now could train at `step`."""
         published = self.published.get(adapter)
-        oldest = oldest_version(self.own_step(adapter, step), self.config.for_env(env).max_age)
+        oldest = oldest_version(self.steps(step)(adapter), self.config.for_env(env).max_age)
         return published is not None and published < oldest
 
     def env_lags(self, env: str, step: int) -> bool:
@@ -181,9 +167,12 @@ def reason(
         return Waiting(kind=Wait.NOTHING_TO_LEARN, step=step, groups=waits_to_learn)
     if known.is_last:
         paused = sorted(env for env in known.paused if not known.is_finished(env))
-        return _paused(paused) if paused else Waiting(kind=Wait.LAST_STEP, step=step - 1)
-    if not fractions and known.paused:
-        return _paused(sorted(known.paused))
+        if not paused:
+            return Waiting(kind=Wait.LAST_STEP, step=step - 1)
+    else:
+        paused = [] if fractions else sorted(known.paused)
+    if paused:
+        return Waiting(kind=Wait.PAUSED, env=", ".join(paused))
     envs = known.known()
     lagging = [e for e in envs if known.env_lags(e, step)]
     blocked = [e for e in trial.short if e in lagging]
@@ -199,10 +188,6 @@ def reason(
     return _env(Wait.FILLING, known, env, step, trial, limits, fractions)
 
 
-def _paused(envs: list[str]) -> Waiting:
-    return Waiting(kind=Wait.PAUSED, env=", ".join(envs))
-
-
 def _version(known: Situation, step: int, blocked: str, lagging: list[str]) -> Waiting:
     ages = {e: known.config.for_env(e).max_age for e in ([blocked] if blocked else lagging)}
     # The env that needs the least new version is the first that can go on.
@@ -214,7 +199,7 @@ def _version(known: Situation, step: int, blocked: str, lagging: list[str]) -> W
         step=step,
         env=blocked,
         adapter=adapter,
-        version=oldest_version(known.own_step(adapter, step), max_age),
+        version=oldest_version(known.steps(step)(adapter), max_age),
         published=known.published.get(adapter, -1),
         limit=max_age,
     )
@@ -234,7 +219,7 @@ def _env(
     lacking = size / done - size if done > 0 else 0.0
     owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking
     mean = known.means(fractions).get(env, (0.0, 0.0, 0.0))[0]
-    pool = known.env(env)
+    pool = known.pool.env(env)
     oldest = next(iter(pool.forming.values()), None)
     return Waiting(
         kind=kind,

@@ -151,7 +151,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
             batcher = Batcher(config, msgpack.unpackb(msgpack.packb(state)))
             batcher.close(closed)
             for entry_id, (info, uses) in kept.items():
-                batcher.add(info, entry_id=entry_id, now=0.0, uses=uses)
+                batcher.restore([(entry_id, info)], uses=uses, now=0.0)
             for entry_id, info in pool.items():
                 batcher.add(info, entry_id=entry_id, now=0.0)
         for adapter in NAMES:

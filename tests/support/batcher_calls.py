@@ -45,7 +45,11 @@ def put(
     info = dataclasses.replace(group.info(), **fields)
     rollouts = [dataclasses.replace(r, rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
     info = dataclasses.replace(info, rollouts=tuple(rollouts))
-    made.add(info, entry_id=entry or f"{name}-0", now=now, pushed=pushed, uses=uses, replaces=replaces)
+    entry_id = entry or f"{name}-0"
+    if uses:
+        made.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
+    else:
+        made.add(info, entry_id=entry_id, now=now, pushed=pushed, replaces=replaces)
 
 
 def ask(made, step=1, *, now=0.0, world_size=2):

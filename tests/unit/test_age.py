@@ -2,31 +2,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
+from rlbuffer.batcher.age import VersionIndex
 
 
 @dataclass(frozen=True)
 class Item:
     group_id: str
     min_version: int
-
-
-@pytest.mark.parametrize(
-    ("step", "version", "max_age", "age", "stale"),
-    [(1, 0, 0, 0, False), (2, 0, 0, 1, True), (2, 1, 0, 0, False), (5, 2, 2, 2, False), (6, 2, 2, 3, True)],
-)
-def test_age_counts_versions_between_sampling_and_the_step(step, version, max_age, age, stale):
-    assert age_at(step, version) == age
-    assert (version < oldest_version(step, max_age)) is stale
-
-
-@pytest.mark.parametrize(("version", "future"), [(3, False), (4, False), (5, True)])
-def test_a_version_that_the_step_has_not_made_is_from_the_future(version, future):
-    assert is_future(5, version) is future
-
-
-def test_the_oldest_version_is_never_negative():
-    assert oldest_version(1, 4) == 0
 
 
 def index(*versions):

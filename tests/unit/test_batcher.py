@@ -146,15 +146,6 @@ def test_max_age_may_differ_by_env():
     assert pending_tokens(made, "b") == 100
 
 
-@pytest.mark.parametrize(("now", "dropped"), [(60.0, False), (60.1, True)])
-def test_groups_older_than_max_age_seconds_are_stale(now, dropped):
-    made = batcher(step_groups=2, max_age_seconds=60.0)
-    put(made, "g", now=0.0)
-    assert drops_of(ask(made, now=now)) == (
-        [("g", "stale", "60.1 s in the pool > max_age_seconds 60", 4, 100)] if dropped else []
-    )
-
-
 def test_a_lagging_version_sweeps_nothing_admits_nothing_and_says_what_it_waits_for():
     made = batcher(max_age=1, step_groups=2, budgets={"a": 1.0})
     made.set_published(3)
@@ -352,7 +343,8 @@ def test_allowances_follow_the_window_and_what_is_pending():
     assert decision.allowances == {"a": 7}  # step 2 only: 8 groups, of which one is forming
     made.committed(decision.plan)
     assert made.allowances(2, world_size=2) == {"a": 7}
-    assert made.allowances(2, world_size=2, version=1) == {"a": 15}
+    made.set_published(1)
+    assert made.allowances(2, world_size=2) == {"a": 15}
 
 
 def test_an_env_that_nobody_knows_yet_may_start():
@@ -408,13 +400,6 @@ def test_adapters_are_kept_apart_in_rows():
     plan = ask(made).plan
     rows = [row for micro_step in plan.plan.rows for rank in micro_step for row in rank if row]
     assert all(len({plan.rollouts[i].adapter for i in row}) == 1 for row in rows)
-
-
-def test_a_group_that_was_trained_before_cannot_be_pending():
-    made = batcher()
-    info = make_group(group_id="g").info()
-    with pytest.raises(RlbufferError, match="group g was trained 1 times: max_uses is 1"):
-        made.add(info, entry_id="1-0", now=0.0, uses=1)
 
 
 def test_an_open_step_that_has_used_up_everything_always_gets_one_more_ticket():
@@ -478,3 +463,21 @@ def test_an_env_that_nobody_knows_gets_a_whole_step_of_groups_on_policy(settings
     made.set_published(0)
     assert made.allowances(1, world_size=2)[ANY_ENV] == tickets
     assert batcher(lookahead=0, **settings).allowances(1, world_size=2)[ANY_ENV] == 8
+
+
+def test_a_step_waits_for_a_version_only_when_no_env_could_give_anything_younger():
+    made = batcher(step_groups=2, budgets={"a": 0.5, "b": 0.5}, max_age=0, envs={"b": EnvConfig(max_age=4)})
+    made.set_published(3)
+    assert ask(made, 6).why.kind is Wait.FILLING
+    made.set_published(0)
+    assert ask(made, 6).why == Waiting(kind=Wait.VERSION, step=6, version=1, published=0, limit=4)
+
+
+def test_what_is_too_old_for_the_next_step_is_no_supply_for_it():
+    made = batcher(step_groups=4, budgets={"a": 1.0}, max_age=1)
+    made.set_published(5)
+    for n in range(3):
+        put(made, f"old{n}", version=4)
+        put(made, f"new{n}", version=5)
+    assert made.allowances(6, world_size=2) == {"a": 2}  # both versions can train at step 6: 8 - 6
+    assert made.allowances(7, world_size=2) == {"a": 1}  # only version 5 can at step 7: 4 - 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.errors import RlbufferError
 from rlbuffer.testing import make_group
 
 TWICE = {"max_uses": 2, "max_age": 9, "step_groups": 2}
@@ -101,14 +100,6 @@ def test_a_takeover_gives_the_uses_back():
     assert [(e.entry_id, e.uses, e.is_kept) for e in plan.entries] == [("e-0", 1, False)]
     made.committed(plan)
     assert ask(made, 3, now=5.0).plan is None
-
-
-def test_add_takes_the_uses_of_a_group_that_came_in_one_push():
-    made = batcher(**(TWICE | {"step_groups": 1, "replay_fraction": 1.0}))
-    put(made, "g", uses=1)
-    assert ask(made).plan.entries[0].uses == 1
-    with pytest.raises(RlbufferError, match=r"^group h was trained 2 times: max_uses is 2$"):
-        put(made, "h", uses=2)
 
 
 def test_a_refused_plan_forgets_a_used_group_and_releases_the_rest_of_it():

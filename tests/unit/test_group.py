@@ -28,27 +28,6 @@ def state_of(*parts, row_tokens=100):
     return state, verdicts
 
 
-def test_parts_merge_and_the_sums_follow():
-    state, verdicts = state_of(part(rollout("r0", version=3), rollout("r1")), part(rollout("r2", length=30, version=1)))
-    assert verdicts == [None, None]
-    assert (state.rollouts, state.tokens, state.min_version, state.max_version) == (3, 50, 0, 3)
-    assert [(push.entry_id, [*push.places]) for push, _ in state.pushes] == [("0-0", [0, 1]), ("1-0", [0])]
-
-
-def test_the_same_rollout_twice_is_a_duplicate_and_one_too_many_is_late():
-    full = part(*(rollout(f"r{i}") for i in range(4)))
-    _, verdicts = state_of(full, part(rollout("r3")), part(rollout("r4")))
-    assert verdicts[1] == ("duplicate", "rollout r3 came before")
-    assert verdicts[2] == ("late", "the group was closed with 4 of 4 rollouts")
-
-
-@pytest.mark.parametrize(("length", "joins"), [(99, True), (100, True), (101, False)])
-def test_a_rollout_longer_than_a_row_is_oversized(length, joins):
-    state, verdicts = state_of(part(rollout("r0", length=length)))
-    assert (state.rollouts == 1) is joins
-    assert verdicts == [None if joins else ("oversized", "length 101 > row_tokens 100")]
-
-
 def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_added():
     assert state_of(part(rollout("r0", reward=None)))[1] == [("invalid", "rollout r0 has no reward")]
     state, verdicts = state_of(part(rollout("r0", reward=None), needs=("reward",), planned_size=1))
@@ -125,12 +104,6 @@ def test_a_drop_takes_all_entries_with_everything_they_hold():
     drop = state.drop("stale", "age 3 > max_age 1 at step 4")
     assert (drop.entry_ids, drop.rollouts, drop.tokens) == (("0-0", "1-0"), 3, 121)
     assert (drop.reward, drop.min_version) == (0.75, 0)
-
-
-@pytest.mark.parametrize(("rewards", "flat"), [((1, 1, 1), True), ((1, 1, 0.5), False), ((0.25,), True)])
-def test_a_group_without_variance_is_flat(rewards, flat):
-    state, _ = state_of(part(*(rollout(f"r{i}", reward=r) for i, r in enumerate(rewards))))
-    assert state.is_flat is flat
 
 
 def test_of_equally_common_reasons_the_first_in_the_tables_counts():
