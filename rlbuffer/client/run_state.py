@@ -11,7 +11,7 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.heartbeats import KINDS, LEADER, Process, batcher_waiting, run_problems
 from rlbuffer.state.metric import said_in
-from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState, env_said
+from rlbuffer.state.run_state import ACCOUNTS, Amount, EnvState, RunState, ServerState, env_said
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
@@ -151,7 +151,7 @@ def _account(
 
 
 def _amounts(account: EnvLedger) -> dict[str, Any]:
-    amounts = {name: Amount(*getattr(account, name)) for name in ("pushed", "pending", "packed", "trained", "reused")}
+    amounts = {name: Amount(*getattr(account, name)) for name in ACCOUNTS}
     return amounts | {"dropped": {reason: Amount(*pair) for reason, pair in account.dropped.items()}}
 
 

@@ -10,66 +10,39 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, ClassVar, Self, cast
 
 
 class Wait(StrEnum):
-    """What is waited for."""
+    """What is waited for; :func:`_sentence` says each. Who reads makes `UNHEARD` and `NO_BATCHER`."""
 
     NO_TRAINER = "no_trainer"
-    """No trainer has joined since the run began."""
     UNHEARD = "unheard"
-    """The batcher has not heard of the trainer that asks. Made by who reads."""
     TRAINER_GONE = "trainer_gone"
-    """A trainer was there and is silent, or none has come since the run was restored or taken back."""
     TRAINER_BUSY = "trainer_busy"
-    """The trainer has `lookahead` committed steps before it."""
     TAKEOVER = "takeover"
-    """A new leader waits for the trainer's first report."""
     VERSION = "version"
-    """Nothing sampled from the published version could still train, or none is published."""
     ENV_SHORT = "env_short"
-    """An env with a budget is owed more than a group and has none ready."""
     FILLING = "filling"
-    """The step is not full, and no env is short."""
     ENV_DEAD = "env_dead"
-    """An env that the step needs has sent nothing for `env_dead_after_seconds`."""
     NOTHING_TO_LEARN = "nothing_to_learn"
-    """The groups that are here teach nothing, and would only move the learning rate."""
     STEP_IN_HAND = "step_in_hand"
-    """Rank 0 has a step of this number that the server has lost, and hands it back first."""
     PAUSED = "paused"
-    """All that could give something is paused."""
     LAST_STEP = "last_step"
-    """Every env is done; the trainer is at the last step."""
     SERVER_START = "server_start"
-    """The server's append-only file is rewritten first."""
     BUILDING = "building"
-    """One step is being built for longer than usual."""
     STEP = "step"
-    """A rank waits for a step."""
     TICKET = "ticket"
-    """A worker waits for leave to sample."""
     NO_SHARE = "no_share"
-    """A worker's env has no share of a step, so it gets no tickets."""
     PROMPT = "prompt"
-    """A worker's env skips one prompt after the other."""
     WEIGHTS = "weights"
-    """A worker waits for the weights of a policy version."""
     NO_NEED = "no_need"
-    """A scorer finds no group that needs what it gives."""
     DRAINING = "draining"
-    """An operator lets no more tickets be given."""
     SERVER = "server"
-    """The server does not answer, or takes no writes."""
     NO_BATCHER = "no_batcher"
-    """No batcher was ever heard, or the last one failed or went without a goodbye. Made by who reads."""
     STOPPED = "stopped"
-    """The batcher was stopped."""
     ENDED = "ended"
-    """Everything is trained, or the planned steps are made."""
     FAILED = "failed"
-    """A supervised run could not be kept alive, or was interrupted."""
 
 
 NORMAL = frozenset(
@@ -83,10 +56,40 @@ FINAL = frozenset({Wait.STOPPED, Wait.ENDED, Wait.FAILED})
 """True although no batcher is at work."""
 
 
+def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record in a map: those of the type of their default. Anybody may have written it."""
+    found: dict[str, Any] = {}
+    for field in fields(cls):
+        value, kind = said.get(field.name), type(field.default)
+        if type(value) is kind or (kind is float and type(value) is int):
+            found[field.name] = float(value) if kind is float else value
+    return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+class _Said:
+    """A record that travels in a heartbeat."""
+
+    __slots__ = ()
+    kinds: ClassVar[type[StrEnum]]
+
+    @classmethod
+    def of(cls, value: Any) -> Self | None:
+        """The record in a heartbeat; None where it is none. Anybody may have written it."""
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        return cls(**sound(cls, value) | {"kind": cls.kinds(kind)}) if kind in list(cls.kinds) else None
+
+    def record(self) -> dict[str, Any]:
+        """The fields that are set."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        defaults = {field.name: field.default for field in fields(cast(Any, self))}
+        return {name: str(v) if name == "kind" else v for name, v in values.items() if v != defaults[name]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class Waiting(_Said):
     """One process's wait. Fields that a kind does not use are left at their defaults."""
 
+    kinds = Wait
     kind: Wait
     step: int = 0
     """The step that is waited for."""
@@ -124,55 +127,33 @@ class Waiting:
         """Nobody need do anything unless a problem stands beside it."""
         return self.kind in NORMAL and not self.dropped
 
-    @classmethod
-    def of(cls, value: Any) -> Self | None:
-        """The record in a heartbeat; None where there is none. Anybody may have written it."""
-        sound = _sound(cls, Wait, value)
-        return None if sound is None else cls(**sound)
-
-    def record(self) -> dict[str, Any]:
-        """The fields that are set."""
-        return _set_fields(self)
-
     def __str__(self) -> str:
         return _sentence(self)
 
 
 class Trouble(StrEnum):
-    """What somebody must cure."""
+    """What somebody must cure; :func:`_problem` says each. Who reads makes `WORKER_GONE`, `NO_WORKER`, `UNREADABLE`."""
 
     ENV_FAILS = "env_fails"
-    """Groups of an env cannot be made."""
     ENV_HANGS = "env_hangs"
-    """A function of an env has run for long."""
     WORKER_ENDED = "worker_ended"
-    """A worker has ended, and said why."""
     WORKER_GONE = "worker_gone"
-    """A worker is silent, and was last heard of while a function of its env ran. Made by who reads."""
     WORKER_STUCK = "worker_stuck"
-    """A worker cannot do its part: weights, a model server, its name."""
     NO_WORKER = "no_worker"
-    """No worker of an env, or none at all, is alive. Made by who reads."""
     NO_SCORER = "no_scorer"
-    """Groups lack what no scorer gives."""
     SCORER_STUCK = "scorer_stuck"
-    """A scorer cannot do its part."""
     DAMAGED = "damaged"
-    """Payloads were missing or damaged when a step was pulled."""
     MEMORY = "memory"
-    """The server's memory is short."""
     ARCHIVE = "archive"
-    """The archive cannot be written, and nothing retires without it."""
     NO_LESSON = "no_lesson"
-    """Nearly nothing in the last steps has a gradient."""
     UNREADABLE = "unreadable"
-    """Entries on the server that rlbuffer has not written. Made by who reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(_Said):
     """One thing to cure, beside what is waited for."""
 
+    kinds = Trouble
     kind: Trouble
     env: str = ""
     worker: str = ""
@@ -187,42 +168,8 @@ class Problem:
         """Equal while it is the same problem."""
         return self.kind, self.env
 
-    @classmethod
-    def of(cls, value: Any) -> Self | None:
-        """The record in a heartbeat; None where it is none. Anybody may have written it."""
-        sound = _sound(cls, Trouble, value)
-        return None if sound is None else cls(**sound)
-
-    def record(self) -> dict[str, Any]:
-        """The fields that are set."""
-        return _set_fields(self)
-
     def __str__(self) -> str:
         return _problem(self)
-
-
-# -- as maps -----------------------------------------------------------------------------------------------------------
-def _sound(cls: type[Any], kinds: type[StrEnum], value: Any) -> dict[str, Any] | None:
-    """The fields of a map that are of their type; None when the kind is none."""
-    if not isinstance(value, Mapping):
-        return None
-    kind = value.get("kind")
-    if kind not in list(kinds):
-        return None
-    sound: dict[str, Any] = {"kind": kinds(kind)}
-    for field in fields(cls):
-        given = value.get(field.name)
-        if isinstance(field.default, float):
-            if isinstance(given, int | float) and math.isfinite(given):
-                sound[field.name] = float(given)
-        elif field.name != "kind" and type(given) is type(field.default):
-            sound[field.name] = given
-    return sound
-
-
-def _set_fields(record: Any) -> dict[str, Any]:
-    values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
-    return {"kind": str(record.kind)} | {n: v for n, (v, default) in values.items() if n != "kind" and v != default}
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

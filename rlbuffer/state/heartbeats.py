@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rlbuffer.records.waiting import FINAL, Problem, Trouble, Wait, Waiting
+from rlbuffer.records.waiting import FINAL, Problem, Trouble, Wait, Waiting, sound
 from rlbuffer.state.metric import Kind, Metric, metrics
 from rlbuffer.state.text import counted, duration
 
@@ -92,17 +92,9 @@ class Process:
     @classmethod
     def of(cls, kind: str, name: str, beat: Beat, *, seconds_ago: float | None = None) -> Self:
         """The process of a heartbeat; `seconds_ago`: where the record does not have it."""
-        said: dict[str, Any] = {}
-        for field in fields(cls):
-            value, default = beat.get(field.name), field.default
-            if isinstance(default, float):
-                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-                    said[field.name] = float(value)
-            elif isinstance(default, str | int) and type(value) is type(default):
-                said[field.name] = value
         gives, problems = beat.get("gives"), beat.get("problems")
         return cls(
-            **said
+            **sound(cls, beat)
             | {
                 "kind": kind,
                 "name": name,

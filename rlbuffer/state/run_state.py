@@ -27,6 +27,10 @@ class Amount(NamedTuple):
     tokens: int = 0
 
 
+ACCOUNTS = ("pushed", "pending", "packed", "trained", "reused")
+"""Amounts of an env's account."""
+
+
 def _units(name: str, kind: Kind, meaning: str, *labels: str) -> list[Metric]:
     """A metric for each unit of an amount."""
     return [Metric(f"{unit}_{name}", kind, meaning, labels, item=unit) for unit in Amount._fields]
@@ -189,19 +193,13 @@ class RunState:
         """The account of all envs."""
 
         def add(amounts: Iterable[Amount]) -> Amount:
-            rollouts, tokens = 0, 0
-            for amount in amounts:
-                rollouts, tokens = rollouts + amount.rollouts, tokens + amount.tokens
-            return Amount(rollouts, tokens)
+            return Amount(*map(sum, zip(Amount(), *amounts, strict=True)))
 
         reasons = dict.fromkeys(reason for env in self.envs for reason in env.dropped)
+        amounts: dict[str, Any] = {name: add(getattr(env, name) for env in self.envs) for name in ACCOUNTS}
         return EnvState(
             name="",
-            pushed=add(env.pushed for env in self.envs),
-            pending=add(env.pending for env in self.envs),
-            packed=add(env.packed for env in self.envs),
-            trained=add(env.trained for env in self.envs),
-            reused=add(env.reused for env in self.envs),
+            **amounts,
             dropped={reason: add(e.dropped.get(reason, Amount()) for e in self.envs) for reason in reasons},
             tickets=sum(env.tickets for env in self.envs),
         )
