@@ -108,7 +108,7 @@ class AdapterAccounts:
 
     @staticmethod
     def load(state: Mapping[str, Any] | None) -> AdapterAccounts:
-        """The inverse of `dump`; a state of before there were adapters has none.
+        """The inverse of `dump`.
 
         Raises:
             RlbufferError: the state is not one that this version wrote.

@@ -89,17 +89,15 @@ def serving_metrics(
             collector = RunCollector(looks.newest, settings.run, errors)
             port = stack.enter_context(answering((host or LOOPBACK, port), collector))
         except OSError as error:
-            _log.warning("%s", unavailable(listen, error.strerror or str(error)), extra=fields("metrics"))
+            _log.warning(
+                "nobody can ask this process for the run's metrics: metrics.listen = %r cannot be listened on (%s). It "
+                "works on without; choose another address, or stop what has it",
+                listen,
+                error.strerror or error,
+                extra=fields("metrics"),
+            )
         else:
             shown = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
             url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/metrics"
             _log.info("metrics: %s", url, extra=fields("metrics", url=url))
         yield
-
-
-def unavailable(listen: str, reason: str) -> str:
-    """The sentence of a process that cannot listen."""
-    return (
-        f"nobody can ask this process for the run's metrics: metrics.listen = {listen!r} cannot be listened on "
-        f"({reason}). It works on without; choose another address, or stop what has it"
-    )

@@ -1,6 +1,6 @@
 """Changes of the batcher's settings while a run is at work: what differs, and what follows from it.
 
-Pure. `rlbuffer config apply` shows it, the leader refuses by it; docs/guide/operate.md has the same as a table.
+Pure. `rlbuffer config apply` shows it, the leader refuses by it.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class RunState:
         """The account of all envs."""
 
         def add(amounts: Iterable[Amount]) -> Amount:
-            return Amount(*map(sum, zip(Amount(), *amounts, strict=True)))
+            return Amount(*(sum(part) for part in zip(Amount(), *amounts, strict=True)))
 
         reasons = dict.fromkeys(reason for env in self.envs for reason in env.dropped)
         amounts: dict[str, Any] = {name: add(getattr(env, name) for env in self.envs) for name in ACCOUNTS}

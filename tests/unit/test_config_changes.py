@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,8 @@ from rlbuffer.errors import ConfigError
 OLD = BatcherConfig(64, budgets={"a": 0.5, "b": 0.25})
 
 
-def test_every_setting_was_thought_through_and_stands_in_the_table() -> None:
-    fields = {field.name for field in dataclasses.fields(BatcherConfig)}
-    assert set(CONSEQUENCES) == fields
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(encoding="utf-8")
-    table = page[page.index("| setting |") : page.index("## Pause an env")]
-    assert [name for name in sorted(fields - {"envs"}) if f"`{name}`" not in table] == []
-    assert "`envs.*`" in table
+def test_every_setting_was_thought_through() -> None:
+    assert set(CONSEQUENCES) == {field.name for field in dataclasses.fields(BatcherConfig)}
 
 
 def test_differences_are_named_setting_by_setting() -> None:

@@ -69,24 +69,3 @@ def test_a_step_that_was_planned_with_a_dropped_group_is_planned_again_without_i
     assert (status, gone) == ("gone", [planned[0].entry_id])
     assert run.commit()[0] == "ok"
     assert run.store.verify().ok
-
-
-def test_a_run_at_work_goes_on_while_groups_are_dropped_again_and_again(served: Served) -> None:
-    run = served.run
-    attempt = start_trainer(run)
-    served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=50, lookahead=3))
-    served.wait_for(lambda: served.said("ready"))
-    dropped = 0
-    for n in range(24):
-        run.push(f"a.{n}")
-        if n % 5 == 4:
-            chosen = choose(run.store, "env:a")
-            dropped += run.store.drop_pending(chosen.drops) * 2
-        header = run.store.meta()
-        run.store.report(attempt, epoch=header.epoch, trained=header.step, digest="", oldest_kept=0)
-    served.wait_for(lambda: len(run.pool()) < 2, 30)
-    account = run.store.ledger().envs["a"]
-    assert account.dropped["operator"][0] == dropped > 0
-    assert account.pushed[0] == 48
-    assert run.store.verify().ok
-    assert not served.errors
