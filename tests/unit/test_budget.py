@@ -140,10 +140,6 @@ def test_accounts_survive_being_saved_exactly():
     assert load(None) == {}
 
 
-def test_a_state_from_before_variances_were_kept_is_read():
-    assert load({"schema": 1, "envs": {"a": [1.5, 3, 10.0, 4.0, 30.0]}}) == {"a": EnvAccount(1.5, 3, 10.0, 4.0, 30.0)}
-
-
 def test_the_state_of_another_version_is_refused():
     with pytest.raises(RlbufferError, match="saved state has schema 7, this version reads 1"):
         load({"schema": 7})
