@@ -35,36 +35,29 @@ def test_a_wanted_env_gets_a_ticket_if_what_it_samples_can_still_train(steps, sh
     assert got == {"a": expected}
 
 
+NOTHING = {"tokens": 0, "groups": None, "rollouts": None}
+UNEQUAL = {"a": supply(share=0.7), "b": supply(share=0.3, mean=(300.0, 300.0, 8.0))}
+
+
 @pytest.mark.parametrize(
-    ("limits", "expected"),
+    ("envs", "limits", "expected"),
     [
         # Budgets in tokens 70/30, groups of 100 and 300 tokens: a step of 3,000 tokens holds 21 and 3.
-        ({"tokens": 3000, "groups": None, "rollouts": None}, {"a": 21, "b": 3}),
-        ({"tokens": 0, "groups": 24, "rollouts": None}, {"a": 21, "b": 3}),
-        ({"tokens": 0, "groups": None, "rollouts": 108}, {"a": 21, "b": 3}),
+        (UNEQUAL, {"tokens": 3000}, {"a": 21, "b": 3}),
+        (UNEQUAL, {"groups": 24}, {"a": 21, "b": 3}),
+        (UNEQUAL, {"rollouts": 108}, {"a": 21, "b": 3}),
+        # an unknown env is taken for an average one
+        ({"a": supply(share=0.5), "b": supply(share=0.5, mean=None)}, {"tokens": 1000}, {"a": 5, "b": 5}),
+        # before anything is known: a few, or, with a number of groups, the share
+        ({"a": supply(mean=None), "b": supply(share=0.0, mean=None)}, {"tokens": 1000}, {"a": START_TICKETS}),
+        ({"a": supply(share=0.75, mean=None), "b": supply(share=0.25, mean=None)}, {"groups": 32}, {"a": 24, "b": 8}),
     ],
 )
-def test_groups_per_step_follow_from_shares_and_mean_groups(limits, expected):
-    envs = {"a": supply(share=0.7), "b": supply(share=0.3, mean=(300.0, 300.0, 8.0))}
-    assert groups_per_step(envs, **limits) == pytest.approx(expected)
+def test_groups_per_step_follow_from_shares_and_mean_groups(envs, limits, expected):
+    assert groups_per_step(envs, **(NOTHING | limits)) == pytest.approx(expected)
 
 
-def test_before_anything_is_known_each_env_gets_a_few():
-    envs = {"a": supply(share=0.5, mean=None), "b": supply(share=0.5, mean=None), "c": supply(share=0.0, mean=None)}
-    assert groups_per_step(envs, tokens=1000, groups=None, rollouts=None) == {"a": START_TICKETS, "b": START_TICKETS}
-
-
-def test_with_a_number_of_groups_the_start_needs_no_mean():
-    envs = {"a": supply(share=0.75, mean=None), "b": supply(share=0.25, mean=None)}
-    assert groups_per_step(envs, tokens=0, groups=32, rollouts=None) == {"a": 24, "b": 8}
-
-
-def test_an_unknown_env_is_taken_for_an_average_one():
-    envs = {"a": supply(share=0.5), "b": supply(share=0.5, mean=None)}
-    assert groups_per_step(envs, tokens=1000, groups=None, rollouts=None) == pytest.approx({"a": 5, "b": 5})
-
-
-GROUPS = {"tokens": 0, "groups": 8, "rollouts": None}
+GROUPS = NOTHING | {"groups": 8}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +76,15 @@ def test_the_open_step_needs_what_it_would_select_and_is_not_there(owed, pending
     assert missing(envs, **GROUPS) == expected
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(700, 7), (701, 8), (800, 8)])
-def test_a_step_of_rows_needs_groups_until_it_may_close(tokens, expected):
-    assert missing({"a": supply()}, tokens=tokens, groups=None, rollouts=None) == {"a": expected}
+@pytest.mark.parametrize(
+    ("limit", "amount", "expected"),
+    [
+        *(("tokens", 700, 7), ("tokens", 701, 8), ("tokens", 800, 8)),
+        *(("rollouts", 28, 7), ("rollouts", 29, 8), ("rollouts", 32, 8)),
+    ],
+)
+def test_a_step_of_rows_or_rollouts_needs_groups_until_it_may_close(limit, amount, expected):
+    assert missing({"a": supply()}, **(NOTHING | {limit: amount})) == {"a": expected}
 
 
 @pytest.mark.parametrize(
@@ -106,11 +105,6 @@ def test_the_last_groups_of_a_step_of_rows_wait_until_it_is_nearly_certain_that_
 def test_of_what_is_ready_nothing_is_doubtful():
     env = supply(pending=7, ready=7, ready_mean=(100.0, 100.0, 4.0), spread=1000)
     assert missing({"a": env}, tokens=705, groups=None, rollouts=None) == {"a": 1}
-
-
-@pytest.mark.parametrize(("rollouts", "expected"), [(28, 7), (29, 8), (32, 8)])
-def test_a_step_of_rollouts_needs_groups_until_they_are_there(rollouts, expected):
-    assert missing({"a": supply()}, tokens=0, groups=None, rollouts=rollouts) == {"a": expected}
 
 
 def test_before_groups_of_every_env_are_seen_a_few_of_each_are_enough():
