@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
         "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
-        "weights": "Serve policy versions to other hosts, or relay them.",
+        "weights": "Serve policy versions to other hosts.",
         "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
         "drop": "Drop pending groups that match a filter.",
         "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",

@@ -57,8 +57,8 @@ class WeightsSettings(Table):
     )
     url: str = Field(
         "",
-        description="Address under which workers reach that server, which the trainer announces, or a relay near them, "
-        "which they ask first; empty: paths are announced.",
+        description="Address under which workers reach that server, which the trainer announces, or of a copy of its "
+        "folder near them, which they ask first; empty: paths are announced.",
     )
 
 

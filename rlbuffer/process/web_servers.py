@@ -1,8 +1,8 @@
 """The common ways of the small web servers of a run: how they treat whoever connects.
 
 On loopback a request must name this machine as its host, so that no page of the web reaches in by a name of its own
-(DNS rebinding). A request must be whole, and an answer must move on, within a time, however steadily bytes drip. What
-strangers send is never worth a traceback.
+(DNS rebinding). To those with a thread for each request, a request must be whole, and an answer must move on, within a
+time, however steadily bytes drip. What strangers send is never worth a traceback.
 """
 
 from __future__ import annotations
@@ -138,54 +138,9 @@ class AskedServer(socketserver.ThreadingTCPServer):
 
 
 # -- asyncio ---------------------------------------------------------------------------------------------------------
-class _Connections:
-    """Hangs up on connections above the limits and on those that do not ask in time, so that slow clients cannot hold
-    every descriptor of the process."""
-
-    def __init__(self, server: Any, *, most: int, most_of_a_host: int) -> None:
-        self._most, self._most_of_a_host = most, most_of_a_host
-        self._hosts: dict[Any, str] = {}
-        """Connection -> the address that it came from."""
-        self._timers: dict[Any, asyncio.TimerHandle] = {}
-        """Connection whose first request has not come -> when it is closed."""
-        self._take, self._leave = server.connection_made, server.connection_lost
-        server.connection_made, server.connection_lost = self._made, self._lost
-
-    def _made(self, handler: Any, transport: Any) -> None:
-        self._take(handler, transport)
-        host = str((transport.get_extra_info("peername") or ("",))[0])
-        if len(self._hosts) >= self._most or list(self._hosts.values()).count(host) >= self._most_of_a_host:
-            transport.abort()
-            return
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: the kernel sees that nothing is taken, also of sendfile
-            taken = transport.get_extra_info("socket")
-            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKING_SECONDS * 1000))
-        self._hosts[handler] = host
-        self._timers[handler] = asyncio.get_running_loop().call_later(REQUEST_SECONDS, transport.abort)
-
-    def _lost(self, handler: Any, error: BaseException | None = None) -> None:
-        self._leave(handler, error)
-        self._hosts.pop(handler, None)
-        self.has_asked(handler)
-
-    def has_asked(self, handler: Any) -> None:
-        """The first request of a connection is whole; for the next ones aiohttp has the time."""
-        timer = self._timers.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
-
-
-async def listen(
-    app: web.Application, host: str, port: int, *, most: int = sys.maxsize, most_of_a_host: int = sys.maxsize
-) -> web.AppRunner:
-    """Serves an application of aiohttp, which was not served before, on the running loop.
-
-    Args:
-        most, most_of_a_host: connections at once, all together and of one address. Further ones are hung up on.
-    """
+async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
+    """Serves an application of aiohttp, which was not served before, on the running loop."""
     from aiohttp import web
-
-    bounds: _Connections
 
     @web.middleware
     async def guarded(
@@ -195,7 +150,6 @@ async def listen(
             raise web.HTTPForbidden(text="this machine is asked by the name of another one\n")
         async with asyncio.timeout(REQUEST_SECONDS):
             await request.read()
-        bounds.has_asked(request.protocol)
         try:
             return await handler(request)
         except (web.HTTPException, ConnectionError):
@@ -214,6 +168,5 @@ async def listen(
         keepalive_timeout=REQUEST_SECONDS,
     )
     await runner.setup()
-    bounds = _Connections(runner.server, most=most, most_of_a_host=most_of_a_host)
     await web.TCPSite(runner, host or None, port).start()
     return runner

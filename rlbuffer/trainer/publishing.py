@@ -5,19 +5,21 @@ A trainer of the user's own publishes its model through :mod:`rlbuffer.weights.p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
-from rlbuffer.weights.files import Written, publish, publish_adapter, publish_base
+from rlbuffer.weights.files import publish, publish_adapter, publish_base
 from rlbuffer.weights.model import config_of, narrow_dtype
 from rlbuffer.weights.places import announced, kept_versions
 from rlbuffer.weights.publishing import weights_folder
 from rlbuffer.weights.state import model_state
 
 
-def write_base(settings: RunSettings, policy: PackedPolicy) -> Written:
+def write_base(settings: RunSettings, policy: PackedPolicy) -> PolicyVersion:
     """Writes the model as it is, before an adapter is put into it, for the versions of the adapter to name."""
     dtype = narrow_dtype(settings.model)
     return publish_base(
@@ -28,7 +30,7 @@ def write_base(settings: RunSettings, policy: PackedPolicy) -> Written:
 
 
 def write_version(
-    settings: RunSettings, policy: PackedPolicy, version: int, *, ranks: Ranks, base: Written | None
+    settings: RunSettings, policy: PackedPolicy, version: int, *, ranks: Ranks, base: PolicyVersion | None
 ) -> PolicyVersion | None:
     """Writes a version of the policy. Sharded: all ranks must call it. -> what to announce, on rank 0; else None.
 
@@ -43,7 +45,7 @@ def write_version(
     if base is None:
         dtype = narrow_dtype(settings.model)
         return publish(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)
-    located = Written(location=announced(settings, base.location), size=base.size, checksum=base.checksum)
+    located = replace(base, location=announced(settings, base.location))
     return publish_adapter(
         folder,
         version,

@@ -28,6 +28,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
@@ -36,7 +37,6 @@ from rlbuffer.trainer.publishing import write_base
 from rlbuffer.trainer.ranks.parallel import distribute
 from rlbuffer.trainer.ranks.stalls import STALL_SECONDS, OnStall, StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
-from rlbuffer.weights.files import Written
 from rlbuffer.weights.model import build_model, narrow_dtype
 
 EXCHANGE_GRACE_SECONDS = 60.0
@@ -64,7 +64,7 @@ class TrainerSession:
     reader: Reader | FakeReader
     stop: StopRequest
     stalls: StallWatch
-    base: Written | None = None
+    base: PolicyVersion | None = None
     """The model beside a LoRA adapter, once written; on rank 0."""
 
     @property

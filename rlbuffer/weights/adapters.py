@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,30 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
     Raises:
         WeightsError: a file is missing or damaged; the adapter does not fit its base, or is more than LoRA.
     """
-    return dict(mapped_state(directory, base=base))
-
-
-def mapped_state(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
-    """The same as :func:`state_of`, except that a merged tensor is computed each time that it is read, and takes no
-    memory before."""
     if not is_adapter(directory):
         return load_state(directory)
-    return _Merged(directory, base if base is not None else load_state(model_directory(directory)))
+    state = dict(load_state(model_directory(directory)) if base is None else base)
+    _, scale = rank_and_scale(directory)
+    is_transposed = bool(_read_config(directory).get("fan_in_fan_out"))
+    path = directory / ADAPTER_FILE
+    try:
+        factors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be loaded: {error}") from error
+    for name, down in factors.items():
+        if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
+            continue  # met with the other one
+        up = factors.get(name.removesuffix(_DOWN) + _UP)
+        target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
+        weight = state.get(target)
+        shape = () if up is None else (up.shape[0], down.shape[1])[:: -1 if is_transposed else 1]
+        if up is None or weight is None or weight.shape != shape:
+            raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
+        # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        product = up.to(wide) @ down.to(wide)
+        state[target] = weight.to(wide) + scale * (product.T if is_transposed else product)
+    return state
 
 
 def beyond_lora(config: Mapping[str, Any]) -> str:
@@ -121,44 +136,3 @@ def rank_and_scale(directory: Path) -> tuple[int, float]:
 def _read_config(directory: Path) -> Mapping[str, Any]:
     config: Mapping[str, Any] = json.loads((directory / ADAPTER_CONFIG_FILE).read_text("utf-8"))
     return config
-
-
-class _Merged(Mapping[str, torch.Tensor]):
-    """An adapter in its base: W + scale * B @ A where there is a pair."""
-
-    def __init__(self, directory: Path, base: Mapping[str, torch.Tensor]) -> None:
-        _, self._scale = rank_and_scale(directory)
-        self._is_transposed = bool(_read_config(directory).get("fan_in_fan_out"))
-        path = directory / ADAPTER_FILE
-        try:
-            factors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} cannot be loaded: {error}") from error
-        self._base = base
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for name, down in factors.items():
-            if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
-                continue  # met with the other one
-            up = factors.get(name.removesuffix(_DOWN) + _UP)
-            target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
-            weight = base.get(target)
-            shape = () if up is None else (up.shape[0], down.shape[1])[:: -1 if self._is_transposed else 1]
-            if up is None or weight is None or weight.shape != shape:
-                raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
-            self._pairs[target] = up, down
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._base[name]
-        if name not in self._pairs:
-            return weight
-        # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        up, down = self._pairs[name]
-        product = up.to(wide) @ down.to(wide)
-        return weight.to(wide) + self._scale * (product.T if self._is_transposed else product)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)

@@ -2,11 +2,11 @@
 
     <cache>/v00000012-9f86d081884c/    a complete version, as the trainer has it
             base-1f2e3d4c5b6a/         the model that adapters are for; it stays
-            .tmp-v00000013-.../        one that is being downloaded; continued after an interruption
+            .tmp-v00000013-.../        one that is being downloaded
             .lock                      held by the process that downloads or removes; the others wait and find it done
 
-A version is looked for at ``weights.url`` of this host's settings first, which may be a relay, and then at the place
-that the trainer announced.
+A version is looked for at ``weights.url`` of this host's settings first, which may be a mirror near it, and then at the
+place that the trainer announced.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
@@ -38,14 +37,10 @@ from rlbuffer.weights.layout import (
     base_of,
     check,
     is_adapter,
-    parse_list,
     remove,
     weights_among,
     write_list,
 )
-
-if TYPE_CHECKING:
-    import httpx
 
 TOKEN_VARIABLE = "RLBUFFER_WEIGHTS_TOKEN"
 """Environment variable with the bearer token that servers of weights ask for; not set: none."""
@@ -57,7 +52,7 @@ class VersionCache:
 
     Args:
         directory: local to this host; made when it is needed.
-        relay: URL that is asked before the place that the trainer announced; "": none.
+        mirror: URL that is asked before the place that the trainer announced; "": none.
         keep: versions kept, the most recently used ones.
         token: bearer token for all places.
         beside: the folder into which a trainer on this very host publishes; a version there is not downloaded.
@@ -68,14 +63,14 @@ class VersionCache:
         self,
         directory: Path,
         *,
-        relay: str = "",
+        mirror: str = "",
         keep: int = 4,
         token: str = "",
         beside: Path | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self.directory = directory
-        self._relay = relay
+        self._mirror = mirror
         self._keep = keep
         self._token = token
         self._beside = beside
@@ -86,15 +81,11 @@ class VersionCache:
         """The cache that a run's ``[weights]`` describes."""
         return cls(
             settings.run_dir / "weights-cache",
-            relay=settings.weights.url,
+            mirror=settings.weights.url,
             token=os.environ.get(TOKEN_VARIABLE, ""),
             beside=settings.output_dir / "weights",
             stop=stop,
         )
-
-    def close(self) -> None:
-        """Ends downloads under way; what they have stays, and is continued by the next."""
-        self._stop.set()
 
     def localized(self, policy: PolicyVersion) -> PolicyVersion:
         """The same version with a location on this host's disk; downloads it unless it is there.
@@ -117,55 +108,28 @@ class VersionCache:
             )
         if self._beside is not None and (self._beside / name / LIST_FILE).is_file():
             return replace(policy, location=str((self._beside / name).absolute()))
-        directory = self.fetch(name, [*[self._relay] * bool(self._relay), origin], policy)
-        if is_adapter(directory):
-            self.localized(base_of(directory))
-        return replace(policy, location=str(directory.absolute()))
-
-    def complete(self, name: str) -> Path | None:
-        """The directory of a version that is here, or None."""
         directory = self.directory / name
-        return directory if SERVED_NAME.match(name) and directory.is_dir() else None
-
-    def progress(self, name: str) -> int:
-        """Bytes of a version that are here already."""
-        folder = self.complete(name) or self.directory / f"{TEMPORARY}{name}"
-        try:
-            return sum(path.stat().st_size for path in folder.iterdir())
-        except FileNotFoundError:
-            return 0  # not begun, or just finished
-
-    def fetch(self, name: str, places: Sequence[str], weights: PolicyVersion | None = None) -> Path:
-        """The directory of version `name`, downloaded from the first of `places` (base URLs) that has it right.
-
-        Args:
-            weights: as they were announced; None: what the list says, whose sha256 must fit the name.
-
-        Raises:
-            WeightsError: none has; with every place and its reason.
-        """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._lock():
-                directory = self.complete(name)
-                if directory is None:
-                    directory = self._download(name, places, weights)
+                if not directory.is_dir():
+                    self._download(directory, [*[self._mirror] * bool(self._mirror), origin], policy)
                     self._prune(name)
                 now = time.time_ns()  # the kernel's own time of a file moves in ticks of milliseconds
                 os.utime(directory, ns=(now, now))  # most recently used
-                return directory
         except OSError as error:
             raise WeightsError(
                 f"{name} cannot be stored in {self.directory} ({error.strerror}): free space there, or choose another "
                 "home"
             ) from error
+        if is_adapter(directory):
+            self.localized(base_of(directory))
+        return replace(policy, location=str(directory.absolute()))
 
     def recheck(self, policy: PolicyVersion) -> None:
         """Drops the copy of `policy` when it is damaged, so that it is downloaded again. For after a failed load."""
-        if not is_url(policy.location):
-            return
-        directory = self.complete(policy.location.rstrip("/").rpartition("/")[2])
-        if directory is None:
+        directory = self.directory / policy.location.rstrip("/").rpartition("/")[2]
+        if not is_url(policy.location) or not directory.is_dir():
             return
         try:
             check(directory, policy)
@@ -188,28 +152,36 @@ class VersionCache:
         finally:
             os.close(descriptor)
 
-    def _download(self, name: str, places: Sequence[str], weights: PolicyVersion | None) -> Path:
+    def _download(self, directory: Path, places: list[str], policy: PolicyVersion) -> None:
         try:
-            from rlbuffer.weights.download import make_client
+            from rlbuffer.weights.download import fetch_file, fetch_list, make_client
         except ImportError as error:
             raise ConfigError(
                 f"weights cannot be downloaded ({error}): pip install 'rlbuffer[weights]'", setting="weights"
             ) from error
+        name = directory.name
         folder = self.directory / f"{TEMPORARY}{name}"
-        folder.mkdir(exist_ok=True)
         reasons = []
         with make_client(self._token) as client:
             for place in places:
+                if self._stop.is_set():
+                    reasons.append("  stopped while downloading")
+                    break
+                shutil.rmtree(folder, ignore_errors=True)  # whoever began it is gone: its lock is ours
+                folder.mkdir()
+                url = f"{place.rstrip('/')}/{name}"
                 try:
-                    self._download_from(client, f"{place.rstrip('/')}/{name}", name, weights, folder)
+                    files = fetch_list(client, url, name=name)
+                    self._check(files, policy)
+                    for file in files:
+                        fetch_file(client, url, file, folder, stopped=self._stop.is_set)
                 except WeightsError as error:
                     reasons.append(f"  {place}: {error}{through_proxy(place)}")
-                    if self._stop.is_set():
-                        break
                     continue
-                final = self.directory / name
-                rename_for_good(folder, final)
-                return final
+                write_list(folder, files)
+                flush(folder)
+                rename_for_good(folder, directory)
+                return
         raise WeightsError(
             f"{name} could not be downloaded:\n"
             + "\n".join(reasons)
@@ -217,43 +189,14 @@ class VersionCache:
             "and can this host reach it?"
         )
 
-    def _download_from(
-        self, client: httpx.Client, url: str, name: str, weights: PolicyVersion | None, folder: Path
-    ) -> None:
-        from rlbuffer.weights.download import PART, fetch_file, fetch_list
-
-        files = fetch_list(client, url, name=name, stopped=self._stop.is_set)
+    def _check(self, files: tuple[ListedFile, ...], policy: PolicyVersion) -> None:
         listed = weights_among(files)
-        if (
-            weights is not None
-            and listed is not None
-            and (listed.size, listed.sha256)
-            != (
-                weights.size,
-                weights.checksum,
-            )
-        ):
+        if listed is not None and (listed.size, listed.sha256) != (policy.size, policy.checksum):
             raise WeightsError(
                 f"it has other weights under this name: {listed.size} bytes, sha256 {listed.sha256}; "
-                f"announced were {weights.size} bytes, {weights.checksum}"
+                f"announced were {policy.size} bytes, {policy.checksum}"
             )
-        self._need(sum(file.size for file in files) - self.progress(name))
-        known = _known(folder, name)
-        for file in files:
-            if known.get(file.name) != file:  # an earlier attempt knew another file: nothing of it counts
-                (folder / file.name).unlink(missing_ok=True)
-                (folder / f"{file.name}{PART}").unlink(missing_ok=True)
-        write_list(folder, files)
-        for file in files:
-            fetch_file(client, url, file, folder, stopped=self._stop.is_set)
-        names = {file.name for file in files} | {LIST_FILE}
-        for path in folder.iterdir():
-            if path.name not in names:
-                path.unlink()
-        flush(folder)
-
-    def _need(self, size: int) -> None:
-        free = shutil.disk_usage(self.directory).free
+        size, free = sum(file.size for file in files), shutil.disk_usage(self.directory).free
         if size > free:
             raise WeightsError(f"{self.directory} has {free} bytes free, {size} are needed: choose another home")
 
@@ -264,12 +207,4 @@ class VersionCache:
         for path in others[self._keep - 1 :]:
             remove(path)
         for path in self.directory.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)  # whoever began it is gone: its lock is ours
-
-
-def _known(folder: Path, name: str) -> dict[str, ListedFile]:
-    """The version that an earlier attempt was downloading into `folder`."""
-    try:
-        return {file.name: file for file in parse_list((folder / LIST_FILE).read_bytes(), name=name)}
-    except (OSError, WeightsError):
-        return {}
+            shutil.rmtree(path, ignore_errors=True)

@@ -15,7 +15,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,41 +63,25 @@ def publish(
     """
     if version < 0 or keep < 1:
         raise ValueError(f"version = {version} must not be negative and keep = {keep} must be at least 1")
-    written = _write(
+    return _write(
         directory,
-        f"v{version:08d}",
+        version,
         state,
         {CONFIG_FILE: config},
         weights_file=WEIGHTS_FILE,
-        what=f"version {version}",
         then=lambda: _prune(directory, version, keep),
     )
-    return PolicyVersion(version=version, location=written.location, size=written.size, checksum=written.checksum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A directory of weights that is there now."""
-
-    location: str
-    """Absolute path."""
-    size: int
-    """Bytes of the weights' file."""
-    checksum: str
-    """Its sha256, hex."""
-
-
-def publish_base(directory: Path, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Written:
+def publish_base(directory: Path, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> PolicyVersion:
     """Writes the model that adapters are trained for, as ``base-<digits of its sha256>``. Nothing ever removes it.
 
-    Writing the same weights again changes nothing.
+    Writing the same weights again changes nothing. The number of the version means nothing.
 
     Raises:
         WeightsError: the filesystem refused.
     """
-    return _write(
-        directory, "base", state, {CONFIG_FILE: config}, weights_file=WEIGHTS_FILE, what="the adapters' base model"
-    )
+    return _write(directory, None, state, {CONFIG_FILE: config}, weights_file=WEIGHTS_FILE)
 
 
 def publish_adapter(
@@ -107,7 +90,7 @@ def publish_adapter(
     *,
     state: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
-    base: Written,
+    base: PolicyVersion,
     keep: int,
 ) -> PolicyVersion:
     """Writes one version of a LoRA adapter in PEFT's layout, beside it where its base model is; removes old ones.
@@ -117,29 +100,31 @@ def publish_adapter(
     Raises:
         WeightsError: the filesystem refused.
     """
-    written = _write(
+    where = {name: getattr(base, name) for name in ("location", "size", "checksum")}
+    return _write(
         directory,
-        f"v{version:08d}",
+        version,
         state,
-        {ADAPTER_CONFIG_FILE: config, BASE_FILE: asdict(base)},
+        {ADAPTER_CONFIG_FILE: config, BASE_FILE: where},
         weights_file=ADAPTER_FILE,
-        what=f"version {version}",
         then=lambda: _prune(directory, version, keep),
     )
-    return PolicyVersion(version=version, location=written.location, size=written.size, checksum=written.checksum)
 
 
 def _write(
     directory: Path,
-    prefix: str,
+    version: int | None,
     state: Mapping[str, torch.Tensor],
     documents: Mapping[str, Mapping[str, Any]],
     *,
     weights_file: str,
-    what: str,
     then: Callable[[], None] = lambda: None,
-) -> Written:
-    """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory."""
+) -> PolicyVersion:
+    """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory.
+
+    `version` None: the base of adapters.
+    """
+    prefix = "base" if version is None else f"v{version:08d}"
     temporary = directory / f"{TEMPORARY}{prefix}-{uuid.uuid4().hex}"
     try:
         temporary.mkdir(parents=True)
@@ -160,15 +145,15 @@ def _write(
         then()
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        what = "the adapters' base model" if version is None else f"version {version}"
         raise WeightsError(f"{what} cannot be written to {directory}: {error}") from error
-    return Written(location=str(final.absolute()), size=size, checksum=checksum)
+    return PolicyVersion(version=version or 0, location=str(final.absolute()), size=size, checksum=checksum)
 
 
 def open_weights(policy: PolicyVersion) -> Path:
     """The directory of an announced version, after comparing size and sha256 with the announcement.
 
-    A version that was announced under a URL is downloaded first, into the default cache: see
-    :class:`rlbuffer.weights.cache.VersionCache` for one with relays.
+    A version that was announced under a URL is downloaded first, into the default cache.
 
     Raises:
         WeightsError: announced without weights; not there; another size; another checksum.

@@ -28,7 +28,7 @@ def load_serving() -> Any:
 
 
 def default_cache() -> VersionCache:
-    """A cache without relays under ``RLBUFFER_HOME``, for programs that have no settings."""
+    """A cache under ``RLBUFFER_HOME``, for programs that have no settings."""
     home = RunSettings(home=Path(os.environ.get("RLBUFFER_HOME") or "~/.rlbuffer")).home_dir
     return VersionCache(home / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
 

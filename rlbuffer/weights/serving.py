@@ -1,7 +1,7 @@
-"""A web server over a folder of policy versions: beside the trainer, or as a relay that fetches what it lacks.
+"""A web server over a folder of policy versions, beside the trainer.
 
-    GET /                          {"versions": [...], "relay": false}
-    GET /v00000012-.../files.json  what the version consists of; a relay that is still fetching answers 503
+    GET /                          {"versions": [...]}
+    GET /v00000012-.../files.json  what the version consists of
     GET /v00000012-.../NAME        one file, with ranges
 
 Read-only, complete versions only. Files go from the page cache to the socket without passing through Python
@@ -26,88 +26,38 @@ from aiohttp import web
 
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import ConfigError
 from rlbuffer.process.web_servers import listen
-from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
-from rlbuffer.weights.download import HAVE_HEADER
+from rlbuffer.weights.cache import TOKEN_VARIABLE
 from rlbuffer.weights.layout import FILE, SERVED_NAME, versions
-
-MAX_FETCHES = 4
-"""Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
-MOST_CONNECTIONS = 512
-MOST_OF_A_HOST = 64
-"""Connections at once, all together and of one address (a proxy counts as one). Further ones are hung up on; a client
-asks again, and goes on from where it was."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(directory: Path, *, token: str = "", upstream: str = "", cache: VersionCache | None = None) -> Any:
+def make_app(directory: Path, *, token: str = "") -> Any:
     """The web application (an ``aiohttp.web.Application``).
 
     Args:
-        directory: folder of versions, as :func:`rlbuffer.weights.files.publish` and `VersionCache` make them.
+        directory: folder of versions, as :func:`rlbuffer.weights.files.publish` makes them.
         token: asked for as bearer token; empty: whoever reaches the server may read.
-        upstream: where a relay fetches from; it needs `cache`, whose folder is `directory`.
     """
-    app = web.Application(middlewares=[_authorization(token)])
-    server = _Server(directory, upstream, cache)
-    app.router.add_get("/", server.index)
-    app.router.add_get("/{version}/{file}", server.file)
-    app.on_cleanup.append(server.close)
-    return app
 
+    async def index(request: web.Request) -> web.StreamResponse:
+        directories = await asyncio.to_thread(versions, directory)
+        return web.json_response({"versions": [path.name for paths in directories.values() for path in paths]})
 
-class _Server:
-    def __init__(self, directory: Path, upstream: str, cache: VersionCache | None) -> None:
-        self._directory = directory
-        self._upstream = upstream
-        self._cache = cache
-        self._fetches: dict[str, asyncio.Task[Path]] = {}
-
-    async def close(self, app: web.Application) -> None:
-        if self._cache is not None:
-            self._cache.close()
-        await asyncio.gather(*self._fetches.values(), return_exceptions=True)
-
-    async def index(self, request: web.Request) -> web.StreamResponse:
-        directories = await asyncio.to_thread(versions, self._directory)
-        names = [path.name for paths in directories.values() for path in paths]
-        return web.json_response({"versions": names, "relay": self._cache is not None})
-
-    async def file(self, request: web.Request) -> web.StreamResponse:
+    async def file(request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["file"]
-        if not SERVED_NAME.match(version) or not FILE.match(name):
-            raise web.HTTPNotFound(text="no such file\n")
-        directory = self._directory / version
-        if self._cache is not None and not directory.is_dir():
-            self._fetch(self._cache, version)
-        path = directory / name
-        own = self._directory.resolve() / version / name  # neither the folder nor the file is a link to elsewhere
-        if path.resolve() != own or not path.is_file():
+        path = directory / version / name
+        own = directory.resolve() / version / name  # neither the folder nor the file is a link to elsewhere
+        if not SERVED_NAME.match(version) or not FILE.match(name) or path.resolve() != own or not path.is_file():
             raise web.HTTPNotFound(text="no such file\n")
         return web.FileResponse(path, chunk_size=1 << 20)
 
-    def _fetch(self, cache: VersionCache, version: str) -> None:
-        """Begins to fetch `version`, or says how far that is. Raises the answer."""
-        task = self._fetches.get(version)
-        if task is not None and task.done():
-            del self._fetches[version]
-            error = None if task.cancelled() else task.exception()
-            if isinstance(error, WeightsError):
-                raise web.HTTPBadGateway(text=f"the relay has not got it: {error}\n")
-            if error is not None:
-                raise error
-            task = None  # it was fetched, and is gone again: once more
-        if task is None:
-            if sum(not task.done() for task in self._fetches.values()) >= MAX_FETCHES:
-                raise web.HTTPServiceUnavailable(text="the relay is fetching other versions\n")
-            self._fetches = {name: task for name, task in self._fetches.items() if not task.done()}
-            self._fetches[version] = asyncio.create_task(asyncio.to_thread(cache.fetch, version, [self._upstream]))
-        raise web.HTTPServiceUnavailable(
-            text="the relay is fetching it\n",
-            headers={"Retry-After": "1", HAVE_HEADER: str(cache.progress(version))},
-        )
+    app = web.Application(middlewares=[_authorization(token)])
+    app.router.add_get("/", index)
+    app.router.add_get("/{version}/{file}", file)
+    return app
 
 
 def _authorization(token: str) -> Any:
@@ -182,9 +132,7 @@ class FileServer:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
-        self._runner = await listen(
-            self._app, self._host, self._port, most=MOST_CONNECTIONS, most_of_a_host=MOST_OF_A_HOST
-        )
+        self._runner = await listen(self._app, self._host, self._port)
         self._port = self._runner.addresses[0][1]
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.adapters import mapped_state, model_directory
+from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import open_weights, read_config
-from rlbuffer.weights.streamed import streamed_model
+from rlbuffer.weights.model import load_into
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling, logprobs_mode
 
 SELFCHECK_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -41,7 +42,12 @@ def logprobs_of(
     """
     from rlbuffer.worker.samplers.transformers import distribution_of
 
-    model = streamed_model(read_config(model_directory(directory)), mapped_state(directory))
+    base = model_directory(directory)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    if base != directory:
+        load_into(model, state_of(directory))
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -55,9 +61,8 @@ async def check_sampler(
 ) -> float:
     """Samples a little and compares it. -> the largest difference of a logprob.
 
-    A sample of tokens: the end of one prompt, two short completions. All weights take part in it, also of a model that
-    is larger than memory: it takes what one layer, the embedding and the head take in float32. The tolerance is that of
-    the dtype in the published config: engines use it unless they are set otherwise.
+    A sample of tokens: the end of one prompt, two short completions. The model must fit into memory in float32. The
+    tolerance is that of the dtype in the published config: engines use it unless they are set otherwise.
 
     Raises:
         WrongLogprobs: as :func:`check`.

@@ -21,7 +21,7 @@ TOKEN = "s3cret"
 
 @dataclass
 class Hosts:
-    """`trainer` has the server, the batcher and the trainer; `sampler` has a relay and the workers."""
+    """`trainer` has the server, the batcher and the trainer; `sampler` has the workers."""
 
     trainer: Home
     sampler: Home
@@ -63,8 +63,8 @@ def hosts(home: Home) -> Iterator[Hosts]:
         subprocess.run(["rm", "-rf", str(other.path)], check=False)
 
 
-def test_the_loop_trains_over_two_hosts_with_weights_over_http_and_a_relay(hosts: Hosts) -> None:
-    """Takes a minute: nine processes on two hosts, none of them forked from one that has torch already."""
+def test_the_loop_trains_over_two_hosts_with_weights_over_http(hosts: Hosts) -> None:
+    """Takes a minute: eight processes on two hosts, none of them forked from one that has torch already."""
     trainer, sampler = hosts.trainer, hosts.sampler
     settings = f"""
 redis_url = "redis://{FIRST}:6379/0"
@@ -100,18 +100,11 @@ url = "http://{FIRST}:9465"
     try:
         trainer.start("serve", log="serve")
         train = trainer.start("train", "--display", "plain", log="train")
-        relay = f"http://{SECOND}:9466"
-        relaying = sampler.start(
-            *("weights", "serve", "--listen", f"{SECOND}:9466", "--upstream", f"http://{FIRST}:9465"),
-            *("--home", str(sampler.path / "relay")),
-            log="relay",
-        )
-        sampler.environment |= {"RLBUFFER_WEIGHTS__URL": relay}
         workers = [sampler.start("worker", name, "--display", "plain", log=name) for name in ("vcopy", "repeat")]
         assert train.wait(timeout=240) == 0, trainer.logs() + sampler.logs()
         verified = trainer.call("verify", "--run", "tiny")
         assert verified.returncode == 0, verified.stdout + verified.stderr
-        for process in (*workers, relaying):
+        for process in workers:
             process.terminate()
             assert process.wait(timeout=60) == 0, sampler.logs()
     finally:
@@ -120,9 +113,9 @@ url = "http://{FIRST}:9465"
 
     assert [record["step"] for record in trainer.metrics()] == list(range(1, 9))
     assert "policy versions are served at 0.0.0.0:9465 (http://127.0.0.1:9465 from here)" in trainer.logs()
-    for folder in ("runs/tiny/weights-cache", "relay/runs/tiny/weights-cache"):  # the workers', the relay's
-        kept = sorted(path.name for path in (sampler.path / folder).iterdir() if path.name.startswith("v"))
-        assert 1 < len(kept) < 5
-        # Step 8 was sampled with version 6 or 7: max_age is 1.
-        assert int(re.match(r"v(\d+)-", kept[-1])[1]) >= 6
+    cache = sampler.path / "runs/tiny/weights-cache"
+    kept = sorted(path.name for path in cache.iterdir() if path.name.startswith("v"))
+    assert 1 < len(kept) < 5
+    # Step 8 was sampled with version 6 or 7: max_age is 1.
+    assert int(re.match(r"v(\d+)-", kept[-1])[1]) >= 6
     assert not (sampler.path / "runs" / "tiny" / "weights").exists()

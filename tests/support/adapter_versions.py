@@ -14,21 +14,21 @@ from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.files import Written, publish_adapter, publish_base
+from rlbuffer.weights.files import publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def published_base(directory: Path) -> tuple[PreTrainedModel, Written]:
+def published_base(directory: Path) -> tuple[PreTrainedModel, PolicyVersion]:
     """A model and where it lies: what adapters are for."""
     model = build_model(ModelSettings(config=dict(CONFIG)), seed=0).eval()
     return model, publish_base(directory, state=model.state_dict(), config=config_of(model))
 
 
 def write_adapter(
-    directory: Path, version: int, base: Written, factors: dict[str, torch.Tensor], *, keep: int = 10
+    directory: Path, version: int, base: PolicyVersion, factors: dict[str, torch.Tensor], *, keep: int = 10
 ) -> PolicyVersion:
     """Writes an adapter of these factors and says what a trainer would announce."""
     config = {

