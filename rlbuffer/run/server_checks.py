@@ -60,11 +60,10 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
         yield doubtful("server", text, "set redis_url to a server, or leave it out, for a run of several processes")
         return
     if not url:
-        running = embedded.find(settings.home_dir)
-        if running is None:
+        url = embedded.find(settings.home_dir)
+        if url is None:
             yield _program()
             return
-        url = running.address
     origin = loaded.place("redis_url") if settings.redis_url else "the embedded server's files"
     try:
         connection = _Unchecked(

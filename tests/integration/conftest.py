@@ -48,10 +48,10 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     named = os.environ.get("RLBUFFER_TEST_REDIS_URL", "")
     if named:
         return named
-    running = embedded.find(request.getfixturevalue("server_home"))
-    if running is None:
+    address = embedded.find(request.getfixturevalue("server_home"))
+    if address is None:
         pytest.fail("the session's embedded server is not running: a test has stopped it")
-    return running.address
+    return address
 
 
 @pytest.fixture

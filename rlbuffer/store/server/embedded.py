@@ -9,9 +9,9 @@ Three locks, all released by the kernel when their holder dies, so none can be l
   joined without it.
 - ``users.lock``: shared, one per user. A user that can turn its own into an exclusive one is the last.
 - ``alive.lock`` and the folder itself: exclusive, inherited by the server. While one of them is held the server is
-  alive, whatever its socket, a record, or the process numbers of another container say, and nobody starts a second one
-  on the same files. The file can be removed; the folder cannot while there is something in it, and systemd's cleaning
-  of /tmp leaves a locked one alone (tmpfiles.d(5)). NFS locks files only, and older versions look at the file alone.
+  alive, whatever its socket says, and nobody starts a second one on the same files. The file can be removed; the folder
+  cannot while there is something in it, and systemd's cleaning of /tmp leaves a locked one alone (tmpfiles.d(5)). NFS
+  locks files only.
 
 Losses by kind of failure (measured with Valkey 9.1.2; docs/log.md). A clean stop loses nothing. When the server process
 alone is killed, ``appendfsync always`` and ``no`` lose no acknowledged write: both hand each write to the kernel before
@@ -31,15 +31,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -49,19 +47,16 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
 from rlbuffer.process.files import owner_of, write_whole
-from rlbuffer.process.identity import visible_from
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
     cut_zeros,
     log_tail,
-    program_of,
     read_record,
     socket_address,
     socket_path,
     write_record,
 )
-from rlbuffer.store.server.suitable import identity
 
 ANSWER_TIMEOUT_SECONDS = 2.0
 """A server that answers INFO later than this is busy or stopped, not gone."""
@@ -69,46 +64,17 @@ SOCKET_SECONDS = 5.0
 """A server opens its socket right after its start: one that has none for so long has lost it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """A server's answer about itself."""
-
-    pid: int
-    name: str
-    version: str
-    is_loading: bool
-
-    def server(
-        self, home: Path, socket: str, *, started_here: bool = False, users: int | None = None
-    ) -> EmbeddedServer:
-        """The server that answered at `socket`; `users` is the descriptor of a user's lock."""
-        return EmbeddedServer(
-            home=home,
-            address=socket_address(socket),
-            pid=self.pid,
-            name=self.name,
-            version=self.version,
-            started_here=started_here,
-            _users=users,
-        )
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class EmbeddedServer:
     """A running embedded server, and this process's place among its users.
 
-    Lifecycle: `ensure` (a user) -> `release` (no longer one). A server that `find` gives never was a user.
+    Lifecycle: `ensure` (a user) -> `release` (no longer one).
     """
 
     home: Path
     address: str
     """``unix:///...sock?db=0``."""
     pid: int
-    name: str
-    """``redis`` or ``valkey``."""
-    version: str
-    started_here: bool
-    """This call started it; False when it was found running."""
     _users: int | None = field(default=None, repr=False)
     """File descriptor that holds the shared lock."""
     _mutex: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -191,7 +157,8 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
     with _usable(directory):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.chmod(0o700)
-        server = _join_at_work(home, deadline) or _start_or_join(home, settings, deadline)
+        users, socket, pid = _join_at_work(directory, deadline) or _start_or_join(directory, settings, deadline)
+    server = EmbeddedServer(home=home, address=socket_address(socket), pid=pid, _users=users)
     _joined.add(server)
     return server
 
@@ -215,8 +182,11 @@ def _usable(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _start_or_join(home: Path, settings: ServerSettings, deadline: float) -> EmbeddedServer:
-    directory = home / "server"
+_Joined = tuple[int, Path, int]
+"""The descriptor of a user's lock; the server's socket; its process."""
+
+
+def _start_or_join(directory: Path, settings: ServerSettings, deadline: float) -> _Joined:
     with exclusive(directory / "start.lock", deadline):
         is_ours = False
         while True:
@@ -225,23 +195,17 @@ def _start_or_join(home: Path, settings: ServerSettings, deadline: float) -> Emb
                     raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
                 _start(directory, settings)
                 is_ours = True
-            socket = read_record(directory).get("socket") or str(socket_path(directory))
-            answer = _await_ready(directory, Path(socket), deadline)
-            if answer is not None:
-                break
-            if not is_ours:
-                _end_unheard(directory, read_record(directory))
-        if is_ours:
-            write_record(directory, pid=answer.pid, socket=socket, program=program_of(answer.pid)[1])
-        return answer.server(home, socket, started_here=is_ours, users=_join(directory))
+            socket = _socket_of(directory)
+            pid = _await_ready(directory, socket, deadline)
+            if pid is not None:
+                return _join(directory), socket, pid
 
 
-def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
+def _join_at_work(directory: Path, deadline: float) -> _Joined | None:
     """Joins a server at work, without the lock that one starts and stops with: a thousand may come at once.
     None when it is not, nobody listens, or its last user is about to stop it."""
-    directory = home / "server"
-    socket = read_record(directory).get("socket")
-    if not isinstance(socket, str) or not Path(socket).exists() or not _is_alive(directory):
+    socket = _socket_of(directory)
+    if not socket.exists() or not _is_alive(directory):
         return None
     try:
         users = _join(directory)
@@ -249,29 +213,28 @@ def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
         return None
     # From here on nobody stops it.
     try:
-        answer = _await_ready(directory, Path(socket), deadline)
+        pid = _await_ready(directory, socket, deadline)
     except ServerUnreachable:
         os.close(users)
         raise
-    if answer is None:
+    if pid is None:
         os.close(users)
         return None
-    return answer.server(home, socket, users=users)
+    return users, socket, pid
 
 
-def find(home: Path) -> EmbeddedServer | None:
-    """The home's server if it runs and answers, without becoming one of its users, or None. Changes nothing."""
-    home = home.absolute()
-    directory = home / "server"
+def _socket_of(directory: Path) -> Path:
+    """The socket of the server last started: its starter may have had another temporary directory than this process."""
+    return Path(read_record(directory).get("socket") or socket_path(directory))
+
+
+def find(home: Path) -> str | None:
+    """The address of the home's server while it is at work, for who does not become one of its users. Changes
+    nothing."""
+    directory = home.absolute() / "server"
     with _usable(directory):
-        socket = read_record(directory).get("socket")
-        if not isinstance(socket, str) or not _is_alive(directory):
-            return None
-    try:
-        answer = _look(Path(socket))
-    except redis.TimeoutError:
-        return None
-    return None if answer is None else answer.server(home, socket)
+        is_there = read_record(directory) and _is_alive(directory)
+        return socket_address(_socket_of(directory)) if is_there else None
 
 
 def _is_alive(directory: Path) -> bool:
@@ -330,42 +293,45 @@ def _start(directory: Path, settings: ServerSettings) -> None:
         for descriptor in alive:
             _starting.discard(descriptor)
             os.close(descriptor)
+    for former in _children:
+        former.poll()  # a parent must reap its children
     _children.append(child)
-    # Its program is recorded once it answers: a wrapper script changes it with `exec`.
-    write_record(directory, pid=child.pid, socket=str(socket), program=None)
+    write_record(directory, pid=child.pid, socket=socket)
 
 
-def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | None:
-    """The server's answer once it has loaded its data; None when it has ended, or has lost its socket."""
+def _await_ready(directory: Path, socket: Path, deadline: float) -> int | None:
+    """The server's process once it has loaded its data; None when it has ended.
+
+    Raises:
+        ServerUnreachable: it is not ready in time, or alive without a socket.
+    """
     state = "did not listen"
     silent = time.monotonic() + SOCKET_SECONDS
     while time.monotonic() < deadline:
         try:
-            answer = _look(socket)
+            with _client(socket) as client:
+                # INFO is answered while the data load, PING is not.
+                info = client.info("server", "persistence")
+            if not info.get("loading", 0):
+                return int(info["process_id"])
+            state = "is still loading its data"
         except redis.TimeoutError:
             state = "listens but does not answer"
-            continue
-        if answer is not None and not answer.is_loading:
-            return answer
-        if answer is not None:
-            state = "is still loading its data"
-        elif not _is_alive(directory) or _has_gone(read_record(directory)) or time.monotonic() > silent:
-            return None
+        except redis.ConnectionError:
+            if not _is_alive(directory):
+                return None
+            if time.monotonic() > silent:
+                break
         time.sleep(LOCK_POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
+    if state == "did not listen":
+        raise ServerUnreachable(
+            f"a server is at work on {directory} (its lock is held), and nobody listens at its socket {socket}. Where "
+            "it was started on another host or in another container, use it there, give both one server by its address "
+            "(--redis), or name another home here. Where its socket was removed, end it once, and its data are whole: "
+            f'pkill -f "{directory}/server.conf"'
+        )
     raise ServerUnreachable(f"the embedded server (pid {pid}) {state} at {socket}.\n{log_tail(directory)}")
-
-
-def _look(socket: Path) -> _Answer | None:
-    """The server that answers at the socket; None when nothing listens. Raises redis.TimeoutError when it is silent."""
-    try:
-        with _client(socket) as client:
-            # INFO is answered while the data load, PING is not.
-            info: Mapping[str, Any] = client.info("server", "persistence")
-    except redis.ConnectionError:
-        return None
-    name, version = identity(info)
-    return _Answer(pid=int(info["process_id"]), name=name, version=version, is_loading=bool(info.get("loading", 0)))
 
 
 def _client(socket: Path) -> redis.Redis:
@@ -379,56 +345,9 @@ def _client(socket: Path) -> redis.Redis:
     )
 
 
-def _end_unheard(directory: Path, recorded: Mapping[str, Any]) -> None:
-    """Ends what holds the lock of a server at whose socket nobody listens, and returns when the lock is free.
-
-    Raises:
-        ServerUnreachable: it is not of this machine or container, or nobody knows what it is.
-    """
-    if not _is_alive(directory):
-        return
-    pid, deadline = recorded.get("pid"), time.monotonic() + SOCKET_SECONDS
-    held = f"a server is at work on {directory} (its lock is held), and nobody listens at its socket."
-    if not isinstance(pid, int):
-        raise ServerUnreachable(
-            f"{held} The files by which it is found were removed. End it once, and its data are whole: "
-            f'pkill -f "{directory}/server.conf"'
-        )
-    if recorded.get("space") != visible_from():
-        raise ServerUnreachable(
-            f"{held} It was started on host {recorded.get('host')}, in another container or machine than this one: use "
-            "it there, give both one server by its address (--redis), or name another home here."
-        )
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if _has_gone(recorded):
-            os.killpg(pid, signal.SIGKILL)  # a child that it forked to rewrite its file lives on
-        elif program_of(pid)[1] == recorded.get("program"):
-            os.kill(pid, signal.SIGTERM)
-    while _is_alive(directory):
-        if time.monotonic() > deadline:
-            raise ServerUnreachable(f"{held} Process {pid} of this host has it, or what that left behind: end it.")
-        time.sleep(LOCK_POLL_SECONDS)
-
-
-def _has_gone(recorded: Mapping[str, Any]) -> bool:
-    """The recorded process has ended. False where it cannot be seen from here."""
-    pid = recorded.get("pid")
-    for child in _children:
-        child.poll()  # a parent must reap its children, or they look alive
-    if not isinstance(pid, int) or recorded.get("space") != visible_from():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return program_of(pid)[0] == "Z"
-
-
 def _stop(directory: Path, deadline: float) -> bool:
     """Asks the server to end, and waits for it: it syncs its append-only file before it goes."""
-    socket = Path(str(read_record(directory).get("socket")))
+    socket = _socket_of(directory)
     if not _is_alive(directory):
         return False
     with contextlib.suppress(redis.RedisError), _client(socket) as client:

@@ -10,7 +10,6 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 from urllib.parse import quote
 
@@ -18,7 +17,6 @@ from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process.files import write_whole
-from rlbuffer.process.identity import visible_from
 
 _log = logging.getLogger(__name__)
 
@@ -82,20 +80,9 @@ def socket_path(directory: Path) -> Path:
     )
 
 
-def write_record(directory: Path, *, pid: int, socket: str, program: str | None) -> None:
-    """Writes who the server is. `program` guards against a number that the kernel has given to something else; from
-    another host or container the number says nothing."""
-    record = {"pid": pid, "socket": socket, "program": program, "host": gethostname(), "space": visible_from()}
-    write_whole(directory / "server.json", json.dumps(record) + "\n", is_private=True)
-
-
-def program_of(pid: int) -> tuple[str, str | None]:
-    """(state letter, program name) from /proc; ("", None) where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "", None
-    return text[text.rindex(")") + 2], text[text.index("(") + 1 : text.rindex(")")]
+def write_record(directory: Path, *, pid: int, socket: Path) -> None:
+    """Writes where the server is. Its number is for people: in another container it says nothing."""
+    write_whole(directory / "server.json", json.dumps({"pid": pid, "socket": str(socket)}) + "\n", is_private=True)
 
 
 def cut_zeros(directory: Path) -> None:
@@ -139,9 +126,9 @@ def _quoted(path: Path) -> str:
     return f'"{escaped}"'
 
 
-def socket_address(socket: str) -> str:
+def socket_address(socket: Path) -> str:
     """The socket as a URL."""
-    return f"unix://{quote(socket)}?db=0"
+    return f"unix://{quote(str(socket))}?db=0"
 
 
 def log_tail(directory: Path) -> str:

@@ -29,9 +29,10 @@ from rlbuffer.errors import (
     WrongAnswer,
     WrongType,
 )
+from rlbuffer.process.file_locks import is_held
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.server.embedded import EmbeddedServer, ensure
+from rlbuffer.store.server.embedded import EmbeddedServer
 from rlbuffer.testing import make_group
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
@@ -201,9 +202,7 @@ def test_closing_stops_the_embedded_server_and_the_connection_stays_closed(home:
     c.close()
     with pytest.raises(BufferClosed):
         c.call(lambda: c.client.get("k"))
-    again = ensure(home, SETTINGS)
-    assert again.started_here
-    again.release()
+    assert not is_held(home / "server")
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import redis
@@ -25,9 +24,8 @@ import redis
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import exclusive, is_held
-from rlbuffer.store.server.binary import ServerBinary
-from rlbuffer.store.server.embedded import ensure, find
-from rlbuffer.store.server.embedded_files import write_record
+from rlbuffer.store.server import embedded
+from rlbuffer.store.server.embedded import ensure
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 
@@ -42,7 +40,7 @@ home, how = Path(sys.argv[1]), sys.argv[2]
 print("imported", flush=True)
 sys.stdin.readline()
 server = ensure(home, ServerSettings(maxmemory="64mb"))
-print(json.dumps({"pid": server.pid, "started_here": server.started_here}), flush=True)
+print(json.dumps({"pid": server.pid}), flush=True)
 sys.stdin.readline()
 if how == "release":
     server.release()
@@ -101,9 +99,13 @@ def client(address: str) -> redis.Redis:
     return redis.Redis.from_url(address, protocol=3)
 
 
+def is_at_work(home: Path) -> bool:
+    return is_held(home / "server")
+
+
 def wait_until_dead(home: Path) -> None:
     deadline = time.monotonic() + 10
-    while is_held(home / "server"):
+    while is_at_work(home):
         assert time.monotonic() < deadline, "the server did not end"
         time.sleep(0.01)
 
@@ -111,13 +113,9 @@ def wait_until_dead(home: Path) -> None:
 def test_a_server_is_started_once_and_found_afterwards(home: Path) -> None:
     first = ensure(home, SETTINGS)
     second = ensure(home, SETTINGS)
-    seen = find(home)
-    assert first.started_here
-    assert not second.started_here
-    assert seen is not None
-    assert first.pid == second.pid == seen.pid
-    assert seen.address == first.address == f"unix://{home}/server/server.sock?db=0"
-    assert (first.is_user, second.is_user, seen.is_user) == (True, True, False)
+    assert first.pid == second.pid
+    assert second.address == first.address == f"unix://{home}/server/server.sock?db=0"
+    assert (first.is_user, second.is_user) == (True, True)
     first.release()
     second.release()
 
@@ -147,12 +145,12 @@ def test_the_last_user_stops_the_server_and_its_data_are_there_next_time(home: P
     with client(first.address) as c:
         c.set("k", "v")
     assert first.release() is False
-    assert find(home) is not None
+    assert is_at_work(home)
     assert second.release() is True
     assert second.release() is False, "a second release does nothing"
-    assert find(home) is None
+    assert not is_at_work(home)
     again = ensure(home, SETTINGS)
-    assert again.started_here
+    assert again.pid != first.pid
     with client(again.address) as c:
         assert c.get("k") == b"v"
     again.release()
@@ -164,19 +162,18 @@ def test_eight_processes_at_once_start_exactly_one(home: Path) -> None:
         user.begin()
     told = [json.loads(user.read()) for user in users]
     assert len({t["pid"] for t in told}) == 1
-    assert [t["started_here"] for t in told].count(True) == 1
     for user in users[:-1]:
         user.leave()
-    assert find(home) is not None, "one user is left"
+    assert is_at_work(home), "one user is left"
     users[-1].leave()
-    assert find(home) is None
+    assert not is_at_work(home)
 
 
 def test_a_server_at_work_is_joined_while_another_process_waits_to_start_or_stop_one(home: Path) -> None:
     first = ensure(home, SETTINGS)
     with exclusive(home / "server" / "start.lock", time.monotonic() + 5):
         second = ensure(home, SETTINGS, timeout_seconds=0.5)
-    assert (second.pid, second.started_here, second.is_user) == (first.pid, False, True)
+    assert (second.pid, second.is_user) == (first.pid, True)
     assert first.release() is False
     assert second.release() is True
 
@@ -197,7 +194,7 @@ def test_a_program_that_forgets_to_release_does_so_at_its_end(home: Path) -> Non
     user = User(home, how="forget")
     user.join()
     user.leave()
-    assert find(home) is None
+    assert not is_at_work(home)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -206,7 +203,7 @@ def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path, numbe
     pid = user.join()["pid"]
     user.kill(number)
     found = ensure(home, SETTINGS)
-    assert (found.pid, found.started_here) == (pid, False)
+    assert found.pid == pid
     assert found.release() is True, "the crashed user is no user any more"
 
 
@@ -215,9 +212,7 @@ def test_ctrl_c_in_the_starters_terminal_does_not_reach_the_server(home: Path) -
     pid = user.join()["pid"]
     keeper = ensure(home, SETTINGS)
     user.kill(signal.SIGINT)
-    found = find(home)
-    assert found is not None
-    assert found.pid == pid
+    assert (keeper.pid, is_at_work(home)) == (pid, True)
     keeper.release()
 
 
@@ -228,7 +223,6 @@ def test_a_killed_server_is_started_again_with_every_acknowledged_write(home: Pa
             c.rpush("list", i)
     os.kill(server.pid, signal.SIGKILL)
     again = ensure(home, SETTINGS)
-    assert again.started_here
     assert again.pid != server.pid
     with client(again.address) as c:
         assert c.llen("list") == 200
@@ -261,9 +255,8 @@ def test_a_stale_pid_file_and_socket_do_not_mislead(home: Path) -> None:
     record = {"pid": os.getpid(), "socket": str(directory / "server.sock"), "program": "valkey-server"}
     (directory / "server.json").write_text(json.dumps(record))
     (directory / "server.sock").write_text("")
-    assert find(home) is None
+    assert not is_at_work(home)
     server = ensure(home, SETTINGS)
-    assert server.started_here
     assert server.pid != os.getpid()
     assert server.release() is True
 
@@ -272,7 +265,6 @@ def test_a_server_that_hangs_is_reported_and_never_doubled(home: Path) -> None:
     server = ensure(home, SETTINGS)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        assert find(home) is None
         with pytest.raises(ServerUnreachable) as caught:
             ensure(home, SETTINGS, timeout_seconds=1.0)
         expected = f"the embedded server (pid {server.pid}) listens but does not answer at {home}/server/server.sock."
@@ -284,26 +276,6 @@ def test_a_server_that_hangs_is_reported_and_never_doubled(home: Path) -> None:
     assert again.pid == server.pid
     server.release()
     again.release()
-
-
-def test_what_a_killed_server_had_forked_does_not_keep_a_new_one_from_starting(
-    home: Path, server_binary: ServerBinary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The sleeper stands for a child that rewrites the append-only file: same process group, same inherited lock.
-    wrapper = home / "wrapper"
-    wrapper.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exec "{server_binary.path}" --version\n'
-        f'sleep 300 >/dev/null 2>&1 &\nexec "{server_binary.path}" "$@"\n'
-    )
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("RLBUFFER_SERVER_BIN", str(wrapper))
-    server = ensure(home, SETTINGS)
-    monkeypatch.setenv("RLBUFFER_SERVER_BIN", str(server_binary.path))
-    os.kill(server.pid, signal.SIGKILL)
-    again = ensure(home, SETTINGS, timeout_seconds=10.0)
-    assert again.started_here
-    server.release()
-    assert again.release() is True
 
 
 @pytest.fixture
@@ -319,12 +291,11 @@ def test_a_long_home_gets_its_socket_in_a_private_directory(deep_home: Path, mon
     assert deep_home not in socket.parents
     assert len(os.fsencode(socket)) < 100
     assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-    # Another process may have another temporary directory: the pid file tells it where.
+    # Another process may have another temporary directory: the record tells it where.
     monkeypatch.setattr(tempfile, "tempdir", str(deep_home))
-    found = find(deep_home)
-    assert found is not None
+    found = ensure(deep_home, SETTINGS)
     assert found.address == server.address
-    assert server.release() is True
+    assert (found.release(), server.release()) == (False, True)
     assert not socket.parent.exists()
 
 
@@ -361,12 +332,7 @@ def test_a_forked_child_is_a_user_of_its_own(home: Path) -> None:
         os.waitpid(child, 0)
         for end in (*leave, *told):
             os.close(end)
-    assert find(home) is not None
-
-
-def test_finding_nothing_changes_nothing(home: Path) -> None:
-    assert find(home) is None
-    assert list(home.iterdir()) == []
+    assert is_at_work(home)
 
 
 def test_a_size_that_is_none_is_refused_before_anything_starts(home: Path) -> None:
@@ -376,7 +342,7 @@ def test_a_size_that_is_none_is_refused_before_anything_starts(home: Path) -> No
         "server.maxmemory = 'lots\\nport 6379' is not a size: write a number and b, kb, mb or gb, like 2gb."
     )
     assert caught.value.setting == "server.maxmemory"
-    assert find(home) is None
+    assert not is_at_work(home)
 
 
 def test_a_server_that_cannot_start_says_why_with_its_log(home: Path) -> None:
@@ -397,67 +363,30 @@ def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_o
     shutil.rmtree(home)
     new = ensure(home, ServerSettings())
     assert not old.release()
-    found = find(home)
-    assert found is not None
-    assert found.pid == new.pid
+    assert is_at_work(home)
     assert new.release()
-
-
-def test_a_program_that_got_a_dead_servers_number_is_left_alone(home: Path) -> None:
-    # Something that a server left behind has the lock, and the number that was recorded is a stranger's by now.
-    directory = home / "server"
-    directory.mkdir()
-    lock = os.open(directory, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
-        write_record(directory, pid=stranger.pid, socket=str(directory / "server.sock"), program="valkey-server")
-        with pytest.raises(ServerUnreachable):
-            ensure(home, SETTINGS)
-        assert stranger.poll() is None
-        stranger.communicate()
-    os.close(lock)
 
 
 # -- a server at work is found, or left alone, whatever was done to its files ------------------------------------------
 
 
-def test_a_server_whose_socket_was_removed_is_ended_and_started_again_with_its_data(home: Path) -> None:
-    first = ensure(home, SETTINGS)
-    with client(first.address) as c:
-        c.set("k", 1)
-    (home / "server" / "server.sock").unlink()
-    again = ensure(home, SETTINGS)
-    assert again.pid != first.pid
-    with client(again.address) as c:
-        assert c.get("k") == b"1"
-    assert (first.release(), again.release()) == (False, True)
-
-
-def test_a_server_whose_files_were_all_removed_is_never_doubled(home: Path) -> None:
+@pytest.mark.parametrize("gone", ["server.sock", "everything"])
+def test_a_server_whose_files_were_removed_is_never_doubled(
+    home: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    monkeypatch.setattr(embedded, "SOCKET_SECONDS", 0.2)
     server = ensure(home, SETTINGS)
-    for name in ("server.sock", "server.json", "server.conf", "users.lock", "start.lock", "alive.lock"):
+    files = ("server.sock", "server.json", "server.conf", "users.lock", "start.lock", "alive.lock")
+    for name in files if gone == "everything" else [gone]:
         (home / "server" / name).unlink(missing_ok=True)
     try:
         with pytest.raises(ServerUnreachable) as caught:
             ensure(home, SETTINGS)
         assert f"{home}/server" in str(caught.value)
-        assert is_held(home / "server")
+        assert is_at_work(home)
     finally:
         os.kill(server.pid, signal.SIGTERM)
         wait_until_dead(home)
-
-
-def test_a_server_that_an_older_version_has_started_is_joined_and_seen_by_it(home: Path) -> None:
-    """Older versions hold and look at ``alive.lock`` alone."""
-    server = ensure(home, SETTINGS)
-    assert is_held(home / "server" / "alive.lock")
-    with patch("rlbuffer.store.server.embedded._alive_locks", lambda directory: (directory / "alive.lock",)):
-        server.release()
-        older = ensure(home, SETTINGS)
-    assert not is_held(home / "server")
-    newer = ensure(home, SETTINGS)
-    assert (newer.pid, newer.started_here) == (older.pid, False)
-    assert (older.release(), newer.release()) == (False, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace is root's to make")
@@ -473,7 +402,7 @@ def test_a_server_of_another_container_is_joined_or_left_alone(home: Path, can_c
         assert json.loads(other.stdout.splitlines()[1])["pid"] == server.pid
     else:
         assert "ServerUnreachable" in other.stderr
-    assert is_held(home / "server")
+    assert is_at_work(home)
     os.kill(server.pid, signal.SIGTERM)
     wait_until_dead(home)
     server.release()
