@@ -1,8 +1,4 @@
-"""A process of its own for one side of a comparison: what the other side sets up in its process does not reach it.
-
-A process that pushes with rlbuffer keeps the memory that it frees (:func:`rlbuffer.client.producer.keep_freed_memory`),
-which makes redis-py's bare HSET in the same process up to four times faster than it is anywhere else.
-"""
+"""A process of its own for one side of a comparison: what the other side keeps or has freed there does not reach it."""
 
 from __future__ import annotations
 

@@ -3,10 +3,8 @@
 A round pushes a step's groups, has the real daemon decide and commit it, and pulls it for every rank, on one server.
 The bare commands move as many bytes in the same round, so that whatever else the machine does hits both alike. They go
 through redis-py as it comes, with large reads. Bare commands, pushes and ranks have a process each: none pays for what
-another one keeps or has freed. The row "kept memory" has the HSETs of one that keeps the memory that it frees, as one
-that pushes does (:mod:`benchmarks.apart`): what is above it is the allocator's part. Each of the writing rows finds as
-much freed memory in the server as it will take; fresh memory costs a server twice as much. Shares are medians over
-rounds; absolute numbers are this machine's, today's.
+another one keeps or has freed. Each of the writing rows finds as much freed memory in the server as it will take; fresh
+memory costs a server twice as much. Shares are medians over rounds; absolute numbers are this machine's, today's.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from benchmarks.moves import (
     sizes,
 )
 from benchmarks.report import Report
-from rlbuffer.client.producer import keep_freed_memory
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
@@ -110,8 +107,8 @@ def measure(lengths: NDArray[np.int64]) -> list[Round]:
     sampled = [arrays(rng, int(n)) for n in lengths]
     payload_sizes = [[len(raw) for raw in payload.encode_push(group).payloads] for group in make_groups("any", sampled)]
     path = str(keeper.connection.client.connection_pool.connection_kwargs["path"])
-    bares = Apart(Bare, path, payload_sizes), Apart(Bare, path, payload_sizes, True)
-    others = *bares, Apart(Pushes, home, server, sampled, payload_sizes), Apart(Ranks, home, server)
+    pushes = Apart(Pushes, home, server, sampled, payload_sizes)
+    others = Apart(Bare, path, payload_sizes), pushes, Apart(Ranks, home, server)
     rounds = []
     try:
         for number in range(1 + ROUNDS):
@@ -134,7 +131,6 @@ def one_round(
     lengths: NDArray[np.int64],
     sizes: Sequence[Sequence[int]],
     bare: Apart,
-    kept: Apart,
     pushes: Apart,
     ranks: Apart,
 ) -> Round:
@@ -146,10 +142,8 @@ def one_round(
     size = sum(map(sum, sizes))
     pushes("open", store.run)
     bare("hset")  # memory for all that follow
-    costs = {}
-    for name, other in {"raw HSET": bare, "raw HSET, kept memory": kept}.items():
-        delete_payloads(client)
-        costs[name] = clock.apart(other, "hset")
+    delete_payloads(client)
+    costs = {"raw HSET": clock.apart(bare, "hset")}
     delete_payloads(client)
     costs["raw HSET, our connection"] = clock.apart(pushes, "hset")
     for name, method in {"push": "push_all", "push_many": "push_together"}.items():
@@ -176,11 +170,9 @@ def one_round(
 
 
 class Bare:
-    """redis-py's own connection, and payloads of these sizes. `keeps`: the memory that the process frees."""
+    """redis-py's own connection, and payloads of these sizes."""
 
-    def __init__(self, path: str, sizes: Sequence[Sequence[int]], keeps: bool = False) -> None:
-        if keeps:
-            keep_freed_memory()
+    def __init__(self, path: str, sizes: Sequence[Sequence[int]]) -> None:
         self._client = redis.Redis(unix_socket_path=path, protocol=3, socket_read_size=SOCKET_READ_BYTES)
         self._fields = payloads_of(sizes)
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rlbuffer.errors import (
     EpochChanged,
     InvalidRollout,
@@ -43,15 +41,6 @@ SPOOL_PUSHES = 64
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
 """Backoff while the server is away, doubled each time, with jitter."""
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep up to 16 MiB that a push has freed, for the next one: by itself it gives all but 128 KiB back to
-    the system, and every page of the next push is a fault.
-
-    It keeps twice as much as the largest block that was mapped alone and freed.
-    """
-    np.empty(8 * 2**20, np.uint8)
 
 
 @dataclass(slots=True)
@@ -91,7 +80,6 @@ class Producer:
         """It is named, and this process was forked from the one that it is of."""
         self.incarnation = incarnation or uuid.uuid4().hex
         check_producer(name, self.incarnation)
-        keep_freed_memory()
         self._store = store
         self._name = name
         self.epoch = epoch
