@@ -70,7 +70,7 @@ def test_records_of_steps_that_were_taken_back_do_not_count_and_a_lost_one_is_na
             record(run, i, 0.25)
     archive = archived(run, tmp_path / "archive")
     assert [(r["step"], r["loss"]) for r in archive.trained] == [(1, 0.5), (2, 0.25), (4, 0.25)]
-    assert [finding.message for finding in check_archive(archive).findings] == ["step 3 has no record of the trainer"]
+    assert [finding.message for finding in check_archive(archive).findings] == ["step 3: no record of the trainer"]
 
 
 def test_what_somebody_wrote_by_hand_stops_nothing(run: Run, tmp_path: Path) -> None:
