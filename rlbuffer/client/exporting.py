@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.details import stand_ins
 from rlbuffer.client.kept_pushes import dropped_pushes, group_of
 from rlbuffer.client.views import GroupView, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
@@ -47,19 +48,7 @@ def _of_entries(store: Viewer, entries: Sequence[PoolEntry], gone: list[str]) ->
             gone.append(entry.group_id)
             continue
         names = ("prompt_id", "planned_size", "adapter", "needs", "worker", "created")
-        refs = [
-            PartRollout(
-                payload_key=entry.payload_key,
-                index=index,
-                info=rollout,
-                group_id=entry.group_id,
-                env=entry.env,
-                adapter=info.adapter,
-                advantage=0.0,
-            )
-            for index, rollout in enumerate(info.rollouts)
-        ]
-        yield from _whole(store, refs, {name: getattr(info, name) for name in names}, gone)
+        yield from _whole(store, stand_ins([entry]), {name: getattr(info, name) for name in names}, gone)
 
 
 def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> Iterator[Group]:

@@ -30,31 +30,31 @@ class GroupView:
 
     group_id: str
     env: str
-    prompt_id: str
     state: State
-    reason: str
-    """Reason of its drop, a :class:`~rlbuffer.records.states.Reason` as the history has it; "" otherwise."""
     rollouts: int
-    planned_size: int
-    """0 when no longer known."""
-    reward: float | None
-    """Mean over the scored rollouts."""
-    rewards: tuple[float, ...]
-    """Every scored rollout's, in the order of the rollouts."""
-    age: int | None
-    """Policy versions, at the step that consumed it or was open when it was dropped, or now while it is pending."""
     tokens: int
-    created: float | None
-    """Unix seconds of its first push."""
-    waited_seconds: float | None
-    """Seconds from the first push until now, or until it was packed or dropped."""
-    worker: str
-    step: int | None
-    """The step that consumed it."""
-    detail: str
-    """The rule that dropped it, with value and limit."""
     min_version: int
     max_version: int
+    prompt_id: str = ""
+    reason: str = ""
+    """Reason of its drop, a :class:`~rlbuffer.records.states.Reason` as the history has it; "" otherwise."""
+    planned_size: int = 0
+    """0 when no longer known."""
+    reward: float | None = None
+    """Mean over the scored rollouts."""
+    rewards: tuple[float, ...] = ()
+    """Every scored rollout's, in the order of the rollouts."""
+    age: int | None = None
+    """Policy versions, at the step that consumed it or was open when it was dropped, or now while it is pending."""
+    created: float | None = None
+    """Unix seconds of its first push."""
+    waited_seconds: float | None = None
+    """Seconds from the first push until now, or until it was packed or dropped."""
+    worker: str = ""
+    step: int | None = None
+    """The step that consumed it."""
+    detail: str = ""
+    """The rule that dropped it, with value and limit."""
     uses: int = 0
     """Steps that trained it, up to this one."""
     adapter: str = ""
@@ -209,7 +209,6 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         env=parts[0].env,
         prompt_id=infos[0].prompt_id if infos else "",
         state=State.READY if complete else State.FORMING,
-        reason="",
         rollouts=count,
         planned_size=planned,
         reward=fmean(scored) if scored else None,
@@ -219,7 +218,6 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         created=created,
         waited_seconds=max(now - created, 0.0),
         worker=infos[0].worker if infos else "",
-        step=None,
         detail="; ".join([*(entry.error for entry in parts if entry.error), *needed]),
         min_version=oldest,
         max_version=newest,
@@ -262,7 +260,6 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         env=members[0].env,
         prompt_id=members[0].prompt_id,
         state=State.TRAINED if header.step <= trained else State.PACKED,
-        reason="",
         rollouts=len(members),
         planned_size=members[0].planned_size,
         reward=fmean(scored) if scored else None,
@@ -273,7 +270,6 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         waited_seconds=max(header.committed_ms - pushed_ms, 0) / 1000,
         worker=members[0].worker,
         step=header.step,
-        detail="",
         min_version=oldest,
         max_version=max(m.info.max_version for m in members),
         uses=header.uses.get(group_id, 0) + 1,
@@ -316,13 +312,11 @@ def dropped_view(record: Mapping[str, Any], committed: int | None = None) -> Gro
         rollouts=int(record["rollouts"]),
         planned_size=int(record.get("planned_size") or 0),
         reward=None if reward in (None, "") else float(str(reward)),
-        rewards=(),
         age=age,
         tokens=int(record["tokens"]),
         created=created,
         waited_seconds=None if created is None or "at" not in record else max(0.0, float(record["at"]) - created),
         worker=str(record.get("worker") or ""),
-        step=None,
         detail=str(record.get("detail", "")),
         min_version=int(record.get("min_version", 0)),
         max_version=int(record.get("min_version", 0)),

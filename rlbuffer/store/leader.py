@@ -7,16 +7,17 @@ back a *claim*, the last steps that it has trained; the leader lets the run go o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from importlib import resources
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from rlbuffer.errors import LeaseLost, RlbufferError, RunGone
+from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW, ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
@@ -30,7 +31,7 @@ from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_grou
 from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.session import BLOCK_SECONDS, answers, entries, raise_first, sound, text
+from rlbuffer.store.session import BLOCK_SECONDS, entries, raise_first, sound, text
 from rlbuffer.store.step_format import (
     check_numbers,
     encode,
@@ -50,7 +51,6 @@ PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
 _NO_ROW = b"\xff" * ROW.size
 """Stands for a rollout that its push does not have: no payload is so large."""
-T = TypeVar("T")
 
 
 class LeaderStore(Member):
@@ -101,7 +101,8 @@ class LeaderStore(Member):
     def release_lease(self) -> None:
         """Lets another lead at once. Nothing happens when another leads."""
         if self._owner:
-            self._say("release", self._owner)
+            with suppress(LeaseLost):
+                self._say("release", self._owner)
 
     def load_scripts(self) -> None:
         """Loads the scripts that the server does not know: most users may call them and load none."""
@@ -146,17 +147,19 @@ class LeaderStore(Member):
         return text(self._as_leader("end", "" if step is None else step, *seen)[0]) == "OK"
 
     def _as_leader(self, action: str, *args: Any) -> list[Any]:
-        reply = self._say(action, self.token, *args)
-        if text(reply[0]) == "FENCED":
-            raise self.lost(reply[1])
-        return reply
+        return self._say(action, self.token, *args)
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
-        where = (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends)
-        reply = self.move("lease", where, (action, *args))
-        if text(reply[0]) == "GONE":
-            raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+        return self._led("lease", (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends), (action, *args))
+
+    def _led(self, script: str, keys: Sequence[str], args: Sequence[Any], *, since: int | None = None) -> list[Any]:
+        """A move under the lease. Raises LeaseLost where another leads."""
+        reply = self.move(script, keys, args, since=since)
+        if len(reply) == 2 and text(reply[0]) == "FENCED":
+            holder = f"{text(reply[1])} holds it" if reply[1] else "nobody holds it"
+            lease = f"the lease of run {self.run!r} is not this batcher's any more"
+            raise LeaseLost(f"{lease}: {holder} ({self.keys.lease})")
         return reply
 
     # -- the pool --------------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class LeaderStore(Member):
         found = pool_entries(keys, entries(next(replies)))
         meta, trainer, versions, paused, time = islice(replies, 5)
         if self.connection.is_cluster:
-            self.look(partial(_keep, entries=found))
+            self.paged(found, lambda pipe, entry: pipe.persist(entry.payload_key))
         now = seconds_of(time)
         return Look(
             entries=found,
@@ -214,15 +217,9 @@ class LeaderStore(Member):
         """Tombstones: ids of closed groups, the oldest first."""
         return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
 
-    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
-        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
-        if numbers:
-            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
-            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
-
     def drop(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
         """DROP, in calls of at most 500 entries."""
-        drop(self, self.token, drops)
+        drop(self._led, self.keys, self.token, drops)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -250,17 +247,15 @@ class LeaderStore(Member):
     def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
         """The sizes of payloads on several shards, which are made permanent: COMMIT does not reach them there."""
 
-        def ask(client: Any) -> list[Any]:
+        def ask(pipe: Any) -> None:
             self.stay(self.since)
-            with client.pipeline(transaction=False) as pipe:
-                for key, places in asked:
-                    pipe.persist(key)
-                    for place in places:
-                        pipe.hstrlen(key, str(place))
-                replies = iter(answers(pipe))
-            return [size for _, places in asked for size in list(islice(replies, 1 + len(places)))[1:]]
+            for key, places in asked:
+                pipe.persist(key)
+                for place in places:
+                    pipe.hstrlen(key, str(place))
 
-        return self.look(ask)
+        replies = iter(self.piped(ask, lenient=True))
+        return [size for _, places in asked for size in list(islice(replies, 1 + len(places)))[1:]]
 
     def commit(
         self,
@@ -298,7 +293,7 @@ class LeaderStore(Member):
         ]
         keys = self.keys
 
-        reply = self.move(
+        reply = self._led(
             "commit",
             (
                 keys.lease,
@@ -328,8 +323,6 @@ class LeaderStore(Member):
             return CommitStatus.DUPLICATE, digest
         if status == "GONE":
             return CommitStatus.GONE, [text(entry_id) for entry_id in reply[1:]]
-        if status == "FENCED":
-            raise self.lost(reply[1])
         if status == "ORDER":
             raise LeaseLost(
                 f"step {plan.step} of run {self.run!r} follows step {meta.step} of epoch {meta.epoch}, but the run "
@@ -356,25 +349,30 @@ class LeaderStore(Member):
         keys = self.keys
         record = b"" if early is None else payload.dumps(RetiredEarly(step=up_to, **early).as_object())
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
-        reply = self.move("retire", where, (self.token, up_to, record, HISTORY_ENTRIES), since=self.since)
-        if text(reply[0]) == "FENCED":
-            raise self.lost(reply[1])
+        reply = self._led("retire", where, (self.token, up_to, record, HISTORY_ENTRIES), since=self.since)
         retired = int(reply[1])
 
-        def here(command: Callable[[Any], T]) -> T:
-            def ask(client: Any) -> T:
+        def here(add: Callable[[Any], object]) -> list[Any]:
+            def ask(pipe: Any) -> None:
                 self.stay(self.since)
-                return command(client)
+                add(pipe)
 
-            return self.look(ask)
+            return self.piped(ask)
+
+        def unlink(pipe: Any, names: Sequence[bytes]) -> None:
+            for name in names:  # one command per key: payload keys lie in different slots of a cluster
+                pipe.unlink(name)
+
+        def forget(pipe: Any, names: Sequence[bytes]) -> None:
+            pipe.zrem(keys.garbage, *names)
 
         swept = 0
-        while members := here(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP)):
+        while members := here(lambda pipe: pipe.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP))[0]:
             # Scorers write this list, too, and the leader may unlink anything: only a payload of this run goes.
             own = [key for key in members if key.startswith(keys.payload_prefix.encode())]
             # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
-            here(partial(_unlink, keys=own))
-            here(partial(_forget, garbage=keys.garbage, keys=members))
+            here(partial(unlink, names=own))
+            here(partial(forget, names=members))
             swept += len(own)
         return swept
 
@@ -415,14 +413,12 @@ class LeaderStore(Member):
         for use in uses:
             args += use
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
-        reply = self.move("recover", (*where, keys.history, keys.reuse), args)
+        reply = self._led("recover", (*where, keys.history, keys.reuse), args)
         status = text(reply[0])
         if status == "OK":
             return {"epoch": int(reply[1]), **asdict(record)}
         if status == "NONE":
             return None
-        if status == "FENCED":
-            raise self.lost(reply[1])
         if status == "UNEQUAL":
             raise RlbufferError(
                 f"pool entry {text(reply[1])} holds {text(reply[2])} rollouts and {text(reply[3])} tokens, which is "
@@ -443,13 +439,6 @@ class LeaderStore(Member):
 
 def _load(client: Any, script: Script) -> None:
     client.script_load(script.text)
-
-
-def _keep(client: Any, entries: Sequence[PoolEntry]) -> None:
-    with client.pipeline(transaction=False) as pipe:
-        for entry in entries:
-            pipe.persist(entry.payload_key)
-        pipe.execute()
 
 
 def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
@@ -484,18 +473,6 @@ def _group_lines(plan: StepPlan) -> str:
         uses, is_kept = (sample.uses, sample.is_kept) if sample else (0, False)
         lines.append(f"{group_id} {env_of[group_id]} {uses} {int(is_kept)}\n")
     return "".join(lines)
-
-
-def _forget(client: Any, garbage: str, keys: Sequence[bytes]) -> None:
-    client.zrem(garbage, *keys)
-
-
-def _unlink(client: Any, keys: Sequence[bytes]) -> None:
-    # One command per key: payload keys lie in different slots of a cluster.
-    with client.pipeline(transaction=False) as pipe:
-        for key in keys:
-            pipe.unlink(key)
-        pipe.execute()
 
 
 def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:

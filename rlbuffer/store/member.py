@@ -58,6 +58,18 @@ class Member(Viewer):
         before = heartbeat_of(reply[1]) if len(reply) > 1 else None
         return None if before is None else before[1]
 
+    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
+        if numbers:
+            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
+            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
+
+    def say_done(self, env: str, *, epoch: int) -> None:
+        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
+        reply = self._say_done("done", epoch, env)
+        if text(reply[0]) == "GONE":
+            raise self.gone(reply, epoch)
+
     def _say_done(self, action: str, *args: Any) -> list[Any]:
         return self.move("done", (self.keys.ends, self.keys.numbers, self.keys.meta), (action, *args))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from rlbuffer.errors import (
     NotFound,
     PayloadError,
     RlbufferError,
-    RunGone,
     StepRetired,
 )
 from rlbuffer.records.info import RolloutInfo
@@ -73,17 +72,14 @@ class OperatorStore(Member):
                 return reply
 
     def _ask(self, action: str, *args: Any) -> list[Any]:
-        reply = self.move("ask", (self.keys.meta, self.keys.allowance), (action, *args))
-        if text(reply[0]) == "GONE":
-            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
-        return reply
+        return self.move("ask", (self.keys.meta, self.keys.allowance), (action, *args))
 
     def drop_pending(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
         """DROP by an operator, with or without a leader. -> pushes that left the pool. Raises RunGone.
 
         May be repeated. A leader forgets what it held; a step that it plans meanwhile is refused as gone.
         """
-        return drop(self, "", drops)
+        return drop(self.move, self.keys, "", drops)
 
     def pause(self, env: str) -> bool:
         """The env takes part in no step until it is resumed. -> False when it was paused already."""
@@ -97,12 +93,6 @@ class OperatorStore(Member):
     def resume(self, env: str) -> bool:
         """Returns False when it was not paused."""
         return bool(self.look(lambda client: client.zrem(self.keys.paused, env)))
-
-    def say_done(self, env: str, *, epoch: int) -> None:
-        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
-        reply = self._say_done("done", epoch, env)
-        if text(reply[0]) == "GONE":
-            raise self.gone(reply, epoch)
 
     def forget_end(self, env: str) -> bool:
         """DONE resume: the env's end is what its workers say from now on. -> False when it had none."""
@@ -189,8 +179,6 @@ class OperatorStore(Member):
         status = text(reply[0])
         if status == "OK":
             return {"epoch": int(reply[1]), "steps": int(reply[2]), "entries": int(reply[3])}
-        if status == "GONE":
-            raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
         if status == "CHANGED":
             raise EpochChanged(
                 f"run {self.run!r} began epoch {text(reply[1])} at this moment, by somebody else or by this request "
@@ -218,24 +206,13 @@ class OperatorStore(Member):
         # Meta first: whoever still works for the run hears that it is gone, instead of making half of it again.
         removed = int(self.look(lambda client: client.unlink(keys.meta)))
         for pattern in (f"{keys.tag}:*", f"{keys.payload_prefix}*"):
-            for page in _pages(self.look(partial(_names, pattern=pattern))):
-                removed += self.look(partial(_unlinked, names=page))
+            # One command per key: payload keys lie in different slots of a cluster.
+            removed += sum(
+                self.paged(self.look(partial(_names, pattern=pattern)), lambda pipe, name: pipe.unlink(name))
+            )
         self.look(lambda client: client.zrem(RUNS, self.run))
         return removed
 
 
 def _names(client: Any, pattern: str) -> list[bytes]:
     return list(client.scan_iter(match=pattern, count=1000))
-
-
-def _unlinked(client: Any, names: list[bytes]) -> int:
-    # One command per key: payload keys lie in different slots of a cluster.
-    with client.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.unlink(name)
-        return sum(pipe.execute())
-
-
-def _pages(names: list[bytes], size: int = 500) -> Iterator[list[bytes]]:
-    for start in range(0, len(names), size):
-        yield names[start : start + size]

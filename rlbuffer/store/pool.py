@@ -5,17 +5,17 @@ PUSH brings them in, DROP and COMMIT take them out, nothing else touches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlbuffer.errors import PayloadError, RunGone
+from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.records import PoolEntry, Reused
-from rlbuffer.store.session import Entry, Fields, Session, number, text
+from rlbuffer.store.session import Entry, Fields, number, text
 from rlbuffer.wire import payload
 
 DROP_ENTRIES = 500
@@ -136,12 +136,16 @@ def _count(fields: Fields, name: bytes) -> int:
     return number(fields.get(name)) or 0
 
 
-def drop(session: Session, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
+def drop(
+    move: Callable[[str, Sequence[str], Sequence[Any]], list[Any]],
+    keys: Keys,
+    token: int | str,
+    drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
+) -> int:
     """DROP, in calls of at most :data:`DROP_ENTRIES` entries. -> pushes that left the pool.
 
-    An empty token is an operator's. Raises LeaseLost, RunGone.
+    An empty token is an operator's. Raises what `move` does.
     """
-    keys = session.keys
     dropped = 0
     where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
     for chunk in _chunks(drops):
@@ -150,11 +154,7 @@ def drop(session: Session, token: int | str, drops: Sequence[tuple[Drop, Sequenc
             closes = "1" if pushes and drop.reason in CLOSING_REASONS else "0"
             record = _drop_record(drop, pushes) if pushes else b""
             args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
-        reply = session.move("drop", where, args)
-        if text(reply[0]) == "FENCED":
-            raise session.lost(reply[1])
-        if text(reply[0]) == "GONE":
-            raise RunGone(f"run {session.run!r} is not on the server ({keys.meta})")
+        reply = move("drop", where, args)
         dropped += int(reply[1])
     return dropped
 

@@ -164,14 +164,7 @@ class ProducerStore(Member):
             for push, reply in zip(batch, replies, strict=False)
             if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
         ]
-
-        def settle(client: Any) -> None:
-            with client.pipeline(transaction=False) as pipe:
-                for push in pending:
-                    pipe.persist(push.name)
-                pipe.execute()
-
-        self.look(settle)
+        self.paged(pending, lambda pipe, push: pipe.persist(push.name))
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlbuffer.store.producer import ProducerStore
-from rlbuffer.store.session import answers
 
 
 class ScorerStore(ProducerStore):
@@ -27,18 +26,16 @@ class ScorerStore(ProducerStore):
         pool, keys = self.keys.pool, [self.keys.scoring(entry_id) for entry_id in entry_ids]
         milliseconds = max(1, round(1000 * ttl_seconds))
 
-        def claim(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for entry_id, key in zip(entry_ids, keys, strict=True):
-                    pipe.xrange(pool, entry_id, entry_id)
-                    pipe.set(key, owner, nx=True, px=milliseconds)
-                    pipe.get(key)
-                return answers(pipe)
+        def claim(pipe: Any) -> None:
+            for entry_id, key in zip(entry_ids, keys, strict=True):
+                pipe.xrange(pool, entry_id, entry_id).set(key, owner, nx=True, px=milliseconds).get(key)
 
-        reply = self.look(claim)
+        reply = self.piped(claim, lenient=True)
         gone = frozenset(e for e, entry in zip(entry_ids, reply[::3], strict=True) if not entry)
         claimed = frozenset(e for e, holder in zip(entry_ids, reply[2::3], strict=True) if holder == owner.encode())
-        self._clamp([key for key, holder in zip(keys, reply[2::3], strict=True) if holder], milliseconds)
+        # No claim runs for longer than it was given for: one that would is of a clock that was set back since.
+        held = [key for key, holder in zip(keys, reply[2::3], strict=True) if holder]
+        self.paged(held, lambda pipe, key: pipe.pexpire(key, milliseconds, lt=True))
         if gone:
             self.release_scoring(sorted(gone & claimed), owner=owner)
         self.renew_scoring(sorted(claimed - gone), owner=owner, ttl_seconds=ttl_seconds)
@@ -53,29 +50,8 @@ class ScorerStore(ProducerStore):
         """Gives claims back."""
         self._where_mine(entry_ids, owner, lambda pipe, key: pipe.delete(key))
 
-    def _clamp(self, keys: Sequence[str], milliseconds: int) -> None:
-        """No claim runs for longer than it was given for: one that would is of a clock that was set back since."""
-
-        def clamp(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.pexpire(key, milliseconds, lt=True)
-                return answers(pipe)
-
-        if keys:
-            self.look(clamp)
-
     def _where_mine(self, entry_ids: Sequence[str], owner: str, act: Any) -> None:
         # Between the look and the act a claim may lapse and be another's: then two do the same work, and one is late.
-        if not entry_ids:
-            return
         keys = [self.keys.scoring(entry_id) for entry_id in entry_ids]
-
-        def move(client: Any) -> None:
-            mine = [key for key, holder in zip(keys, client.mget(keys), strict=True) if holder == owner.encode()]
-            with client.pipeline(transaction=False) as pipe:
-                for key in mine:
-                    act(pipe, key)
-                pipe.execute()
-
-        self.look(move)
+        holders = self.look(lambda client: client.mget(keys)) if keys else []
+        self.paged([key for key, holder in zip(keys, holders, strict=True) if holder == owner.encode()], act)

@@ -9,7 +9,7 @@ server's clock, in seconds unless named otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,8 @@ DEFAULT_PATIENCE_SECONDS = 30.0
 """Seconds that calls are repeated while the server is away: a killed embedded server is back in well under a second."""
 BLOCK_SECONDS = 2.0
 """Longest single blocking read: it stays below every socket timeout."""
+PAGE = 500
+"""Keys asked about in one round trip."""
 LAST_IN_STEP = 2**64 - 1
 """Largest second half of a stream id: ``<s>-<LAST_IN_STEP>`` is the end of step s."""
 EARLY_PERCENT = round(100 * EARLY_SHARE)
@@ -86,6 +88,31 @@ class Session:
         except WrongType:
             return otherwise
 
+    def piped(self, ask: Callable[[Any], object], *, at_once: bool = False, lenient: bool = False) -> list[Any]:
+        """The replies to the commands that `ask` puts into a pipeline, in one round trip: only for what may be done
+        twice. `at_once`: in a transaction. `lenient`: as :func:`sound`."""
+
+        def send(client: Any) -> list[Any]:
+            with client.pipeline(transaction=at_once) as pipe:
+                ask(pipe)
+                return sound(pipe.execute(raise_on_error=False)) if lenient else list(pipe.execute())
+
+        return self.look(send)
+
+    def paged(
+        self, items: Sequence[Any], add: Callable[[Any, Any], object], *, size: int = PAGE, lenient: bool = True
+    ) -> list[Any]:
+        """The reply to the command that ``add(pipe, item)`` makes of each item, `size` of them in a round trip."""
+
+        def commands(pipe: Any, page: Sequence[Any]) -> None:
+            for item in page:
+                add(pipe, item)
+
+        replies: list[Any] = []
+        for start in range(0, len(items), size):
+            replies += self.piped(partial(commands, page=items[start : start + size]), lenient=lenient)
+        return replies
+
     def move(
         self,
         script: str,
@@ -95,14 +122,22 @@ class Session:
         repeat: bool = True,
         since: int | None = None,
     ) -> list[Any]:
-        """Runs one Lua file. -> its reply, status first. `since`: as in :meth:`stay`, asked before every sending."""
+        """Runs one Lua file. -> its reply, status first. `since`: as in :meth:`stay`, asked before every sending.
+        Raises RunGone where the script found no run."""
         run = self.script(script)
 
         def send() -> list[Any]:
             self.stay(since)
             return sound(list(run(keys=list(keys), args=list(args))))
 
-        return self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat, op=script)
+        reply = self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat, op=script)
+        if len(reply) == 1 and text(reply[0]) == "GONE":
+            raise self.no_run()
+        return reply
+
+    def no_run(self) -> RunGone:
+        """The error of who asks for a run that is not there."""
+        return RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
 
     def script(self, name: str) -> Script:
         """The Lua file `name`, to be called."""
@@ -148,12 +183,6 @@ class Session:
         if since is not None and self.connection.losses != since:
             raise LeaseLost(f"the server of run {self.run!r} was away: everything is read from it again")
 
-    def lost(self, owner: object) -> LeaseLost:
-        """The error of a leader that does not lead any more."""
-        holder = text(owner)
-        now = f"{holder} holds it" if holder else "nobody holds it"
-        return LeaseLost(f"the lease of run {self.run!r} is not this batcher's any more: {now} ({self.keys.lease})")
-
     def gone(self, reply: Sequence[Any], epoch: int) -> RunGone:
         """The error of a producer whose epoch is not the run's: `reply` is ('GONE', epoch, since)."""
         there = text(reply[1])
@@ -193,11 +222,6 @@ def open_store(
     """
     connection = Connection(url, home=home, server=server, name=name, origin=origin, password=password)
     return role(connection, run, patience_seconds=patience_seconds)
-
-
-def answers(pipe: Any) -> list[Any]:
-    """The replies of a pipeline, as :func:`sound` ones."""
-    return sound(pipe.execute(raise_on_error=False))
 
 
 def sound(replies: list[Any]) -> list[Any]:

@@ -47,8 +47,6 @@ class TrainerStore(Member):
         status = text(reply[0])
         if status == "OK":
             return replace(self.trainer(), newest=int(reply[2]))
-        if status == "GONE":
-            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta}): open it first")
         if status == "AHEAD":
             raise RunGone(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "

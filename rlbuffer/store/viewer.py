@@ -18,7 +18,6 @@ from rlbuffer.errors import (
     PayloadError,
     RlbufferError,
     RunDamaged,
-    RunGone,
     SchemaMismatch,
     ServerUnsuitable,
     StepRetired,
@@ -49,10 +48,10 @@ from rlbuffer.store.session import (
     MINIMUM_TOMBSTONE_MS,
     Fields,
     Session,
-    answers,
     number,
     raise_first,
     ranged,
+    sound,
     text,
 )
 from rlbuffer.store.step_format import decode_header, decode_part
@@ -112,14 +111,12 @@ class Viewer(Session):
         """
         is_memory = self.connection.is_memory
 
-        def look(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                ask(pipe, self.keys)
-                if not is_memory:
-                    pipe.info("server", "memory")
-                return answers(pipe)
+        def commands(pipe: Any) -> None:
+            ask(pipe, self.keys)
+            if not is_memory:
+                pipe.info("server", "memory")
 
-        replies = self.look(look)
+        replies = self.piped(commands, lenient=True)
         return self.connection.facts({} if is_memory else replies.pop()), replies
 
     def losses(self) -> int:
@@ -140,12 +137,19 @@ class Viewer(Session):
 
     def _meta_of(self, fields: Fields) -> Meta:
         if not fields:
-            fields, *there = self.look(self._meta_and_content)  # at one moment: it may just be begun
-            left = [key for key, is_there in zip(self._content(), there, strict=True) if is_there]
+            keys = self._content()
+
+            def content(pipe: Any) -> None:
+                pipe.hgetall(self.keys.meta)
+                for key in keys:
+                    pipe.exists(key)
+
+            fields, *there = self.piped(content, at_once=True)  # at one moment: it may just be begun
+            left = [key for key, is_there in zip(keys, there, strict=True) if is_there]
             if not fields and left:
                 raise self._damaged(left)
         if not fields:
-            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
+            raise self.no_run()
         meta = parse_meta(fields)
         if meta.schema != SCHEMA:
             raise SchemaMismatch(
@@ -158,14 +162,8 @@ class Viewer(Session):
 
     def has_ended(self) -> bool:
         """True when every env is done, everything is trained, and nothing was pushed since: a cheap look."""
-
-        def look(client: Any) -> list[Any]:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.hexists(self.keys.meta, "ended")
-                pipe.xlen(self.keys.pool)
-                return list(pipe.execute())
-
-        ended, pending = self.look(look)
+        keys = self.keys
+        ended, pending = self.piped(lambda pipe: pipe.hexists(keys.meta, "ended").xlen(keys.pool), at_once=True)
         return bool(ended) and not pending
 
     def _content(self) -> tuple[str, ...]:
@@ -173,13 +171,6 @@ class Viewer(Session):
         keys = self.keys
         run = keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
         return *run, keys.restoring
-
-    def _meta_and_content(self, client: Any) -> list[Any]:
-        with client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(self.keys.meta)
-            for key in self._content():
-                pipe.exists(key)
-            return list(pipe.execute())
 
     def _damaged(self, left: Sequence[str]) -> RunDamaged:
         return RunDamaged(
@@ -210,60 +201,20 @@ class Viewer(Session):
 
     def is_led(self) -> bool:
         """True when a batcher holds the lease."""
-
-        def look(client: Any) -> list[Any]:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.hget(self.keys.lease, "until")
-                pipe.time()
-                return list(pipe.execute())
-
-        until, (seconds, micros) = self.look(look)
-        return int(until or 0) > int(seconds) * 1000 + int(micros) // 1000
+        until, now = self.piped(lambda pipe: pipe.hget(self.keys.lease, "until").time(), at_once=True)
+        return int(until or 0) > 1000 * seconds_of(now)
 
     def sources(self) -> Sources:
         """The sources that may still send something. A field that is not rlbuffer's counts as an env without an end."""
-
-        def look(client: Any) -> list[Any]:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.hgetall(self.keys.ends)
-                pipe.hgetall(self.keys.numbers)
-                return list(pipe.execute())
-
-        written, taken = self.look(look)
+        keys = self.keys
+        written, taken = self.piped(lambda pipe: pipe.hgetall(keys.ends).hgetall(keys.numbers), at_once=True)
         over = ends_of(written, taken)[3]
-
-        def count(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for env in over:
-                    pipe.zcard(self.keys.tickets(env))
-                return list(pipe.execute())
-
-        return sources_of(written, taken, dict(zip(over, self.look(count) if over else (), strict=True)))
+        out = self.paged(over, lambda pipe, env: pipe.zcard(keys.tickets(env)), lenient=False)
+        return sources_of(written, taken, dict(zip(over, out, strict=True)))
 
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
         return frozenset(text(env) for env in self.look(lambda client: client.zrange(self.keys.paused, 0, -1)))
-
-    def allowances(self) -> Mapping[str, int]:
-        """Tickets that may be out, by env."""
-        reply = self.look(lambda client: client.hgetall(self.keys.allowance))
-        return {text(env): int(n) for env, n in reply.items()}
-
-    def tickets_out(self) -> Mapping[str, int]:
-        """Tickets that are out and have not expired, by env; only envs that have some."""
-        keys = self.keys
-        envs = [text(env) for env in self.look(lambda client: client.hkeys(keys.numbers))]
-
-        def count(client: Any) -> list[Any]:
-            seconds, micros = client.time()
-            now = int(seconds) * 1000 + int(micros) // 1000
-            with client.pipeline(transaction=False) as pipe:
-                for env in envs:
-                    pipe.zcount(keys.tickets(env), f"({now}", "+inf")
-                return list(pipe.execute())
-
-        counts = self.look(count) if envs else []
-        return {env: int(n) for env, n in sorted(zip(envs, counts, strict=True)) if n}
 
     # -- the pool and what belongs to it ------------------------------------------------------------------------------
 
@@ -293,14 +244,10 @@ class Viewer(Session):
         low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
         for start in range(low, high + 1, HEADERS_PER_READ):
             steps = range(start, min(start + HEADERS_PER_READ, high + 1))
-
-            def read(client: Any, steps: range = steps) -> list[Any]:
-                with client.pipeline(transaction=False) as pipe:
-                    for step in steps:
-                        pipe.xrange(self.keys.steps, f"{step}-0", f"{step}-0")
-                    return list(pipe.execute())
-
-            for reply in self.look(read):
+            replies = self.paged(
+                steps, lambda pipe, step: pipe.xrange(self.keys.steps, f"{step}-0", f"{step}-0"), lenient=False
+            )
+            for reply in replies:
                 for entry_id, fields in ranged(reply):
                     try:
                         with self._reading(int(entry_id.split("-")[0])):
@@ -335,17 +282,10 @@ class Viewer(Session):
 
     def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
         """Parts of the given planned ranks, or all, in their order. Raises StepRetired, NotFound, PayloadError."""
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                if ranks is None:
-                    pipe.xrange(self.keys.steps, f"{step}-1", f"{step}-{LAST_IN_STEP}")
-                else:
-                    for rank in ranks:
-                        pipe.xrange(self.keys.steps, f"{step}-{rank + 1}", f"{step}-{rank + 1}")
-                return list(pipe.execute())
-
-        replies = self.look(read)
+        places = [(1, LAST_IN_STEP)] if ranks is None else [(rank + 1, rank + 1) for rank in ranks]
+        replies = self.piped(
+            lambda pipe: [pipe.xrange(self.keys.steps, f"{step}-{low}", f"{step}-{high}") for low, high in places]
+        )
         ranges = [ranged(reply) for reply in replies]
         if any(not entries for entries in ranges):
             if step <= self._retired_step():
@@ -462,28 +402,14 @@ class Viewer(Session):
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key in payload_keys:
-                    pipe.hget(key, "group")
-                return answers(pipe)
-
-        return self.look(read) if payload_keys else []
+        return self.paged(payload_keys, lambda pipe, key: pipe.hget(key, "group"), size=len(payload_keys) or 1)
 
     # -- the trainer and other processes -----------------------------------------------------------------------------
 
     def trainer(self) -> Attempt:
         """The registered attempt (number 0 before the first), the announced versions, and the server's time."""
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(self.keys.trainer)
-                pipe.hgetall(self.keys.policy)
-                pipe.time()
-                return list(pipe.execute())
-
-        fields, versions, time = self.look(read)
+        keys = self.keys
+        fields, versions, time = self.piped(lambda pipe: pipe.hgetall(keys.trainer).hgetall(keys.policy).time())
         return self._attempt_of(fields, versions, seconds_of(time))
 
     def _attempt_of(self, fields: Fields, versions: Fields, now: float) -> Attempt:
@@ -524,14 +450,7 @@ class Viewer(Session):
     def damaged_in(self, first: int, last: int) -> dict[int, int]:
         """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
         steps = range(first, last + 1)
-
-        def count(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for step in steps:
-                    pipe.zcount(self.keys.damaged, step, step)
-                return answers(pipe)
-
-        counts = self.look(count) if steps else []
+        counts = self.paged(steps, lambda pipe, step: pipe.zcount(self.keys.damaged, step, step))
         return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
 
     def damaged_of(self, step: int) -> list[str]:
@@ -544,35 +463,13 @@ class Viewer(Session):
 
         Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
         """
-        key = self.keys.heartbeats(kind)
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(key)
-                pipe.time()
-                return answers(pipe)
-
-        fields, time = self.look(read)
+        fields, time = self.piped(lambda pipe: pipe.hgetall(self.keys.heartbeats(kind)).time(), lenient=True)
         return heartbeats_of(fields, seconds_of(time))
-
-    def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
-        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
-
-        A line's results take the place of those that earlier lines have from its first version on; above the run's last
-        step there are none of earlier lines. `limit`: newest entries that are looked at.
-        """
-        newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
-        return standing(newest, *self._place())
 
     def _line(self) -> int:
         """The epoch in which version numbers began to mean what they mean now."""
-        return self._place()[0]
-
-    def _place(self) -> tuple[int, int]:
-        """The line of versions, and the run's last step."""
-        names = "line", "since", "step"
-        values = self.look(lambda client: client.hmget(self.keys.meta, names))
-        return place_in(dict(zip(map(str.encode, names), values, strict=True)))
+        line, since = self.look(lambda client: client.hmget(self.keys.meta, "line", "since"))
+        return int(line or since or 0)
 
     # -- archive ---------------------------------------------------------------------------------------------------
 
@@ -599,9 +496,7 @@ class Viewer(Session):
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:
-                pipe.xrange(key, f"({after}", "+", count=count)
-                pipe.xrange(key, after, after)
-                pipe.xinfo_stream(key)
+                pipe.xrange(key, f"({after}", "+", count=count).xrange(key, after, after).xinfo_stream(key)
                 return list(pipe.execute(raise_on_error=False))
 
         reply, here, facts = self.look(read)
@@ -637,13 +532,7 @@ class Viewer(Session):
 
     def read_push_payload(self, payload_key: str) -> Mapping[str, bytes]:
         """Every field of a push's payload: rollout i is ``str(i)``, answer and metadata ``group``. Empty when gone."""
-
-        def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(payload_key)
-                return answers(pipe)
-
-        (fields,) = self.look(read)
+        (fields,) = self.piped(lambda pipe: pipe.hgetall(payload_key), lenient=True)
         return {text(name): value for name, value in (fields or {}).items()}
 
 
@@ -722,7 +611,11 @@ def place_in(meta: Mapping[bytes, bytes | None]) -> tuple[int, int]:
 
 def standing(newest: Any, now: int, step: int) -> list[dict[str, Any]]:
     """The results among entries, the newest first, that stand while the line of versions is `now` and the run is at
-    `step`; the oldest first, one for each env and version."""
+    `step`; the oldest first, one for each env and version.
+
+    A line's results take the place of those that earlier lines have from its first version on; above the run's last
+    step there are none of earlier lines.
+    """
     entries: list[tuple[int, dict[str, Any]]] = []
     firsts: dict[str, dict[int, int]] = {}
     """Env -> line -> its first version."""
@@ -827,7 +720,7 @@ def _asked(client: Any, request: FieldRequest, further: Sequence[str]) -> list[A
         for field in further:
             for key in request:
                 pipe.hget(key, field)
-        return answers(pipe)
+        return sound(pipe.execute(raise_on_error=False))
 
 
 def _first(fields: Sequence[tuple[str, str, int]], window: int) -> tuple[FieldRequest, int, int]:

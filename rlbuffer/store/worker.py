@@ -107,18 +107,6 @@ class WorkerStore(ProducerStore):
         if numbers:
             self.move("keep", (self.keys.tickets(env),), (0, *numbers))
 
-    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
-        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
-        if numbers:
-            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
-            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
-
-    def say_done(self, env: str, *, epoch: int) -> None:
-        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
-        reply = self._say_done("done", epoch, env)
-        if text(reply[0]) == "GONE":
-            raise self.gone(reply, epoch)
-
     # -- visits ----------------------------------------------------------------------------------------------------
 
     def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
@@ -131,14 +119,8 @@ class WorkerStore(ProducerStore):
     def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
         """Replaces the note on a prompt. Of two at once one is lost; of too many prompts some are forgotten."""
         key = self.keys.visits(env)
-
-        def note(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                pipe.hset(key, prompt_id, marks)
-                pipe.hlen(key)
-                return list(pipe.execute())
-
-        surplus = min(self.look(note)[1] - MOST_VISITS, FORGOTTEN_AT_ONCE)
+        _, known = self.piped(lambda pipe: pipe.hset(key, prompt_id, marks).hlen(key))
+        surplus = min(known - MOST_VISITS, FORGOTTEN_AT_ONCE)
         others = self.look(lambda client: client.hrandfield(key, surplus)) if surplus > 0 else []
         if others:
             self.look(lambda client: client.hdel(key, *others))

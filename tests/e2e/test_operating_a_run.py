@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 from homes import Home
+from looks import tickets_out
 
 
 def test_a_run_at_work_is_operated_and_its_account_holds(home: Home) -> None:
@@ -38,7 +39,7 @@ def test_a_run_at_work_is_operated_and_its_account_holds(home: Home) -> None:
         done = home.call("drain", "--run", "tiny", "--timeout", "200", "--json")
         assert done.returncode == 0, done.stderr
         drained: dict[str, Any] = json.loads(done.stdout)
-        assert store.tickets_out() == {}
+        assert tickets_out(store) == {}
         assert store.meta().step == drained["step"]
         assert home.call("drain", "--undo", "--run", "tiny").returncode == 0
         home.wait_until(lambda: store.meta().step > drained["step"] + 1, seconds=120, why="steps after the drain")

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from homes import Home
+from looks import evaluations
 
 STEPS = 20
 EVAL = """
@@ -40,7 +41,7 @@ def test_every_header_of_twenty_steps_keeps_the_age_and_evaluations_stand_beside
         assert set(ages) <= set(range(max_age + 1))
         assert ages[0] > 0
         # Every version that was evaluated has one result, and none of it is in the account.
-        results = buffer.store.evaluations()
+        results = evaluations(buffer.store)
         versions = [result["version"] for result in results]
         assert {result["env"] for result in results} == {"held_out"}
         assert len(versions) == len(set(versions)) >= 2

@@ -10,6 +10,7 @@ import signal
 import time
 
 from homes import Home
+from looks import tickets_out
 from paced import events, start_trainer, start_worker
 
 from rlbuffer.records.waiting import Wait, Waiting
@@ -62,7 +63,7 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
             time.sleep(AWAY_SECONDS)
             away = store.ledger().total()
             assert store.meta().step == committed <= store.trainer().trained + 1 + LOOKAHEAD
-            out = sum(store.tickets_out().values())
+            out = sum(tickets_out(store).values())
         finally:
             os.kill(trainer.pid, signal.SIGCONT)
         assert away.pushed == half.pushed, "workers went on although nothing they sample could train in time"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from every_role import EveryRole
+from looks import allowances
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
@@ -161,7 +162,7 @@ class World:
 
     def allow(self, owner: str, n: int) -> Any:
         self.leaders[owner].set_allowances({"a": n})
-        return self.store.allowances()
+        return allowances(self.store)
 
     def take(self, n: int) -> Any:
         return self.store.take_tickets("a", n, ttl_seconds=60)

@@ -274,7 +274,6 @@ ROWS: dict[str, Row] = {
     "drop_pending": Row(call=lambda store, run: store.drop_pending(_drops(run)) >= 0, prepare=_pool, counts_twice=True),
     "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),
     "refuse_config": Row(call=lambda store, run: store.refuse_config("d", "why"), prepare=_pool),
-    "tickets_out": Row(call=lambda store, run: store.tickets_out(), prepare=_tickets),
     # -- trainer
     "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
     "trainer": Row(call=lambda store, run: store.trainer(), prepare=_attempted),
@@ -323,10 +322,6 @@ ROWS: dict[str, Row] = {
         prepare=lambda run: run.store.claim_evaluation("a", 3, owner="w", ttl_seconds=60),
         counts_twice=True,
     ),
-    "evaluations": Row(
-        call=lambda store, run: len(store.evaluations()),
-        prepare=lambda run: run.store.add_evaluation("a", 3, {"reward": 0.5}),
-    ),
     # -- seeing
     "heartbeat": Row(call=_beat),
     "heartbeats": Row(
@@ -340,7 +335,6 @@ ROWS: dict[str, Row] = {
         call=lambda store, run: store.add_record({"step": 1, "digest": "d", "loss": 0.5}), counts_twice=True
     ),
     "ledger": Row(call=lambda store, run: store.ledger(), prepare=_trained),
-    "allowances": Row(call=lambda store, run: store.allowances(), prepare=_tickets),
     "headers": Row(call=lambda store, run: list(store.headers()), prepare=_steps),
     "history": Row(call=lambda store, run: [r["event"] for r in store.history()], prepare=_steps),
     "read_step_bytes": Row(  # its bytes name the epoch, which is another one in every run

@@ -1,8 +1,10 @@
-"""The fixture `run`: the same test on a real server and in memory. A plugin of the test modules of the store."""
+"""The fixture `run`, a run on a real server. A plugin of the test modules of the store.
+
+That `memory://` answers the same is held by tests/property/test_store_equivalence.py.
+"""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +12,8 @@ import pytest
 from store_runs import Run
 
 
-@pytest.fixture(params=["memory", "server"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    memory = request.param == "memory"
-    made = Run(f"memory://{uuid.uuid4().hex}" if memory else request.getfixturevalue("redis_url"), tmp_path)
+@pytest.fixture
+def run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
+    made = Run(redis_url, tmp_path)
     yield made
     made.close()

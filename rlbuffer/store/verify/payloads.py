@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.records import PartRollout
-from rlbuffer.store.session import answers, text
+from rlbuffer.store.session import text
 from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 
-KEYS_PER_READ = 500
-"""Keys asked about in one round trip."""
 PAYLOAD_BYTES = 32 * 2**20
 """Payloads decoded at a time."""
 
@@ -30,36 +26,22 @@ def check_payloads(store: Viewer, shot: Snapshot, findings: Findings) -> Mapping
 
 def _check_sizes(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     """Every reference of the pool and of the live steps leads to a field of the announced size."""
-    references: list[tuple[str, int, int, str]] = []
-    for entry in shot.pool:
-        if entry.info is not None:
-            references += [
-                (entry.payload_key, i, info.size, f"pending push {entry.entry_id}")
-                for i, info in enumerate(entry.info.rollouts)
-            ]
-    for group in shot.reused:
-        for entry in group.entries:
-            references += [
-                (entry.payload_key, i, info.size, f"group {group.group_id}, kept for another use")
-                for i, info in enumerate(entry.info.rollouts if entry.info else ())
-            ]
-    for step in shot.steps:
-        references += [
-            (member.payload_key, member.index, member.info.size, f"step {step.number}")
-            for part in step.parts
-            for member in part.rollouts
-        ]
-    wrong = []
-    for start in range(0, len(references), KEYS_PER_READ):
-        page = references[start : start + KEYS_PER_READ]
-
-        def read(client: Any, page: Sequence[tuple[str, int, int, str]] = page) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key, index, _, _ in page:
-                    pipe.hstrlen(key, str(index))
-                return answers(pipe)
-
-        wrong += [(*item, size) for item, size in zip(page, store.look(read), strict=True) if size != item[2]]
+    entries = [(entry, f"pending push {entry.entry_id}") for entry in shot.pool]
+    entries += [
+        (entry, f"group {group.group_id}, kept for another use") for group in shot.reused for entry in group.entries
+    ]
+    references = [
+        (entry.payload_key, i, info.size, who)
+        for entry, who in entries
+        for i, info in enumerate(entry.info.rollouts if entry.info else ())
+    ]
+    references += [
+        (member.payload_key, member.index, member.info.size, f"step {step.number}")
+        for step in shot.steps
+        for member in step.members
+    ]
+    sizes = store.paged(references, lambda pipe, item: pipe.hstrlen(item[0], str(item[1])))
+    wrong = [(*item, size) for item, size in zip(references, sizes, strict=True) if size != item[2]]
     if wrong:
         # A run at work may have dropped or retired them since the snapshot: then they are gone rightly.
         still = _in_use(take_snapshot(store))
@@ -81,7 +63,7 @@ def _check_permanent(store: Viewer, shot: Snapshot, findings: Findings) -> None:
     control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
     lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating"))
     names |= {key: f"{key}" for key in map(text, control) if not key.startswith(lapsing)}
-    expiring = _expiring(store, sorted(names))
+    expiring = {key: left for key, left in _lifetimes(store, sorted(names)).items() if left >= 0}
     if expiring:
         still = _in_use(take_snapshot(store))
         for key, left in expiring.items():
@@ -89,20 +71,9 @@ def _check_permanent(store: Viewer, shot: Snapshot, findings: Findings) -> None:
                 findings.add("I11", f"{names[key]} lapses in {left / 1000:.0f} s")
 
 
-def _expiring(store: Viewer, keys: Sequence[str]) -> dict[str, int]:
-    """Key -> milliseconds that it has yet to live, of those that have such a time."""
-    lifetimes: dict[str, int] = {}
-    for start in range(0, len(keys), KEYS_PER_READ):
-        page = keys[start : start + KEYS_PER_READ]
-
-        def read(client: Any, page: Sequence[str] = page) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key in page:
-                    pipe.pttl(key)
-                return list(pipe.execute())
-
-        lifetimes |= {key: left for key, left in zip(page, store.look(read), strict=True) if left >= 0}
-    return lifetimes
+def _lifetimes(store: Viewer, keys: Sequence[str]) -> dict[str, int]:
+    """Key -> milliseconds that it has yet to live; -1: for ever."""
+    return dict(zip(keys, store.paged(keys, lambda pipe, key: pipe.pttl(key)), strict=True))
 
 
 def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
@@ -114,7 +85,7 @@ def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     for step in shot.steps:
         if step.number <= shot.trained:
             continue
-        for page in _pages([member for part in step.parts for member in part.rollouts]):
+        for page in _pages(step.members):
             for member, data in zip(page, store.read_payloads(page), strict=True):
                 if data is None:
                     continue  # reported by its size
@@ -148,27 +119,13 @@ def _check_orphans(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     pattern = store.keys.payload_prefix + "*"
     keys = [text(key) for key in store.look(lambda client: list(client.scan_iter(match=pattern, count=1000)))]
     unnamed = [key for key in keys if key not in known]
-    permanent = []
-    for start in range(0, len(unnamed), KEYS_PER_READ):
-        page = unnamed[start : start + KEYS_PER_READ]
-
-        def read(client: Any, page: Sequence[str] = page) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key in page:
-                    pipe.pttl(key)
-                return list(pipe.execute())
-
-        permanent += [key for key, ttl in zip(page, store.look(read), strict=True) if ttl == -1]
+    permanent = [key for key, left in _lifetimes(store, unnamed).items() if left == -1]
     if permanent:
         known = _referenced(take_snapshot(store))
-        for key in permanent:
-            if key not in known and store.look(partial(_time_to_live, key=key)) == -1:
+        for key, left in _lifetimes(store, [key for key in permanent if key not in known]).items():
+            if left == -1:
                 findings.add("I11", f"payload {key} belongs to nothing and would stay for ever")
     return len(unnamed)
-
-
-def _time_to_live(client: Any, key: str) -> Any:
-    return client.pttl(key)
 
 
 def _referenced(shot: Snapshot) -> set[str]:
@@ -180,6 +137,4 @@ def _in_use(shot: Snapshot) -> set[str]:
     """Payload keys that the pool, a live step or a group that may be used again names."""
     keys = {entry.payload_key for entry in shot.pool}
     keys |= {entry.payload_key for group in shot.reused for entry in group.entries}
-    for step in shot.steps:
-        keys |= {member.payload_key for part in step.parts for member in part.rollouts}
-    return keys
+    return keys | {member.payload_key for step in shot.steps for member in step.members}

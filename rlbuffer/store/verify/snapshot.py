@@ -11,8 +11,8 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.pool import pool_entries, reused_groups
-from rlbuffer.store.records import Finding, Ledger, Meta, PoolEntry, Reused, StepPart
-from rlbuffer.store.session import Entry, answers, ranged, text
+from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepPart
+from rlbuffer.store.session import Entry, ranged, text
 from rlbuffer.store.viewer import Viewer, header_of, parse_meta, part_of
 
 
@@ -28,6 +28,11 @@ class LiveStep:
     parts: tuple[StepPart, ...]
     header_bytes: bytes
     part_bytes: tuple[bytes, ...]
+
+    @property
+    def members(self) -> list[PartRollout]:
+        """The rollouts of all its parts."""
+        return [member for part in self.parts for member in part.rollouts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +72,16 @@ def take_snapshot(store: Viewer) -> Snapshot:
     """Reads every control key in one transaction."""
     keys = store.keys
 
-    def read(client: Any) -> list[Any]:
-        with client.pipeline(transaction=True) as pipe:
-            pipe.time()
-            for key in (keys.meta, keys.trainer, keys.ledger):
-                pipe.hgetall(key)
-            pipe.xrange(keys.pool)
-            pipe.xrange(keys.steps)
-            pipe.zrange(keys.garbage, 0, -1, withscores=True)
-            pipe.zrange(keys.closed, 0, -1)
-            pipe.hgetall(keys.reuse)
-            return answers(pipe)
+    def ask(pipe: Any) -> None:
+        pipe.time()
+        for key in (keys.meta, keys.trainer, keys.ledger, keys.reuse):
+            pipe.hgetall(key)
+        pipe.xrange(keys.pool).xrange(keys.steps)
+        pipe.zrange(keys.garbage, 0, -1, withscores=True).zrange(keys.closed, 0, -1)
 
-    (seconds, micros), *parts = store.look(read)
+    (seconds, micros), *parts = store.piped(ask, at_once=True, lenient=True)
     # A key of another type counts as empty here; `verify` names it.
-    meta, trainer, ledger, pool, steps, garbage, closed, reuse = (part or {} for part in parts)
+    meta, trainer, ledger, reuse, pool, steps, garbage, closed = (part or {} for part in parts)
     unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,

@@ -38,7 +38,7 @@ def verify(store: Viewer) -> Report:
         findings=tuple(findings.found),
         checked={
             "entries": len(shot.pool),
-            "rollouts": sum(e.rollouts for e in shot.pool) + sum(len(p.rollouts) for s in shot.steps for p in s.parts),
+            "rollouts": sum(e.rollouts for e in shot.pool) + sum(len(step.members) for step in shot.steps),
             "steps": len(shot.steps),
             **payloads,
             **memory,
@@ -86,11 +86,10 @@ def _by_env(shot: Snapshot, *, trained: bool) -> dict[str, Counter[str]]:
     sums: dict[str, Counter[str]] = {}
     for step in shot.steps:
         if (step.number <= shot.trained) is trained:
-            for part in step.parts:
-                for member in part.rollouts:
-                    if step.header is not None and member.group_id in step.header.uses:
-                        continue  # packed and trained once; this is counted beside the ledger
-                    sums.setdefault(member.env, Counter()).update(rollouts=1, tokens=member.info.length)
+            for member in step.members:
+                if step.header is not None and member.group_id in step.header.uses:
+                    continue  # packed and trained once; this is counted beside the ledger
+                sums.setdefault(member.env, Counter()).update(rollouts=1, tokens=member.info.length)
     return sums
 
 
@@ -148,7 +147,7 @@ def _check_memory(store: Viewer, shot: Snapshot, findings: Findings) -> dict[str
     for entry in shot.pool:
         pushes[entry.payload_key] = sum(info.size for info in entry.info.rollouts) if entry.info else 0
     for step in shot.steps:
-        for member in (member for part in step.parts for member in part.rollouts):
+        for member in step.members:
             pushes[member.payload_key] += member.info.size
     largest = max(pushes.values(), default=0)
     findings.unless(
@@ -166,7 +165,7 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
     if header is None:
         findings.unless(bool(step.header_bytes), "I4", f"{where}: has no header")
         return
-    members = [member for part in step.parts for member in part.rollouts]
+    members = step.members
     ranks = [part.rank for part in step.parts]
     findings.unless(
         ranks == list(range(header.world_size)),
@@ -226,19 +225,16 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
         # By the rule of its own revision: a step from when more uses were allowed is not judged by a newer one.
         limit = step.header.max_uses if step.header is not None else 1
         uses = step.header.uses if step.header is not None else {}
-        for part in step.parts:
-            for member in part.rollouts:
-                rollout_id = member.info.rollout_id
-                steps = seen.setdefault((member.group_id, rollout_id), [])
-                before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired
-                if step.number in steps or before >= limit:
-                    times = f"was trained {plural(before, 'time')}, of {limit} allowed,"
-                    where = f"is in step {steps[-1]}" if steps else times
-                    findings.add(
-                        "I1", f"rollout {rollout_id} of group {member.group_id} {where} and in step {step.number}"
-                    )
-                steps.append(step.number)
-                keys.add(member.payload_key)
+        for member in step.members:
+            rollout_id = member.info.rollout_id
+            steps = seen.setdefault((member.group_id, rollout_id), [])
+            before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired
+            if step.number in steps or before >= limit:
+                times = f"was trained {plural(before, 'time')}, of {limit} allowed,"
+                where = f"is in step {steps[-1]}" if steps else times
+                findings.add("I1", f"rollout {rollout_id} of group {member.group_id} {where} and in step {step.number}")
+            steps.append(step.number)
+            keys.add(member.payload_key)
         for key in sorted(keys & pending.keys()):
             findings.add("I1", f"push {pending[key]} is pending and also in step {step.number} ({key})")
 
@@ -290,7 +286,7 @@ def _check_garbage(shot: Snapshot, findings: Findings) -> None:
             f"push {entry.entry_id} is pending, but its payload is marked as garbage ({entry.payload_key})",
         )
     for step in shot.steps:
-        for key in sorted({member.payload_key for part in step.parts for member in part.rollouts}):
+        for key in sorted({member.payload_key for member in step.members}):
             if key in kept:
                 continue
             score = shot.garbage.get(key)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.store.ledger import amount_of
-from rlbuffer.store.session import answers, number, text
+from rlbuffer.store.session import number, text
 from rlbuffer.store.verify.snapshot import Findings
 from rlbuffer.store.viewer import Viewer
 
@@ -36,13 +36,12 @@ def check_written(store: Viewer, findings: Findings) -> None:
     """I13."""
     tag = f"{store.keys.tag}:"
     names = sorted(text(key) for key in store.look(lambda client: list(client.scan_iter(match=f"{tag}*", count=1000))))
-    kinds = [text(kind) for kind in _asked(store, names, lambda pipe, key: pipe.type(key))]
+    kinds = map(text, store.paged(names, lambda pipe, key: pipe.type(key)))
     for key, kind in zip(names, kinds, strict=True):
         expected = TYPES.get(key.removeprefix(tag).partition(":")[0], kind)
         findings.unless(kind in (expected, "none"), "I13", f"{key} holds a {kind}, not a {expected}: remove it (DEL)")
-    counted = [f"{tag}{word}" for word in COUNTED]
     for (word, read), fields in zip(
-        COUNTED.items(), _asked(store, counted, lambda pipe, key: pipe.hgetall(key)), strict=True
+        COUNTED.items(), store.paged([*COUNTED], lambda pipe, word: pipe.hgetall(f"{tag}{word}")), strict=True
     ):
         for name, value in (fields or {}).items():
             findings.unless(
@@ -50,13 +49,3 @@ def check_written(store: Viewer, findings: Findings) -> None:
                 "I13",
                 f"{tag}{word} holds no number: {text(name)[:60]!r} = {text(value)[:40]!r}",
             )
-
-
-def _asked(store: Viewer, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:
-    def read(client: Any) -> list[Any]:
-        with client.pipeline(transaction=False) as pipe:
-            for key in keys:
-                ask(pipe, key)
-            return answers(pipe)
-
-    return store.look(read) if keys else []

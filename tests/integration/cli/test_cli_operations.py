@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import waits
 from daemon_runs import Served
+from looks import allowances
 from store_runs import Run
 
 import rlbuffer
@@ -229,7 +230,7 @@ def test_drain_waits_and_says_what_is_left(served: Served, call: Call) -> None:
     served.serve(config())
     served.wait_for(lambda: served.said("ready"), 20)
     run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
-    served.wait_for(lambda: run.store.allowances(), 20)
+    served.wait_for(lambda: allowances(run.store), 20)
     (ticket,) = run.store.take_tickets("a", 1, ttl_seconds=60)
     code, out, err = call("drain", "--timeout", "0.5")
     assert (code, out) == (5, "")

@@ -25,10 +25,9 @@ from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
 
-@pytest.fixture(params=["memory", "server"])
-def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
-    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
-    with rlbuffer.connect(url, run=f"many-{uuid.uuid4().hex[:8]}") as made:
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(redis_url, run=f"many-{uuid.uuid4().hex[:8]}") as made:
         yield made
 
 

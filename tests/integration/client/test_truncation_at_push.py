@@ -18,10 +18,9 @@ CUTS = rlbuffer.BatcherConfig(10, oversized="truncate")
 DROPS = rlbuffer.BatcherConfig(10)
 
 
-@pytest.fixture(params=["memory", "server"])
-def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
-    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
-    with rlbuffer.connect(url, run=f"cut-{uuid.uuid4().hex[:8]}") as made:
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(redis_url, run=f"cut-{uuid.uuid4().hex[:8]}") as made:
         made.role(LeaderStore).open_run()
         yield made
 

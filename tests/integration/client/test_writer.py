@@ -22,10 +22,9 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 
 
-@pytest.fixture(params=["memory", "server"])
-def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
-    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
-    with rlbuffer.connect(url, run=f"writer-{uuid.uuid4().hex[:8]}") as made:
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as made:
         yield made
 
 

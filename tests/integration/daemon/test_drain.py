@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import waits
 from daemon_runs import Served, start_trainer
+from looks import allowances
 from store_runs import Run
 
 import rlbuffer
@@ -23,7 +24,7 @@ def start(served: Served) -> int:
     served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"), 20)
     beat(run, number)
-    served.wait_for(lambda: run.store.allowances(), 20)
+    served.wait_for(lambda: allowances(run.store), 20)
     return number
 
 
@@ -39,7 +40,7 @@ def test_a_drain_waits_for_what_is_out_and_ends_when_nothing_can_be_made(served:
     run.store.ask_drain()
     drain = Drain(run.store)
     assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
-    assert run.store.allowances() == {}
+    assert allowances(run.store) == {}
     state = drain.look()
     assert (state.tickets, state.is_drained) == ({"a": 3}, False)
     served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 20)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import waits
 from daemon_runs import Served, start_trainer
+from looks import allowances
 from store_runs import Run
 
 import rlbuffer
@@ -49,7 +50,7 @@ def test_after_a_pause_the_next_step_does_not_wait_for_the_env_any_more(served: 
     assert run.store.wait_step(1, block_seconds=0) is None
     run.store.pause("b")
     assert wait_for_step(served, 1, seconds=5.0).group_ids == ("a.0", "a.1", "a.2", "a.3")
-    assert run.store.allowances()["b"] == 0
+    assert allowances(run.store)["b"] == 0
     assert served.said("env", env="b", state="paused")
     run.store.resume("b")
     served.wait_for(lambda: served.said("env", env="b", state="resumed"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from daemon_runs import start_trainer
+from looks import allowances
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
@@ -46,7 +47,7 @@ def test_the_allowance_goes_out_before_the_ticket_of_a_group_that_was_read(
     thread = threading.Thread(target=daemon.run, args=(stop,))
     thread.start()
     try:
-        while run.store.allowances().get("*") is None:
+        while allowances(run.store).get("*") is None:
             stop.wait(0.02)
         assert run.store.take_tickets("a", 1, ttl_seconds=60.0) == [0]
         run.push("a.0")

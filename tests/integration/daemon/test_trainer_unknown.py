@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from daemon_runs import Served
+from looks import allowances
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
@@ -61,7 +62,7 @@ def test_what_is_too_old_for_the_open_step_goes_while_the_trainer_is_away(run: R
     run.store.release_lease()
     served = Served(run)
     served.serve(CONFIG)
-    served.wait_for(lambda: run.store.allowances())
+    served.wait_for(lambda: allowances(run.store))
     run.push("a.10", version=1)  # of weights of before: step 4 trains versions 2 and 3
     run.push("a.11", version=2)
     served.wait_for(lambda: [entry.group_id for entry in run.pool()] == ["a.11"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from looks import allowances
 from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost, RlbufferError
@@ -181,7 +182,7 @@ def test_a_drained_run_gives_no_tickets_from_that_moment_on(trained: Run) -> Non
     assert trained.store.take_tickets("a", 1, ttl_seconds=60) == [0]
     trained.store.ask_drain()
     assert trained.store.take_tickets("a", 1, ttl_seconds=60) == []
-    assert trained.store.allowances() == {}
+    assert allowances(trained.store) == {}
 
 
 def test_settings_are_asked_for_once_and_only_as_they_were_seen(run: Run) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store import dump as dumping
 from rlbuffer.store.dump import dump, read, restore
+
+pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, lookahead=0, max_age=8)
 HALF = """
@@ -45,16 +46,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(redis_url: str, tmp_path: Path) -> Iterator[Run]:
-    run = Run(redis_url, tmp_path)
-    yield run
-    run.close()
-
-
-@pytest.fixture
-def left(made: Run) -> Run:
+def left(run: Run) -> Run:
     """Nobody leads it: step 1 retired, step 2 trained, step 3 packed; a group forming, one ready, one dropped."""
-    run = made
     run.lead()
     run.store.set_config({"max_age": 8}, "d")
     for n in range(3):
@@ -102,8 +95,8 @@ def test_a_run_comes_back_as_it_was(left: Run, file: Path) -> None:
     assert store.run in store.runs()
 
 
-def test_a_run_that_came_back_goes_on_training(made: Run, file: Path) -> None:
-    run, store, served = made, made.store, Served(made)
+def test_a_run_that_came_back_goes_on_training(run: Run, file: Path) -> None:
+    store, served = run.store, Served(run)
     trainer = store.attempt(uuid="t", world_size=1, resume_step=0).number
     store.announce(trainer, PolicyVersion(version=0))
     served.serve(CONFIG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from looks import evaluations
 from store_runs import Run
 
 from rlbuffer.client.reader import Reader
@@ -210,7 +211,7 @@ def test_a_version_of_a_new_line_is_evaluated_again_and_its_result_counts(traine
     restart(trained)
     store.attempt(uuid="second", world_size=2, resume_step=1)
     assert (evaluate(3.0), evaluate(4.0)) == (True, False)
-    assert [found["loss"] for found in store.evaluations()] == [3.0]
+    assert [found["loss"] for found in evaluations(store)] == [3.0]
 
 
 def test_what_was_evaluated_when_the_line_changed_counts_for_the_old_one(trained: Run) -> None:

@@ -33,13 +33,6 @@ from rlbuffer.testing import make_group
 pytest_plugins = ("store_fixtures",)
 
 
-@pytest.fixture
-def url_run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
-    made = Run(redis_url, tmp_path)
-    yield made
-    made.close()
-
-
 def train_to(reader: Reader, steps: Iterator[Any], last: int) -> list[Any]:
     done = []
     while not done or done[-1].number < last:
@@ -54,8 +47,7 @@ def ids_of(store: EveryRole, step: int) -> set[str]:
     return {member.info.rollout_id for part in store.read_parts(step) for member in part.rollouts}
 
 
-def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) -> None:
-    run = url_run
+def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(run: Run) -> None:
     writer = Writer(run.again(), "w", epoch=run.meta.epoch)
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     reader.start(0)
@@ -108,8 +100,8 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
     loop.close()
 
 
-def test_none_of_forty_small_steps_that_the_server_forgot_trains_again(url_run: Run) -> None:
-    run, old_is_fine = url_run, dataclasses.replace(CONFIG, max_age=1000)
+def test_none_of_forty_small_steps_that_the_server_forgot_trains_again(run: Run) -> None:
+    old_is_fine = dataclasses.replace(CONFIG, max_age=1000)
     writer = Writer(run.again(), "w", epoch=run.meta.epoch)
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     reader.start(0)
@@ -166,11 +158,9 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     loop.close()
 
 
-def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(
-    url_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for it, rank 0 for rank 1, and the batcher for the trainer's word on what it trains."""
-    run, servers_so_far = url_run, Viewer.server_id
+    servers_so_far = Viewer.server_id
     writer = Writer(run.again(), "w", epoch=run.meta.epoch)
     first, second = (Reader(run.again(), rank=rank, world_size=2, timeout_seconds=20) for rank in range(2))
     first.start(0)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from every_role import EveryRole
 from logged import Logged
+from looks import evaluations
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
@@ -108,7 +109,7 @@ def test_a_version_that_is_due_is_measured_with_the_likeliest_tokens(buffer: Buf
     events = evaluated(buffer, sampler, 20.0)
     assert [(e["event"], e["env"], e["version"], e["rollouts"]) for e in events] == [("evaluation", "held_out", 4, 4)]
     assert {s.temperature for s in sampler.samplings} == {0.0}
-    [result] = buffer.store.evaluations()
+    [result] = evaluations(buffer.store)
     assert 0 < result["reward/mean"] <= 1
     assert {"success/exact", "reward/error", "truncated", "length", "failed", "seconds", "at"} <= result.keys()
     assert buffer.ledger().total().pushed == (0, 0)
@@ -119,7 +120,7 @@ def test_a_version_is_measured_once_by_whoever_comes_first(buffer: Buffer) -> No
     assert evaluated(buffer, Greedy(4), 20.0)
     assert evaluated(buffer, Greedy(4)) == []
     assert evaluated(buffer, Greedy(6), 20.0)
-    assert [r["version"] for r in buffer.store.evaluations()] == [4, 6]
+    assert [r["version"] for r in evaluations(buffer.store)] == [4, 6]
 
 
 def test_versions_between_two_evaluations_are_left_out(buffer: Buffer) -> None:
@@ -133,7 +134,7 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     assert [e["text"] for e in events] == [
         "eval/held_out of version 4 does not count: another version sampled some of it"
     ]
-    assert buffer.store.evaluations() == []
+    assert evaluations(buffer.store) == []
     assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
 
 
@@ -165,7 +166,7 @@ def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> No
 def test_the_first_of_two_results_counts(buffer: Buffer) -> None:
     for reward in (0.25, 0.75):
         buffer.role(WorkerStore).add_evaluation("math", 4, {"reward/mean": reward})
-    assert [r["reward/mean"] for r in buffer.store.evaluations()] == [0.25]
+    assert [r["reward/mean"] for r in evaluations(buffer.store)] == [0.25]
 
 
 def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
