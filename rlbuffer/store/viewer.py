@@ -394,8 +394,9 @@ class Viewer(Session):
                 raise _Cut
             try:
                 return _asked(client, part, further)
-            except redis.ConnectionError:
-                is_cut = True
+            except redis.ConnectionError as error:
+                # Nobody listens: a shard whose payloads are asked for is away, and nothing was cut.
+                is_cut = not isinstance(error.__cause__ or error.__context__, ConnectionRefusedError)
                 raise
 
         return self.look(ask)
