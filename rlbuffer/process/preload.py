@@ -14,7 +14,6 @@ from rlbuffer.process.forkserver import leave_terminal
 MODULES = (
     "torch",
     "torch.distributed",
-    "torch.distributed.elastic.multiprocessing",
     "torch.nn.parallel",
     "transformers",
     "transformers.models.auto.modeling_auto",

@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
 
             return launch(settings, world_size=settings.trainer.world_size)
         yield_cores()
-        from rlbuffer.trainer.launch.rank import INTERRUPTED, run_rank
+        from rlbuffer.trainer.launch.processes import INTERRUPTED
+        from rlbuffer.trainer.launch.rank import run_rank
 
         code = 0 if run_rank(settings) else INTERRUPTED
         logs.stop()

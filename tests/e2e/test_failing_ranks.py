@@ -129,8 +129,7 @@ def test_a_rank_that_is_killed_ends_the_job(home: Home) -> None:
     wait_for_steps(home, trainer, 3)
     lines = end_of(home, trainer, lambda: os.kill(pid_of(home, 1), signal.SIGKILL))
     assert trainer.returncode == 1
-    assert lines[0] in ("Rank 1 was killed by SIGKILL.", "Rank 1 ended without a word (killed?).")
-    assert "Traceback" not in "\n".join(lines)
+    assert lines == ["Rank 1 was killed by SIGKILL.", "Giving up after 0 restarts."]
     nothing_is_acknowledged_but_what_was_trained(home, 3)
 
 

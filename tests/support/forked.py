@@ -30,7 +30,6 @@ from typing import IO, Any
 MODULES = (
     "rlbuffer.process.preload",
     "rlbuffer.trainer.launch.rank",
-    "torch.distributed.launcher.api",
     "transformers.models.qwen3.modeling_qwen3",
     "rlbuffer.run.supervisor",
     "rlbuffer.daemon.loop",

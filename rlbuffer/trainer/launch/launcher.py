@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine through torch's elastic launcher, and starts them again when one is lost.
+"""Starts the ranks of one machine, and starts them again when one is lost.
 
 A rank that dies (killed, out of memory, a bug) takes the others with it; all start again from the newest checkpoint.
 An error of rlbuffer's own (no batch in time, a wrong setting) would come again: it ends the job with its exit code and
@@ -8,16 +8,15 @@ one message. Ranks are forked from a process that has imported torch and transfo
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
@@ -25,12 +24,11 @@ from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
+from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.state.text import plural, printable
+from rlbuffer.trainer.launch.processes import INTERRUPTED, run_ranks
 from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
 from rlbuffer.weights.places import load_serving
-
-LEAVE_SECONDS = 15
-"""Time that ranks have to leave once asked to: a step and a checkpoint. Before torch 2.12 it is always 30."""
 
 MOST_RESTARTS = 10
 LASTED_SECONDS = 60.0
@@ -74,25 +72,28 @@ def launch(
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
     os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
     yield_cores()  # before anything imports torch
-    forkserver.start(["rlbuffer.trainer.launch.rank", *model_modules(settings.model.config)])
+    context = forkserver.start(["rlbuffer.trainer.launch.rank", *model_modules(settings.model.config)])
+    stop = threading.Event()
+
+    def start() -> _End:
+        with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports:
+            arguments = (to_json(settings), reports, display, fake_data, debug_samples)
+            codes, killed = run_ranks(context, _run_rank, arguments, world_size=world_size, stop=stop)
+            if stop.is_set():
+                return _End(INTERRUPTED, is_final=True)
+            return _cause(read_ends(Path(reports)), codes, killed)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stop_on_signals(stop))
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(
-            settings,
-            world_size,
-            (display, fake_data, debug_samples),
-            max_restarts,
-            tell,
-            say_last or tell,
-        )
+        return _run(start, world_size, max_restarts, tell, say_last or tell)
 
 
 def _run(
-    settings: RunSettings,
+    start: Callable[[], _End],
     world_size: int,
-    of_ranks: tuple[str, bool, int],
     max_restarts: int,
     tell: Callable[[str], None],
     tell_last: Callable[[str], None],
@@ -101,10 +102,7 @@ def _run(
     restarts = 0
     while True:
         began = time.monotonic()
-        try:
-            end = _run_once(settings, world_size, of_ranks)
-        except KeyboardInterrupt:
-            return 130
+        end = start()
         if end.exit_code == 0 or end.is_final:
             if end.text:
                 tell_last(end.text)
@@ -120,52 +118,13 @@ def _run(
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _End:
     """The end of one start of the ranks."""
 
-    def __init__(self, exit_code: int, text: str = "", *, is_final: bool = False) -> None:
-        self.exit_code = exit_code
-        self.text = text
-        self.is_final = is_final
-
-
-def _run_once(settings: RunSettings, world_size: int, of_ranks: tuple[str, bool, int]) -> _End:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from rlbuffer.trainer.launch.end_together import EndTogether
-
-    _quieten("torch.distributed.elastic", "torch.multiprocessing")
-    can_say = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
-    leave: dict[str, Any] = {"shutdown_timeout": LEAVE_SECONDS} if can_say else {}
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=uuid.uuid4().hex,
-        role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-        **leave,
-    )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
-        try:
-            elastic_launch(config, _run_rank)(to_json(settings), reports, *of_ranks)
-        except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _cause(read_ends(Path(reports)), codes, world_size, together.killed)
-        except SignalException:
-            return _End(130, is_final=True)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return _End(0)
+    exit_code: int
+    text: str = ""
+    is_final: bool = False
 
 
 def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool, debug_samples: int) -> None:
@@ -175,38 +134,30 @@ def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool, d
     rank_main(settings_json, reports, display, fake_data, debug_samples)
 
 
-def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
+def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], ended: Collection[int]) -> _End:
     """The sentence about an end, and what to do: the first rank that failed by itself counts, not those that lost it.
 
-    `codes` are the exit codes that the launcher saw before it ended the other ranks; `ended` are ranks that had to be
-    killed, because they did not end by themselves when another one had.
+    `codes` are the exit codes by rank; `ended` are ranks that had to be killed, because they did not end by themselves
+    when another one had.
     """
-    if any(report.kind == "stopped" for report in reports):
-        return _End(130, is_final=True)
+    if INTERRUPTED in codes.values():
+        return _End(INTERRUPTED, is_final=True)
     own = [report for report in reports if not report.is_consequence]
-    for report in [r for r in own if r.is_final] + [r for r in own if not r.is_final]:
+    for report in sorted(own, key=lambda report: not report.is_final):
         if report.is_final:
             return _End(report.exit_code, f"Error: {report.message}", is_final=True)
         return _End(1, f"Rank {report.rank} failed:\n{report.trace.rstrip()}")
-    if ended and reports and all(report.is_consequence for report in reports):
-        hung = min(ended)
-        return _End(1, f"Rank {hung} did not answer: the others waited for it in an exchange, and it was ended.")
-    killed = [rank for rank, code in codes.items() if code < 0]
-    silent = sorted(set(range(world_size)) - {report.rank for report in reports})
-    for rank in killed or silent[:1]:
-        code = codes.get(rank, 0)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended without a word (killed?)"
+    silent = {rank: code for rank, code in codes.items() if code and rank not in ended}
+    for report in reports:
+        silent.pop(report.rank, None)
+    for rank, code in silent.items():
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return _End(1, f"Rank {rank} {how}.")
+    if ended:
+        return _End(1, f"Rank {min(ended)} did not answer: the others waited for it in an exchange, and it was ended.")
     if reports:
         return _End(reports[0].exit_code, f"Rank {reports[0].rank} failed:\n{reports[0].trace or reports[0].message}")
-    return _End(1, f"The ranks ended with exit codes {dict(codes)}.")
-
-
-def _quieten(*packages: str) -> None:
-    """The launcher's own account of a failure is forty lines; ours is the rank's message."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(packages):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    return _End(0)
 
 
 def _print(text: str) -> None:

@@ -20,20 +20,16 @@ from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
-from rlbuffer.trainer.launch.end_together import note_end, note_start
+from rlbuffer.trainer.launch.processes import INTERRUPTED
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import OnStall, is_lost_peer
-
-INTERRUPTED = 130
-"""Exit code of a rank that was asked to stop, and did after a checkpoint."""
 
 
 def report_of(rank: int, error: Exception) -> RankEnd:
     """The report to the launcher about an error."""
     return RankEnd(
         rank=rank,
-        kind=type(error).__name__,
         message=text_of(error),
         exit_code=error.exit_code if isinstance(error, RlbufferError) else 1,
         is_final=isinstance(error, RlbufferError),
@@ -49,7 +45,6 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, d
         # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = int(os.environ["RANK"])
-    note_start(Path(reports), rank)
 
     def leave(error: Exception) -> None:
         report_of(rank, error).write(Path(reports))
@@ -69,10 +64,7 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, d
         leave(error)
         return
     if not finished:
-        end = RankEnd(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False)
-        end.write(Path(reports))
         os._exit(INTERRUPTED)
-    note_end(Path(reports), rank)
 
 
 def run_rank(

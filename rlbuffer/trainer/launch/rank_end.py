@@ -11,11 +11,9 @@ from rlbuffer.process.files import write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """The end of a rank that did not finish."""
+    """The end of a rank by an error."""
 
     rank: int
-    kind: str
-    """Name of the exception; ``stopped`` when it was asked to."""
     message: str
     exit_code: int
     is_final: bool
