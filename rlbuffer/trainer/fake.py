@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +23,7 @@ from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.states import ClosedBy
-from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers, Plan
+from rlbuffer.records.step_plan import Normalizers
 
 GROUPS = 8
 """Groups of a step."""
@@ -90,19 +88,13 @@ class FakeReader:
     """Yields made-up steps as :class:`rlbuffer.client.reader.Reader` yields pulled ones."""
 
     def __init__(
-        self,
-        settings: RunSettings,
-        rank: int,
-        world_size: int,
-        vocabulary: int,
-        pad_to_multiple_of: int,
-        columns: Sequence[str] = (),
+        self, settings: RunSettings, rank: int, world_size: int, vocabulary: int, padded_to: int, columns: Sequence[str]
     ) -> None:
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
         self._vocabulary = vocabulary
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._padded_to = padded_to
         self._columns = columns
         self._trained = 0
 
@@ -169,7 +161,7 @@ class FakeReader:
             world_size=self._world_size,
             rows_per_micro_batch=self._settings.batcher.rows_per_micro_batch,
             cost=self._settings.batcher.cost,
-            pad_to_multiple_of=self._pad_to_multiple_of,
+            pad_to_multiple_of=self._padded_to,
         )
         normalizers = Normalizers(
             loss_tokens=sum(r.loss_tokens for r in rollouts), rollouts=len(rollouts), groups=GROUPS
@@ -182,55 +174,33 @@ class FakeReader:
             items,
             row_tokens=row_tokens,
             normalizers=normalizers,
-            pad_to_multiple_of=self._pad_to_multiple_of,
+            pad_to_multiple_of=self._padded_to,
         )
-        digest = hashlib.sha256(f"{self._settings.seed}:{number}".encode()).hexdigest()
-        return Step(
+        tokens = sum(r.length for r in rollouts)
+        reward = float(np.mean([r.reward for r in rollouts]))
+        step = Step(
             number=number,
             epoch=0,
-            digest=digest,
+            digest=hashlib.sha256(f"{self._settings.seed}:{number}".encode()).hexdigest(),
             world_size=self._world_size,
             micro_batches=micro_batches,
             normalizers=normalizers,
             rollouts=len(rollouts),
             groups=GROUPS,
-            header=self._header(number, digest, rollouts, normalizers, planned),
         )
-
-    def _header(
-        self, number: int, digest: str, rollouts: Sequence[Rollout], normalizers: Normalizers, planned: Plan
-    ) -> StepHeader:
-        tokens = sum(r.length for r in rollouts)
-        reward = float(np.mean([r.reward for r in rollouts]))
         rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
-        return StepHeader(
-            step=number,
-            epoch=0,
-            digest=digest,
-            previous_digest="",
-            world_size=self._world_size,
-            normalizers=asdict(normalizers),
-            rollouts=len(rollouts),
-            tokens=tokens,
-            group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
-            closed_by=ClosedBy.GROUPS,
-            fill=tokens / (self._settings.batcher.row_tokens * rows),
-            envs={
-                "fake": {
-                    "rollouts": len(rollouts),
-                    "tokens": tokens,
-                    "groups": GROUPS,
-                    "reward": reward,
-                    "age": 0.0,
-                    "max_age": 0,
-                }
-            },
-            reward=reward,
-            age=0.0,
-            max_age=0,
-            committed_ms=0,
-            columns={},
+        env = {
+            "rollouts": len(rollouts),
+            "tokens": tokens,
+            "groups": GROUPS,
+            "reward": reward,
+            "age": 0.0,
+            "max_age": 0,
+        }
+        header = replace(
+            step.header, tokens=tokens, fill=tokens / (row_tokens * rows), envs={"fake": env}, reward=reward
         )
+        return replace(step, header=header)
 
 
 def _rollout(
