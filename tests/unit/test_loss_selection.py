@@ -118,14 +118,3 @@ def test_the_share_of_uncertain_tokens_is_rounded_and_at_least_one() -> None:
         _, (chosen,) = choose([made], LossChoice(top_entropy=share), alone)
         assert chosen is not None
         assert int(chosen.sum()) == expected
-
-
-def test_choosing_in_each_micro_batch_would_choose_others() -> None:
-    from rlbuffer.trainer.update.token_choice import choose
-
-    parts = [tokens([0.9, 0.8], [1.0, 1.0]), tokens([0.3, 0.1], [1.0, 1.0])]
-    settings = LossChoice(top_entropy=0.5)
-    together = [part.tolist() for part in choose(parts, settings, alone)[1] if part is not None]
-    apart = [part.tolist() for one in parts for part in choose([one], settings, alone)[1] if part is not None]
-    assert together == [[False, False], [True, True]]
-    assert apart == [[False, True], [False, True]]

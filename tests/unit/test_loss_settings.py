@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.config.explain import known
 from rlbuffer.config.loading import validated
 from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES
 from rlbuffer.errors import ConfigError
@@ -105,7 +104,3 @@ def test_an_option_that_the_chosen_loss_does_not_have_is_refused(values: dict[st
     with pytest.raises(ConfigError) as refused:
         validated({"trainer": {"loss": values}})
     assert refused.value.setting == f"trainer.loss.{setting}"
-
-
-def test_no_number_of_a_loss_is_a_setting_of_all_losses() -> None:
-    assert sum(name.startswith("trainer.loss.") for name in known()) == 10

@@ -9,17 +9,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, LossChoice
+from rlbuffer.config.losses import BUILT_IN_LOSSES, LOSSES, LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import (
-    CORRECTIONS,
     TrainedTokens,
     divisor_of,
     get_loss,
     kl_to_reference,
     loss_of,
-    token_weights,
 )
 from rlbuffer.trainer.update.token_choice import Known, choose
 
@@ -51,59 +49,6 @@ def settings(**values: Any) -> LossChoice:
 
 def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
     return Normalizers(loss_tokens=loss_tokens, rollouts=rollouts, groups=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("clip", -0.1857143),
-        ("dapo", -0.1857143),
-        ("dr_grpo", -0.1857143 * 4 / 10),
-        ("ratio", -0.5065476),
-        ("kl_cov", -0.0586078),
-    ],
-)
-def test_a_loss_has_the_value_of_its_formula(name: str, expected: float) -> None:
-    chosen = settings(name=name)
-    (selected,), _ = choose([tokens()], chosen, lambda values: values)
-    value = loss_of(tokens(is_selected=selected), chosen, counts(), longest=10)
-    assert float(value) == pytest.approx(expected, abs=1e-7)
-
-
-def test_dppo_tv_drops_the_tokens_that_have_moved_too_far_and_penalises_them_all_the_same() -> None:
-    # Tokens 1 and 3 moved by 0.4 and -0.5 in probability, the way they are pushed.
-    value = loss_of(tokens(), settings(name="dppo_tv", tv_penalty=0.0), counts(), longest=1)
-    assert float(value) == pytest.approx((-0.5 / 0.4 + 0.3 / 0.35) / 4)
-    penalty = loss_of(tokens(), settings(name="dppo_tv"), counts(), longest=1) - value
-    logs = [math.log(p / q) for p, q in zip(POLICY, INFERENCE, strict=True)]
-    assert float(penalty) == pytest.approx(1e-3 * sum(x * x for x in logs) / 4)
-    assert float(value + penalty) == pytest.approx(-0.0973069, abs=1e-7)
-
-
-def test_kl_cov_selects_the_token_whose_covariance_is_largest() -> None:
-    (selected,), _ = choose([tokens()], settings(name="kl_cov"), lambda values: values)
-    assert selected is not None
-    assert selected.tolist() == [False, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
-        ("tis", [1.25, 1.5, 0.3 / 0.35, 0.1 / 0.6]),
-        ("icepop", [1.25, 1.8, 0.3 / 0.35, 0.0]),
-        ("sequence_tis", [1.5, 1.5, 0.05 / 0.35 / 1.0 / 1.0, 0.05 / 0.35]),
-        ("sequence_mask", [2.25, 2.25, 0.0, 0.0]),
-        ("geometric_mask", [1.0, 1.0, 0.0, 0.0]),
-        ("negative_mask", [1.0, 1.0, 0.0, 0.0]),
-    ],
-)
-def test_a_correction_has_the_weights_of_its_formula(correction: str, expected: list[float]) -> None:
-    """Two rollouts; the old policy is the present one. Products of the ratios: 2.25 and 0.142857."""
-    made = tokens(rollout=[0, 0, 1, 1])
-    known = Known(starts_here=True).add_to(made)
-    changes = {"tis": {"cap": 1.5}, "sequence_tis": {"cap": 1.5}, "sequence_mask": {"high": 3.0}}
-    told = CORRECTION_FACTS[correction].options(**changes.get(correction, {}))
-    assert CORRECTIONS[correction](known, told).tolist() == pytest.approx(expected)
 
 
 def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
@@ -152,25 +97,6 @@ def test_the_loss_is_on_uncertain_tokens_only_and_kl_and_bonus_on_all() -> None:
     assert float(value) == pytest.approx((0.8 + terms) / 4)  # A < 0 and r below the clip: held at 0.8
 
 
-def test_the_upper_clip_has_a_bound_of_its_own() -> None:
-    low, high = (float(loss_of(tokens(), settings(name="dapo", clip_high=h), counts(), longest=1)) for h in (0.2, 0.28))
-    # Two tokens gain 0.08 each: r = 1.25 and 1.8 are clipped at 1.2, or at 1.25 and 1.28.
-    assert low - high == pytest.approx((0.05 + 0.08) / 4)
-
-
-def test_the_ratio_is_capped() -> None:
-    capped = loss_of(tokens([0.5, 0.9, 0.3, 0.1]), settings(name="ratio", max_ratio=1.5), counts(), longest=1)
-    assert float(capped) == pytest.approx(-(1.25 + 1.5 - 0.3 / 0.35 - 0.1 / 0.6) / 4)
-
-
-def test_the_kl_term_adds_to_the_loss() -> None:
-    reference = torch.tensor([0.45, 0.8, 0.3, 0.2], dtype=torch.float64).log()
-    without = loss_of(tokens(), settings(), counts(), longest=1)
-    with_kl = loss_of(tokens(ref_logprobs=reference), settings(kl_beta=0.1), counts(), longest=1)
-    d = reference - tokens().logprobs
-    assert float(with_kl - without) == pytest.approx(0.1 * float((d.exp() - d - 1).mean()))
-
-
 def test_a_kl_term_without_reference_logprobs_is_refused() -> None:
     with pytest.raises(ConfigError):
         loss_of(tokens(), settings(kl_beta=0.1), counts(), longest=1)
@@ -205,33 +131,6 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() 
         assert float(with_bonus - plain) == pytest.approx(-0.5 * float(tokens().entropy.sum()) / 8)
 
 
-@pytest.mark.parametrize("name", ["clip", "dapo", "dr_grpo", "ratio", "kl_cov", "gspo", "masked_ratio", "dppo_tv"])
-def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
-    # Off the corners of clipping, where there is no derivative.
-    start = torch.tensor([0.41, 0.9, 0.3, 0.1], dtype=torch.float64).log()
-    chosen = settings(name=name, entropy_bonus=0.01, kl_beta=0.05)
-    selected = torch.tensor([False, True, False, True])
-
-    def value(logprobs: torch.Tensor) -> torch.Tensor:
-        made = tokens(
-            rollout=[0, 0, 0, 1],
-            logprobs=logprobs,
-            entropy=-logprobs,
-            ref_logprobs=torch.full_like(start, -1.0),
-            is_selected=selected,
-        )
-        return loss_of(made, chosen, counts(2), longest=3)
-
-    leaf = start.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(value(leaf), leaf)
-    step = 1e-6
-    for i in range(len(start)):
-        nudge = torch.zeros_like(start)
-        nudge[i] = step
-        difference = float(value(start + nudge) - value(start - nudge)) / (2 * step)
-        assert float(gradient[i]) == pytest.approx(difference, abs=1e-8)
-
-
 @pytest.mark.parametrize("number", [-1e12, -89.0, 1e12])
 @pytest.mark.parametrize("name", [*BUILT_IN_LOSSES])
 def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, number: float) -> None:
@@ -251,22 +150,6 @@ def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, n
     (gradient,) = torch.autograd.grad(loss_of(made, chosen, counts(), longest=4), leaf)
     assert torch.isfinite(gradient).all()
     assert torch.isfinite(gradient.square().sum())
-
-
-def test_clip_weighs_rollouts_alike_and_dapo_tokens() -> None:
-    rollout = torch.tensor([0, 0, 0, 2])
-    assert token_weights("rollouts", rollout, torch.zeros(4)).tolist() == pytest.approx([1 / 3] * 3 + [1.0])
-    assert token_weights("tokens", rollout, torch.zeros(4)).tolist() == [1.0] * 4
-
-
-def test_no_tokens_have_no_weights() -> None:
-    nothing = torch.zeros(0)
-    assert token_weights("rollouts", torch.zeros(0, dtype=torch.int64), nothing).tolist() == []
-
-
-@pytest.mark.parametrize(("divisor", "expected"), [("rollouts", 5), ("tokens", 70), ("longest", 60)])
-def test_a_loss_divides_by_counts_of_the_whole_update(divisor: Any, expected: int) -> None:
-    assert divisor_of(divisor, counts(rollouts=5, loss_tokens=70), 12) == expected
 
 
 def test_an_update_without_tokens_divides_by_one() -> None:

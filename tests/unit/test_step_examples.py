@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
-import torch
 
 from rlbuffer.packing.pack import pack
 from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.reports.examples import MOST_TOKENS, examples_of
-from rlbuffer.trainer.update.pass_times import PassTimes
 
 
 def sampled(rollout_id: str, reward: float | None, tokens: Sequence[int]) -> MicroBatch:
@@ -68,13 +63,3 @@ def test_of_a_long_rollout_the_end_is_shown() -> None:
     (example,) = examples_of(one(1.0, range(300)), words)
     assert example["tokens"] == 300
     assert example["token_ids"] == list(range(300 - MOST_TOKENS, 300))
-
-
-def test_a_pace_adds_up_what_its_parts_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((1.0, 1.5, 2.0, 2.25, 3.0, 4.0))
-    monkeypatch.setattr("rlbuffer.trainer.update.pass_times.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    pace = PassTimes(torch.device("cpu"))
-    for part in ("forward", "backward", "forward"):
-        with pace.measure(part):
-            pass
-    assert pace.seconds() == {"forward": 1.5, "backward": 0.25}
