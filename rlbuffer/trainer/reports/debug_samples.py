@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,18 @@ def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, 
         out.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
+class _Tokens(NamedTuple):
+    """The tokens of one rollout, each [length]."""
+
+    ids: Tensor
+    mask: Tensor
+    inference: Tensor
+    trainer: Tensor
+    reference: Tensor
+    """NaN where there is none."""
+    advantages: Tensor
+
+
 def tables(
     micro_batch: MicroBatch, logprobs: Tensor, step: int, decode: Callable[[int], str] = lambda token: ""
 ) -> list[str]:
@@ -91,84 +103,68 @@ def tables(
 
     Shapes: ``logprobs`` [N], the trainer's, of the micro-batch's trained tokens in their order.
     """
-    mask = torch.as_tensor(micro_batch.loss_mask)
     trainer = torch.full((micro_batch.length,), math.nan, dtype=torch.float64)
-    trainer[mask] = logprobs.double()
-    names = ("input_ids", "loss_mask", "logprobs", "advantages")
-    cut: dict[str, list[Any]] = {name: micro_batch.unpack(getattr(micro_batch, name)) for name in names}
-    cut["trainer"] = micro_batch.unpack(trainer)
-    reference = micro_batch.columns.get("ref_logprobs")
-    cut["reference"] = micro_batch.unpack(reference) if reference is not None else [None] * len(micro_batch.samples)
+    trainer[torch.as_tensor(micro_batch.loss_mask)] = logprobs.double()
+    reference = torch.full_like(trainer, math.nan)
+    if "ref_logprobs" in micro_batch.columns:
+        reference[:] = torch.as_tensor(micro_batch.columns["ref_logprobs"])
     if "ref_logprobs" in micro_batch.lacking:
-        is_lacking = [bool(part.any()) for part in micro_batch.unpack(micro_batch.lacking["ref_logprobs"])]
-        cut["reference"] = [None if no else part for part, no in zip(cut["reference"], is_lacking, strict=True)]
+        reference[torch.as_tensor(micro_batch.lacking["ref_logprobs"])] = math.nan
+    names = (micro_batch.input_ids, micro_batch.loss_mask, micro_batch.logprobs)
+    columns = [micro_batch.unpack(values) for values in (*names, trainer, reference, micro_batch.advantages)]
     out = []
-    for i, sample in enumerate(micro_batch.samples):
-        columns = {name: parts[i] for name, parts in cut.items()}
+    for sample, *values in zip(micro_batch.samples, *columns, strict=True):
+        tokens = _Tokens(*map(torch.as_tensor, values))
         reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
         head = (
             f"rollout {sample.rollout_id} of group {sample.group_id}, env {sample.env}: reward {reward}, advantage "
             f"{sample.advantage:+.4g}, {sample.length} tokens, {sample.prompt_tokens} of them prompt, policy versions "
             f"{sample.policy_versions[0]} to {sample.policy_versions[1]}, trained in step {step}"
         )
-        out.append("\n".join([head, TABLE_HEAD, *_rows(columns, decode), *checks(sample, columns, step)]))
+        out.append("\n".join([head, TABLE_HEAD, *_rows(tokens, decode), *_checks(sample, tokens, step)]))
     return out
 
 
-def _rows(columns: dict[str, Any], decode: Callable[[int], str]) -> list[str]:
-    length = len(columns["input_ids"])
-    cut = length > MOST_ROWS
-    shown = [*range(MOST_ROWS // 2), *range(length - MOST_ROWS // 2, length)] if cut else list(range(length))
-    rows = []
-    for before, t in pairwise([-1, *shown]):
-        if t != before + 1:
-            rows.append(f"{'...':>7} {t - before - 1} more")
-        token, trained = int(columns["input_ids"][t]), bool(columns["loss_mask"][t])
-        inference, trainer = float(columns["logprobs"][t]), float(columns["trainer"][t])
-        reference = None if columns["reference"] is None else float(columns["reference"][t])
-        cells = [
-            f"{token:>7}",
-            f"{decode(token)[:14]:<14}",
-            f"{'x' if trained else '.':<4}",
-            f"{inference:>9.4f}" if trained else f"{'':>9}",
-            f"{trainer:>9.4f}" if trained else f"{'':>9}",
-            f"{reference:>9.4f}" if trained and reference is not None else f"{'':>9}",
-            f"{math.exp(min(trainer - inference, 50.0)):>7.3f}" if trained else f"{'':>7}",
-            f"{float(columns['advantages'][t]):>+7.3f}" if trained else "",
-        ]
-        rows.append(" ".join(cells).rstrip())
-    return rows
+def _rows(tokens: _Tokens, decode: Callable[[int], str]) -> Iterator[str]:
+    length, half = len(tokens.ids), MOST_ROWS // 2
+    ratios = (tokens.trainer - tokens.inference).clamp(max=50.0).exp()
+    for t in range(length):
+        if length > MOST_ROWS and half <= t < length - half:
+            if t == half:
+                yield f"{'...':>7} {length - MOST_ROWS} more"
+            continue
+        token = int(tokens.ids[t])
+        start = f"{token:>7} {decode(token)[:14]:<14}"
+        if not tokens.mask[t]:
+            yield f"{start} ."
+            continue
+        logprobs = [float(values[t]) for values in (tokens.inference, tokens.trainer, tokens.reference)]
+        cells = " ".join(f"{'' if math.isnan(value) else f'{value:.4f}':>9}" for value in logprobs)
+        yield f"{start} x    {cells} {float(ratios[t]):>7.3f} {float(tokens.advantages[t]):>+7.3f}"
 
 
-def checks(sample: Sample, columns: dict[str, Any], step: int) -> list[str]:
+def _checks(sample: Sample, tokens: _Tokens, step: int) -> list[str]:
     """``ok`` or ``!`` with what was looked at, one line each."""
-    mask = torch.as_tensor(columns["loss_mask"])
-    inference = torch.as_tensor(columns["logprobs"]).double()
-    advantages = torch.as_tensor(columns["advantages"]).double()
-    verdicts: list[tuple[bool, str]] = []
-    length = len(mask)
-    verdicts.append((length == sample.length, f"its span holds {length} tokens, {sample.length} were pushed"))
-    prompt = int(mask[: sample.prompt_tokens].sum())
-    verdicts.append((prompt == 0, f"{prompt} of {sample.prompt_tokens} prompt tokens are trained"))
-    verdicts.append((bool(mask.any()), f"{int(mask.sum())} tokens are trained"))
-    stray = int((advantages[~mask] != 0).sum())
-    verdicts.append((stray == 0, f"{stray} tokens that are not trained carry an advantage"))
-    sampled = inference[mask]
-    verdicts.append((bool((sampled <= 0).all()), f"inference logprobs are from {_range(sampled)}, none above 0"))
+    mask, sampled = tokens.mask, tokens.inference[tokens.mask].double()
+    length, prompt = len(mask), int(mask[: sample.prompt_tokens].sum())
+    stray = int((tokens.advantages[~mask] != 0).sum())
     zeros = int((sampled == 0).sum())
-    verdicts.append((zeros < max(1, len(sampled)), f"{zeros} of {len(sampled)} inference logprobs are exactly 0"))
-    drift = (torch.as_tensor(columns["trainer"])[mask] - sampled).abs()
-    mean = float(drift.mean()) if len(drift) else 0.0
-    age = step - 1 - sample.policy_versions[0]
-    if age <= 0:
-        verdicts.append((mean <= NEAR, f"at age 0 trainer and inference differ by {mean:.4f} nats a token, near 0"))
-    else:
-        verdicts.append((True, f"at age {age} trainer and inference differ by {mean:.4f} nats a token"))
+    bounds = f"{float(sampled.min()):.4f} to {float(sampled.max()):.4f}" if len(sampled) else "nothing"
+    mean = float((tokens.trainer[mask] - sampled).abs().mean()) if len(sampled) else 0.0
+    age = max(0, step - 1 - sample.policy_versions[0])
+    verdicts = [
+        (length == sample.length, f"its span holds {length} tokens, {sample.length} were pushed"),
+        (prompt == 0, f"{prompt} of {sample.prompt_tokens} prompt tokens are trained"),
+        (len(sampled) > 0, f"{len(sampled)} tokens are trained"),
+        (stray == 0, f"{stray} tokens that are not trained carry an advantage"),
+        (bool((sampled <= 0).all()), f"inference logprobs are from {bounds}, none above 0"),
+        (zeros < max(1, len(sampled)), f"{zeros} of {len(sampled)} inference logprobs are exactly 0"),
+        (
+            age > 0 or mean <= NEAR,
+            f"at age {age} trainer and inference differ by {mean:.4f} nats a token{'' if age else ', near 0'}",
+        ),
+    ]
     return [f"  {'ok' if good else '! '} {text}" for good, text in verdicts]
-
-
-def _range(values: Tensor) -> str:
-    return f"{float(values.min()):.4f} to {float(values.max()):.4f}" if len(values) else "nothing"
 
 
 def decoder(settings: RunSettings) -> Callable[[int], str]:

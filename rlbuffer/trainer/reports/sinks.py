@@ -5,6 +5,7 @@ Both are extras, imported only here and only when a setting asks for them; a pac
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -73,19 +74,22 @@ def finite(value: Any) -> Any:
     return value
 
 
+def _extra(module: str, extra: str, setting: str) -> Any:
+    """A module that an extra brings, and a setting asks for."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.reports.{setting} is set, but {extra} is not installed: pip install 'rlbuffer[{extra}]'",
+            setting=f"trainer.reports.{setting}",
+        ) from error
+
+
 class TensorBoard:
     """Event files in a folder: ``tensorboard --logdir FOLDER``."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.reports.tensorboard = true, but tensorboard is not installed: "
-                "pip install 'rlbuffer[tensorboard]'",
-                setting="trainer.reports.tensorboard",
-            ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer = _extra("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter(str(folder))
 
     def write(self, record: StepRecord) -> None:
         """Numbers only; a step that is trained again after a restart is written again."""
@@ -105,17 +109,9 @@ class WeightsAndBiases:
     """
 
     def __init__(self, settings: RunSettings, created: int) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"trainer.reports.wandb_project = {settings.trainer.reports.wandb_project!r}, but wandb is not "
-                "installed: pip install 'rlbuffer[wandb]'",
-                setting="trainer.reports.wandb_project",
-            ) from error
         config = json.loads(to_json(settings))
         del config["redis_url"]  # it may hold a password
-        self._run: Any = wandb.init(
+        self._run = _extra("wandb", "wandb", "wandb_project").init(
             project=settings.trainer.reports.wandb_project,
             name=settings.run,
             id=f"{settings.run}-{created}" if created else settings.run,
