@@ -19,7 +19,8 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.model import build_model, narrow_dtype
 

@@ -32,7 +32,8 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
-from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.publishing import write_base
 from rlbuffer.trainer.ranks.parallel import distribute
 from rlbuffer.trainer.ranks.stalls import STALL_SECONDS, OnStall, StallWatch

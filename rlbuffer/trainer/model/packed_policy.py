@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -209,9 +209,3 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
     stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
     return max(stacks, key=len, default=[])
-
-
-def vocabulary_of(model: PreTrainedModel) -> int:
-    """Symbols that the model has an embedding for."""
-    embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])

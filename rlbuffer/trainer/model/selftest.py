@@ -6,13 +6,13 @@ refuses nothing and ignores nothing), and its own head. Everything faster has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -49,10 +49,8 @@ def self_test(
 ) -> None:
     """Runs a few segments packed by `forward` and one by one by the library, and compares.
 
-    Also changes the first segment, and the last token of the last one, and looks whether anything between notices:
-    that finds a leak even in a model whose weights are still too small for attention to matter. With a sliding window
-    one segment is longer than it, and the window must be seen: without it the library's own logprobs must be others,
-    or nothing would have been proven.
+    With a sliding window one segment is longer than it, and the window must be seen: without it the library's own
+    logprobs must be others, or nothing would have been proven.
 
     Args:
         longest: tokens of the longest rollout that will come; None: unknown.
@@ -62,40 +60,16 @@ def self_test(
     Raises:
         PackedForwardError: with the largest difference and what it means.
     """
-    parameter = next(model.parameters())
-    device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
     window = acting_window(model, longest)
     lengths = SELF_TEST_LENGTHS if window is None else (*SELF_TEST_LENGTHS, tested_tokens(model, window, longest))
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = len(embeddings.weight)
-    rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, vocabulary, sum(lengths))).to(device)
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-    bounds = np.concatenate(([0], np.cumsum(lengths)))
-    cu_seqlens = torch.from_numpy(bounds).to(device)
-    packed = forward(tokens, positions, cu_seqlens)
-    pieces = [tokens[a:b] for a, b in pairwise(bounds.tolist())]
-    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in pieces])
-    difference = float((packed - separate).abs().max())
-    if not difference <= tolerance:
-        raise PackedForwardError(
-            f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
-        )
-    first, last = lengths[0], lengths[-1]
-    changed = tokens.clone()
-    changed[:first] = (changed[:first] + 1) % vocabulary
-    changed[-1] = (changed[-1] + 1) % vocabulary
-    moved = (forward(changed, positions, cu_seqlens) - packed).abs()
-    leak, ahead = float(moved[first:-last].max()), float(moved[-last:-1].max())
-    if not leak <= tolerance / 100:
-        raise PackedForwardError(f"changing one rollout moves the logprobs of another by {leak:.2g} nats")
-    if not ahead <= tolerance / 100:
-        raise PackedForwardError(
-            f"changing a rollout's last token moves the logprobs before it by {ahead:.2g} nats: the model is not causal"
-        )
+    vocabulary, rng = vocabulary_of(model), np.random.default_rng(0)
+    rollouts = [rng.integers(0, vocabulary, n) for n in lengths]
+    others, first, last = [*range(lengths[0]), -1], lengths[0], lengths[-1]
+    separate, tolerance = _compare(model, forward, rollouts, others, slice(first, -1), compute=compute)
     if window is not None and compute is None and not keeps_rows:
         with _without_window(model):
-            seen = float((separate_logprobs(model, pieces[-1]) - separate[-last:]).abs().max())
+            tokens = torch.from_numpy(rollouts[-1]).to(separate.device)
+            seen = float((separate_logprobs(model, tokens) - separate[-last:]).abs().max())
         if not seen > tolerance:
             raise PackedForwardError(
                 f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
@@ -105,43 +79,59 @@ def self_test(
 
 @torch.no_grad()
 def shared_self_test(model: PreTrainedModel, forward: PackedForward, *, compute: torch.dtype | None = None) -> None:
-    """Runs rollouts that begin alike packed by `forward`, which computes what they share once, and one by one.
+    """The same with rollouts that begin alike, for a `forward` that computes what they share once."""
+    vocabulary, rng = vocabulary_of(model), np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, n) for n in SHARED_PROMPTS]
+    rollouts = []
+    for i, (prompt, own) in enumerate(SHARED_ROLLOUTS):
+        first = [i % vocabulary][:own]  # unlike the others', so that they share the prompt and no more
+        parts = (prompts[prompt], first, rng.integers(0, vocabulary, own - len(first)))
+        rollouts.append(np.concatenate(parts).astype(np.int64))
+    own_of_first = [*range(SHARED_PROMPTS[0] + 1, len(rollouts[0]))]
+    _compare(model, forward, rollouts, own_of_first, slice(len(rollouts[0]), None), compute=compute)
 
-    Then changes what one of them has for itself, and looks whether another notices.
 
-    Raises:
-        PackedForwardError: with the largest difference and what it means.
+def _compare(
+    model: PreTrainedModel,
+    forward: PackedForward,
+    rollouts: Sequence[NDArray[np.int64]],
+    others: list[int],
+    still: slice,
+    *,
+    compute: torch.dtype | None,
+) -> tuple[Tensor, float]:
+    """Compares packed logprobs with separate ones. -> [T] the separate ones, and the difference that is allowed.
+
+    Then puts other tokens to the places `others` of the row, and looks whether the places `still` notice: that finds a
+    leak even in a model whose weights are still too small for attention to matter.
     """
     parameter = next(model.parameters())
     device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = len(embeddings.weight)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, n) for n in SHARED_PROMPTS]
-    pieces = []
-    for i, (prompt, own) in enumerate(SHARED_ROLLOUTS):
-        first = [i % vocabulary][:own]  # unlike the others', so that they share the prompt and no more
-        pieces.append(np.concatenate((prompts[prompt], first, rng.integers(0, vocabulary, own - len(first)))))
-    lengths = [len(piece) for piece in pieces]
-    tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device)
+    lengths = [len(rollout) for rollout in rollouts]
+    tokens = torch.from_numpy(np.concatenate(rollouts)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
-    shared = forward(tokens, positions, cu_seqlens)
+    packed = forward(tokens, positions, cu_seqlens)
     separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)])
-    difference = float((shared - separate).abs().max())
+    difference = float((packed - separate).abs().max())
     if not difference <= tolerance:
         raise PackedForwardError(
-            f"with shared prompts logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
+            f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
         )
-    changed = tokens.clone()
-    of_one = changed[SHARED_PROMPTS[0] + 1 : lengths[0]]
-    of_one += 1
-    of_one %= vocabulary
-    leak = float((forward(changed, positions, cu_seqlens) - shared).abs()[lengths[0] :].max())
+    tokens[others] = (tokens[others] + 1) % vocabulary_of(model)
+    leak = float((forward(tokens, positions, cu_seqlens) - packed).abs()[still].max())
     if not leak <= tolerance / 100:
         raise PackedForwardError(
-            f"with shared prompts changing one rollout moves another's logprobs by {leak:.2g} nats"
+            f"changing a rollout, or a later token, moves other logprobs by {leak:.2g} nats: rollouts see each other, "
+            "or the model is not causal"
         )
+    return separate, tolerance
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Symbols that the model has an embedding for."""
+    embeddings: Any = model.get_input_embeddings()
+    return len(embeddings.weight)
 
 
 def separate_logprobs(model: PreTrainedModel, tokens: Tensor, *, compute: torch.dtype | None = None) -> Tensor:
@@ -177,8 +167,7 @@ def logit_shape_of(model: PreTrainedModel) -> LogitShape:
         value = getattr(config, name, None)
         caps |= {float(value)} if isinstance(value, int | float) else set()
     parameter = next(model.parameters())
-    embeddings: Any = model.get_input_embeddings()
-    tokens = torch.arange(min(16, len(embeddings.weight)), device=parameter.device)
+    tokens = torch.arange(min(16, vocabulary_of(model)), device=parameter.device)
     with _attention(model, "eager"):
         expected = model(input_ids=tokens[None], use_cache=False).logits[0]
         hidden = backbone_of(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]

@@ -30,7 +30,6 @@ from rlbuffer.trainer.checkpoints.checkpoint import (
     path_of,
     restore,
     save,
-    steps,
 )
 from rlbuffer.trainer.checkpoints.reading import _Index
 from rlbuffer.trainer.loop import train
@@ -95,24 +94,25 @@ def test_tied_embeddings_are_written_once_and_tied_again(tmp_path: Path, policy:
     assert torch.equal(head.weight, policy[0].model.get_input_embeddings().weight)
 
 
-def test_the_newest_are_kept(tmp_path: Path, policy: Trained) -> None:
-    kept = [save(tmp_path, made(step), *policy, keep=2) for step in (3, 6, 9)]
-    assert kept == [[3], [3, 6], [6, 9]]
+def test_the_newest_whole_ones_are_kept_and_count(tmp_path: Path, policy: Trained) -> None:
+    assert newest(tmp_path / "none") == (0, [])
+    assert [save(tmp_path, made(step), *policy, keep=2) for step in (3, 6, 9)] == [[3], [3, 6], [6, 9]]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
+    (tmp_path / "step-00000012").mkdir()
+    (tmp_path / "step-00000012" / "__0_0.distcp").write_bytes(b"half")
+    assert newest(tmp_path) == (9, [])
+    assert save(tmp_path, made(4), *policy, keep=2) == [4], "later ones are of an attempt that was replaced"
 
 
-def test_writing_an_earlier_step_removes_what_a_replaced_attempt_left(tmp_path: Path, policy: Trained) -> None:
-    save(tmp_path, made(9), *policy, keep=3)
-    assert save(tmp_path, made(4), *policy, keep=3) == [4]
-
-
-def test_half_a_checkpoint_does_not_count(tmp_path: Path, policy: Trained) -> None:
-    save(tmp_path, made(3), *policy, keep=3)
-    (tmp_path / ".tmp-dead").mkdir()
-    (tmp_path / "step-00000006").mkdir()
-    (tmp_path / "step-00000006" / "__0_0.distcp").write_bytes(b"half")
-    assert steps(tmp_path) == [3]
-    assert newest(tmp_path) == (3, [])
+@pytest.mark.parametrize("change", [{"run": "other"}, {"format": 1}])
+def test_a_checkpoint_of_another_run_or_format_is_refused(
+    tmp_path: Path, policy: Trained, change: dict[str, Any]
+) -> None:
+    save(tmp_path, made(3), *policy, keep=1)
+    meta = path_of(tmp_path, 3) / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | change))
+    with pytest.raises(CheckpointError):
+        load(tmp_path, 3, run="r")
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, policy: Trained) -> None:
@@ -126,49 +126,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, pol
     flipped.write_bytes(data)
     step, problems = newest(tmp_path)
     assert step == 3
-    assert problems == [
-        f"{longer} has {longer.stat().st_size} bytes, {longer.stat().st_size - 1} were written",
-        f"{flipped} is damaged: its sha256 is not the one in meta.json",
-    ]
+    assert [str(file) in problem for file, problem in zip((longer, flipped), problems, strict=True)] == [True, True]
 
 
-def test_no_checkpoint_means_step_0(tmp_path: Path) -> None:
-    assert newest(tmp_path / "none") == (0, [])
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, policy: Trained) -> None:
+@pytest.mark.parametrize("change", [{"hidden_size": 32}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}], ids=str)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, policy: Trained, change: dict[str, int]) -> None:
     save(tmp_path, made(3), *policy, keep=1)
-    with pytest.raises(CheckpointError) as error:
-        load(tmp_path, 3, run="other")
-    assert str(error.value) == f"{path_of(tmp_path, 3)} belongs to run 'r', not 'other': use another trainer.output"
-
-
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, policy: Trained) -> None:
-    save(tmp_path, made(3), *policy, keep=1)
-    meta = path_of(tmp_path, 3) / "meta.json"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 1}))
-    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 3$"):
-        load(tmp_path, 3, run="r")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"hidden_size": 32}, "Size mismatch"),
-        ({"num_hidden_layers": 1}, "policy.model.model.layers.1.input_layernorm.weight, policy."),
-        ({"num_hidden_layers": 3}, "policy.model.model.layers.2.input_layernorm.weight, policy."),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, policy: Trained, change: dict[str, int], reason: str
-) -> None:
-    save(tmp_path, made(3), *policy, keep=1)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError):
         restore(path_of(tmp_path, 3), *trained(dict(TINY_QWEN3) | change))
-    said = str(error.value)
-    assert said.startswith(f"{path_of(tmp_path, 3)} cannot be loaded into the model that [model] describes: ")
-    assert reason in said
 
 
 class Trap:
@@ -319,13 +284,8 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
     continued = records(halves)
     assert [(r["step"], r["resumed_from"]) for r in continued] == [
-        (1, 0),
-        (2, 0),
-        (3, 0),
-        (4, 0),
-        (4, 3),
-        (5, 3),
-        (6, 3),
+        *((step, 0) for step in (1, 2, 3, 4)),
+        *((step, 3) for step in (4, 5, 6)),
     ]
     undisturbed = {r["step"]: r for r in records(whole)}
     for record in continued:
@@ -351,9 +311,8 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert train(wanted, rank=0, world_size=1, fake_data=True)
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{damaged} is damaged: its sha256 is not the one in meta.json; an older checkpoint is used"
-    ]
+    [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert str(damaged) in said
     assert [r["resumed_from"] for r in records(tmp_path)][-3:] == [3, 3, 3]
     ours = load_parameters(tmp_path, 6)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)

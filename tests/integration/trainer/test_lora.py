@@ -131,11 +131,12 @@ def test_targets_choose_the_modules() -> None:
     assert trained == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("q_proj", "embed_tokens"), ("nothing",)])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_adapters_of_the_head_or_the_embeddings_are_refused(target: str) -> None:
-    with pytest.raises(ConfigError):
-        add_adapter(made(QWEN3), LoraSettings(rank=2, targets=("q_proj", target)), seed=0)
+def test_targets_that_are_the_head_the_embeddings_or_not_there_are_refused(targets: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        add_adapter(made(QWEN3), LoraSettings(rank=2, targets=targets), seed=0)
+    assert refused.value.setting == "trainer.lora.targets"
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -179,12 +180,6 @@ def test_targets_that_are_fused_experts_are_refused(family: str, targets: tuple[
     with pytest.raises(ConfigError) as caught:
         add_adapter(with_experts(family), LoraSettings(rank=2, targets=targets), seed=0)
     assert caught.value.setting == "trainer.lora.targets"
-    option = str(caught.value).partition("adapter of them has ")[2].partition(", which")[0]
-    assert option.startswith("target_parameters = ")
-    assert str(caught.value) == (
-        f"trainer.lora.targets = {list(targets)} names experts, whose weights are one parameter of the model: PEFT's "
-        f"adapter of them has {option}, which no sampler serves. Leave them out"
-    )
 
 
 def with_experts(family: str) -> Any:
@@ -193,12 +188,6 @@ def with_experts(family: str) -> Any:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(family, **sizes, **heads, **tokens, **EXPERTS[family])
     return AutoModelForCausalLM.from_config(config)
-
-
-def test_targets_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        add_adapter(made(QWEN3), LoraSettings(rank=2, targets=("nothing",)), seed=0)
-    assert str(caught.value).startswith("trainer.lora.targets = ['nothing']: Target modules {'nothing'} not found")
 
 
 def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,7 @@ def test_a_model_that_asks_for_the_router_auxiliary_loss_is_refused_by_its_name(
     asking = dict(QWEN3_MOE) | {"output_router_logits": True, "router_aux_loss_coef": 0.01}
     with pytest.raises(ConfigError) as refused:
         run(settings(tmp_path, asking))
-    assert str(refused.value) == (
-        "model: output_router_logits = true asks for the router auxiliary loss of experts (router_aux_loss_coef = "
-        "0.01), which rlbuffer train does not compute: set it to false in the model's config to train without that "
-        "loss, or compute it in a trainer of your own"
-    )
+    assert refused.value.setting == "model"
 
 
 @pytest.mark.parametrize(

