@@ -93,16 +93,16 @@ class Given:
         the config file can be imported from then on, until the command ends.
         """
         starting("reading the settings")
-        from rlbuffer.config import dotted
+        from rlbuffer.checks.loading import load
+        from rlbuffer.config import imports
         from rlbuffer.config.loading import folders_of
-        from rlbuffer.run.loading import load
 
         self.check()
         loaded = load(self.config, flags={**self.flags, **(flags or {})}, parts=parts)
         context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
         if parts and context is not None:
-            added = dotted.make_importable(folders_of(loaded.file))
-            context.call_on_close(lambda: dotted.forget(added))
+            added = imports.make_importable(folders_of(loaded.file))
+            context.call_on_close(lambda: imports.forget(added))
         for warning in loaded.warnings:
             say(f"Warning: {warning}", err=True)
         clear()

@@ -35,8 +35,8 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
         NotFound: there is no server data, or no such run on the server.
     """
     from rlbuffer.client.buffer import connect
+    from rlbuffer.config.loading import meant_run
     from rlbuffer.errors import NotFound
-    from rlbuffer.run.loading import meant_run
     from rlbuffer_cli.options import redis_origin
 
     settings = loaded.settings

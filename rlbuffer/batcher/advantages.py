@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlbuffer.config.dotted import load, refused
+from rlbuffer.config.imports import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.info import FLAT_WITHIN

@@ -25,7 +25,7 @@ import numpy as np
 
 from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.dotted import load, refused
+from rlbuffer.config.imports import load, refused
 from rlbuffer.errors import InvalidRollout
 
 _SLACK = 64

@@ -1,6 +1,6 @@
 """Settings: rlbuffer.toml and the environment as checked dataclasses, and every refusal with its line.
 
-A check that needs the settings alone may enter. One that needs an env, a server or a host belongs to `run`.
+What a single value may be is said here. What several settings, a host or a server must be belongs to `checks`.
 Open first: `loading`, then `settings`.
 """
 

@@ -71,7 +71,7 @@ class Loaded:
     """As those of :class:`Given`."""
     file: Path | None = None
     warnings: tuple[str, ...] = ()
-    """Combinations that work but hardly as meant, one sentence each (:func:`rlbuffer.run.loading.load`)."""
+    """Combinations that work but hardly as meant, one sentence each (:func:`rlbuffer.checks.loading.load`)."""
 
     def place(self, *names: str) -> str:
         """Where these settings come from: ``rlbuffer.toml:9, :21``, or ``default``."""
@@ -169,6 +169,20 @@ def _determine(given: Given) -> None:
     for name, value in (names | {f"worker.{worker}.groups_per_batch": groups for worker in workers}).items():
         if name not in given.sources:
             given.put(tuple(name.split(".")), value, source)
+
+
+def meant_run(loaded: Loaded, runs: Mapping[str, float], *, is_named: bool = False) -> str:
+    """The run to look at where nothing shall be begun: the one that a flag or a variable names, or the file where the
+    server has it, else the one that was opened last.
+
+    Args:
+        runs: those of the server -> when each was opened.
+        is_named: the settings' run counts, wherever it comes from.
+    """
+    run, source = loaded.settings.run, loaded.place("run")
+    if is_named or source in ("--run", "RLBUFFER_RUN") or not runs or (run in runs and source != "default"):
+        return run
+    return max(runs, key=lambda name: runs[name])
 
 
 def folders_of(file: Path | None) -> list[str]:

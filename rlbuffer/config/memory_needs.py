@@ -16,6 +16,8 @@ FORECAST_SHARE = 0.60
 """Share of maxmemory that the steps may take that must be there at the same time."""
 ASK_SHARE = 0.70
 """Share of maxmemory from which a checkpoint is asked for."""
+FULL_SHARE = 0.97
+"""Share of maxmemory from which pushes may be refused."""
 TOKEN_BYTES = 9
 """Bytes of a token in the required columns: tokens int32, loss_mask bool, logprobs float32."""
 ROLLOUT_BYTES = 450

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rlbuffer.config import dotted
+from rlbuffer.config import imports
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, OptionalText, Table
 from rlbuffer.config.trainer import TrainerSettings
@@ -257,11 +257,11 @@ _FOLDERS = "folders"
 
 def to_json(settings: RunSettings) -> str:
     """Settings as JSON, and where modules of the user's own are; :func:`from_json` is the inverse."""
-    return json.dumps({**settings.model_dump(mode="json"), _FOLDERS: dotted.FOLDERS})
+    return json.dumps({**settings.model_dump(mode="json"), _FOLDERS: imports.FOLDERS})
 
 
 def from_json(text: str) -> RunSettings:
     """The inverse of :func:`to_json`: modules of the user's own can be imported after it."""
     data = json.loads(text)
-    dotted.make_importable(data.pop(_FOLDERS, ()))
+    imports.make_importable(data.pop(_FOLDERS, ()))
     return RunSettings.model_validate(data)

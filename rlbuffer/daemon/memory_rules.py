@@ -16,8 +16,6 @@ from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
 """Share of maxmemory down to which early retirement goes on."""
-FULL_SHARE = 0.97
-"""Share of maxmemory from which pushes may be refused."""
 MACHINE_SHARE = 0.50
 """Share of its machine's memory that a server without maxmemory is taken to have, so that a trainer that never writes a
 checkpoint does not fill the machine."""

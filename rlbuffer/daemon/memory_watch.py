@@ -12,10 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
+from rlbuffer.config.memory_needs import (
+    ASK_SHARE,
+    FULL_SHARE,
+    Forecast,
+    capacity_bytes,
+    does_not_fit,
+    mib,
+    steps_at_once,
+)
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.memory_rules import FULL_SHARE, Pressure, assumed_limit, stored_bytes
+from rlbuffer.daemon.memory_rules import Pressure, assumed_limit, stored_bytes
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader

@@ -1,4 +1,4 @@
-"""`rlbuffer run`: every process of a run on this machine, restarted when it dies; and the checks before any starts.
+"""`rlbuffer run`: every process of a run on this machine, restarted when it dies.
 
 The only room that knows all kinds of processes.
 Open first: `supervisor`.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.placement import gpus_of, visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process import logs

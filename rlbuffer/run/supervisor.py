@@ -2,9 +2,9 @@
 
 The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
 are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), except workers with a
-Python, GPUs or an environment of their own (:mod:`rlbuffer.run.pythons`). A process that ends is started again after a
-pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers,
-batcher and trainer, in that order.
+Python, GPUs or an environment of their own (:mod:`rlbuffer.config.placement`). A process that ends is started again
+after a pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains
+workers, batcher and trainer, in that order.
 
 ``<run_dir>/run.log`` holds what all of them said, ``<run_dir>/pids.json`` who they are.
 """
@@ -26,8 +26,8 @@ from typing import Any
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.step_plan import load_estimators
 from rlbuffer.client.buffer import Buffer, connect
-from rlbuffer.config.gpus import gpus_of, visible
-from rlbuffer.config.model_checks import model_modules
+from rlbuffer.config.models import model_modules
+from rlbuffer.config.placement import environment_of, gpus_of, is_apart, python_of, visible
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process import forkserver
@@ -36,7 +36,7 @@ from rlbuffer.process.files import write_whole
 from rlbuffer.process.identity import may_live, visible_from
 from rlbuffer.process.watchdog import threads_at_the_end
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.run import members, pythons
+from rlbuffer.run import members
 from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.claim import Claim
 from rlbuffer.run.run_log import RunLog, Say
@@ -83,11 +83,9 @@ class Supervisor:
 
         Raises:
             ServerUnreachable, ServerUnsuitable: there is no server to run on.
-            ConfigError: a worker's Python is not there, or has not this rlbuffer; a function of the batcher's cannot be
-                imported.
+            ConfigError: a function of the batcher's cannot be imported.
         """
         settings = self.settings
-        pythons.check_pythons(settings, sys.executable)
         # The batcher would refuse them as well, when the run is begun already.
         load_selector(settings.batcher)
         load_estimators(settings.batcher)
@@ -167,7 +165,7 @@ class Supervisor:
                             key, replica, title
                         ),
                         env=options.env,
-                        is_forked=not pythons.is_apart(options),
+                        is_forked=not is_apart(options),
                     )
                 )
         for key, scoring in self.settings.score.items():
@@ -192,10 +190,10 @@ class Supervisor:
 
     def _start_worker(self, key: str, replica: int, title: str) -> Any:
         name, options = f"worker {title}", self.settings.worker[key]
-        if not pythons.is_apart(options):
+        if not is_apart(options):
             return self._fork(name, members.member_main, (self._json, "worker", key, replica, title))
-        python = pythons.python_of(key, options, sys.executable)
-        environment = pythons.environment_of(options, replica, python)
+        python = python_of(key, options, sys.executable)
+        environment = environment_of(options, replica, python)
         return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
 
     def _start_scorer(self, key: str, replica: int, title: str) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.batcher.group import REWARD
-from rlbuffer.config.dotted import load
+from rlbuffer.config.imports import load
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import InvalidRollout, RewardFailed
 from rlbuffer.process.threads import in_thread

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from rlbuffer.config.dotted import make_importable
+from rlbuffer.checks.loading import load
+from rlbuffer.config.imports import make_importable
 from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError, text_of
 from rlbuffer.process import logs
 from rlbuffer.process.environment import yield_cores
-from rlbuffer.run.loading import load
 from rlbuffer.state.text import printable
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.losses import columns_of
-from rlbuffer.config.model_checks import router_loss
+from rlbuffer.config.models import router_loss
 from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlbuffer.config.model_checks import NO_MODEL_TYPE, which_model
+from rlbuffer.config.models import NO_MODEL_TYPE, which_model
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
 

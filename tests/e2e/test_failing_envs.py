@@ -146,10 +146,11 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     command = ["worker", "--env", "raising_module:make", "--config", config]
     failed = home.call(*command)
     assert failed.returncode == 3
-    assert failed.stderr.endswith("cannot be imported: KeyError: 'JUDGE_KEY' (raising_module.py:3 in <module>)\n")
+    assert "cannot be imported: KeyError: 'JUDGE_KEY' (" in failed.stderr
+    assert failed.stderr.endswith("raising_module.py:3)\n")
     assert home.call("runs", "list").stdout.startswith("no runs")  # what fails leaves none behind
     home.start("serve", "--config", config, "--display", "plain", log="serve")
-    said = "KeyError: 'JUDGE_KEY' (raising_module.py:3 in <module>)"
+    said = "KeyError: 'JUDGE_KEY' ("
     home.wait_until(lambda: "ready in" in (home.path / "serve.log").read_text(), seconds=30, why="serve")
     assert home.call(*command).returncode == 3
     assert said in " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())

@@ -33,7 +33,7 @@ def test_no_command_loads_torch_before_it_runs(name: str) -> None:
 
 
 def test_the_library_and_its_server_side_load_neither_torch_nor_the_screen() -> None:
-    modules = ("", ".daemon", ".client", ".run.members", ".run.supervisor", ".run.loading")
+    modules = ("", ".daemon", ".client", ".run.members", ".run.supervisor", ".checks.server", ".checks.loading")
     code = "".join(f"import rlbuffer{name}\n" for name in modules)
     assert loaded_after(code) & {"torch", "transformers", "click", "rich", "rlbuffer_cli"} == set()
 

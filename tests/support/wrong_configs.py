@@ -1,6 +1,8 @@
-"""A config that works, and more than a hundred mistakes that are put into it: where each is found, and by what."""
+"""A config that works, modules and files beside it, and what is put into it that cannot work."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 GOOD = {
     "batcher": "row_tokens = 1024",
@@ -8,303 +10,113 @@ GOOD = {
     "trainer": "steps = 3",
     "worker.a": 'env = "vcopy"',
 }
-"""Section -> lines of a config that works; a mistake adds lines to a section, or puts others in their place."""
+"""Section -> lines of a config that works."""
 
-
-def _headed(head: str) -> str:
-    """The beginning of a safetensors file: the head's length, 8 bytes, then the head."""
-    return len(head).to_bytes(8, "little").decode("latin-1") + head
-
-
-_EMPTY = _headed("{}")
-MODULES = {
+FILES = {
     "own.py": (
-        "def make(*, size=3, seed=0): ...\nvalue = 3\ndef loss(tokens, options): ...\nclass Env: ...\n"
+        "def make(*, size=3, seed=0): ...\nvalue = 3\ndef loss(tokens, options): ...\n"
         "def one(first): ...\nasync def waits(first, second): ...\nclass Judge:\n    def __init__(self, model): ...\n"
     ),
     "broken.py": "def make(:\n",
     "lacking.py": "import no_such_package\ndef make(): ...\n",
     "raising.py": "import os\nraise RuntimeError('no key')\ndef make(): ...\n",
     "misspelt.py": "from rlbuffer.worker.envs import Promptt\ndef make(): ...\n",
-    "nameless/config.json": "{}",
-    "nameless/model.safetensors": _EMPTY,
-    "torn/config.json": '{"model_type": "qwen3", ',
-    "torn/model.safetensors": _EMPTY,
-    "pointer/config.json": '{"model_type": "qwen3"}',
-    "pointer/model.safetensors": "version https://git-lfs.github.com/spec/v1\nsize 3\n",
-    "cut/config.json": '{"model_type": "qwen3"}',
-    "cut/model.safetensors": _headed('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
-    "parts/config.json": '{"model_type": "qwen3"}',
-    "parts/model.safetensors.index.json": '{"weight_map": {"a": "model-1-of-2.safetensors"}}',
+    "leaving.py": "import os\nos._exit(7)\n",
     "image/config.json": '{"model_type": "vit"}',
-    "image/model.safetensors": _EMPTY,
-    "kit/__init__.py": "open('imported', 'w')\n",
-    "kit/envs.py": "open('imported', 'w')\ndef make(): ...\n",
+    "bare/config.json": '{"model_type": "qwen3"}',
+    "torn/config.json": '{"model_type": "qwen3", ',
+    "torn/model.safetensors": "",
     "text.jsonl": '{"prompt": "3 + 4 =", "answer": 7}\n',
     "ids.jsonl": '{"prompt": [1, 2], "answer": 3}\n{"prompt": [1, 99], "answer": 3}\n',
-    "torn.jsonl": '{"prompt": [1], "answer": 2}\n{"prompt": [1\n',
-    "named.jsonl": '{"prompt": [1], "solution": 2}\n',
+    "long.jsonl": '{"prompt": [1, 2], "answer": 3}\n' + '{"prompt": [' + "1, " * 2000 + '1], "answer": 3}\n',
     "blank": "\n",
 }
+"""File -> its text."""
 
-TABLE = [
-    # each value by itself
-    ("batcher", "max_agee = 1", "value", "batcher.max_agee", 3),
-    ("traner", "steps = 1", "value", "traner", 12),
-    ("trainer", "max_age = 1", "value", "trainer.max_age", 8),
-    ("worker.a", "grup_size = 1", "value", "worker.a.grup_size", 10),
-    ("eval.e", 'env = "vcopy"\nevry = 2', "value", "eval.e.evry", 13),
-    ("", "worker = 3", "value", "worker", 1),
-    ("", 'run = "Math"', "value", "run", 1),
-    ("batcher", "max_age = -1", "value", "batcher.max_age", 3),
-    ("batcher", "max_uses = 0", "value", "batcher.max_uses", 3),
-    ("batcher", "close_fill = 1.5", "value", "batcher.close_fill", 3),
-    ("batcher", 'flat = "often"', "value", "batcher.flat", 3),
-    ("batcher", "budgets = { a = 0.8, b = 0.4 }", "value", "batcher.budgets", 3),
-    ("batcher", "budgets = { a = [[5, 0.2], [2, 0.4]] }", "value", "batcher.budgets.a", 3),
-    ("batcher", "step_groups = 1\nstep_rollouts = 1", "value", "batcher.step_groups", 3),
-    ("batcher", "group_timeout_seconds = 0", "value", "batcher.group_timeout_seconds", 3),
-    ("batcher", 'advantage = "best"', "value", "batcher.advantage", 3),
-    ("batcher", 'order = "best"', "value", "batcher.order", 3),
-    ("batcher", 'adapters = { "" = { batch_size = 1 } }', "value", "batcher.adapters", 3),
-    ("trainer", "world_size = 0", "value", "trainer.world_size", 8),
-    ("trainer.optimizer", 'learning_rate = "fast"', "value", "trainer.optimizer.learning_rate", 12),
-    ("trainer.optimizer", 'schedule = "sine"', "value", "trainer.optimizer.schedule", 12),
-    ("trainer.optimizer", "betas = [0.9]", "value", "trainer.optimizer.betas.1", 12),
-    ("trainer.loss", "correction = { tiss = {} }", "value", "trainer.loss.correction", 12),
-    ("worker.a", "temperature = 0", "value", "worker.a.temperature", 10),
-    ("worker.a", "top_p = 1.1", "value", "worker.a.top_p", 10),
-    ("worker.a", 'sampler = "sglang"', "value", "worker.a.sampler", 10),
-    ("worker.b", "group_size = 4", "value", "worker.b.env", 12),
-    ("server", 'appendfsync = "sometimes"', "value", "server.appendfsync", 12),
-    ("batcher", 'advantage = "grpo"\nadvantage_scale = "batch"', "value", "batcher.advantage_scale", 4),
-    ("trainer.optimizer", "learning_rate = inf", "value", "trainer.optimizer.learning_rate", 12),
-    ("trainer.optimizer", "weight_decay = nan", "value", "trainer.optimizer.weight_decay", 12),
-    ("trainer", "timeout_seconds = inf", "value", "trainer.timeout_seconds", 8),
-    ("trainer.optimizer", "learning_rate = true", "value", "trainer.optimizer.learning_rate", 12),
-    ("batcher", "max_age = false", "value", "batcher.max_age", 3),
-    ("batcher", "group_timeout_seconds = 1e308", "value", "batcher.group_timeout_seconds", 3),
-    ("batcher", "cost = [1, 100000000000000000000]", "value", "batcher.cost.1", 3),
-    ("batcher.envs.a", "max_age_seconds = 1e300", "value", "batcher.envs.a.max_age_seconds", 12),
-    ("trainer.optimizer", "betas = [0.9, 1.0]", "value", "trainer.optimizer.betas.1", 12),
-    ("", "seed = 18446744073709551616", "value", "seed", 1),
-    ("trainer.loss", "options = { clip_low = 20.0 }", "value", "trainer.loss.options.clip_low", 12),
-    ("batcher", 'row_tokens = "8k"', "value", "batcher.row_tokens", 2),
-    ("batcher", "budgets = { vcopy = nan }", "value", "batcher.budgets.vcopy", 3),
-    ("worker.a", "temperature = inf", "value", "worker.a.temperature", 10),
-    ("trainer.loss", 'correction = ["tis"]', "value", "trainer.loss.correction", 12),
-    ("trainer.loss", 'options = "x"', "value", "trainer.loss.options", 12),
-    ('worker."../x"', 'env = "vcopy"', "value", "worker.../x", 12),
-    ("", 'run = ".."', "value", "run", 1),
-    ("", 'home = ""', "value", "home", 1),
-    ("trainer", "gpus = [-1]", "value", "trainer.gpus.0", 8),
-    ("trainer.loss", 'name = "gspoo"', "value", "trainer.loss.name", 12),
-    ("trainer.loss", 'name = "gspo"\noptions = { dual_clip = 3.0 }', "value", "trainer.loss.options", 13),
-    ("trainer.loss", "options = { max_ratio = 3.0 }", "value", "trainer.loss.options", 12),
-    ("trainer.loss", "options = { tau = 1 }", "value", "trainer.loss.options", 12),
-    ("trainer.loss", 'name = "tis"\nold_logprobs = "inference"', "value", "trainer.loss.old_logprobs", 13),
-    ("trainer.loss", 'columns = ["x"]', "value", "trainer.loss.columns", 12),
-    ("trainer.loss", "correction = { icepop = { low = 6.0 } }", "value", "trainer.loss.correction.icepop.high", 12),
-    ("trainer.loss", 'name = "own.loss"', "value", "trainer.loss.name", 12),
-    # sound values that cannot work together
-    ("server", 'maxmemory = "lots"', "together", "server.maxmemory", 12),
-    ("metrics", 'listen = "9464"', "together", "metrics.listen", 12),
-    ("weights", 'listen = "9465"', "together", "weights.listen", 12),
-    ("weights", 'url = "host:9465"', "together", "weights.url", 12),
-    ("trainer.publish", "every = 9", "together", "trainer.publish.every", 12),
-    ("batcher", "min_group_size = 99", "together", "batcher.min_group_size", 3),
-    ("batcher", "row_tokens = 3", "together", "batcher.row_tokens", 2),
-    ("worker.a", "gpus = [0, 1, 2]\nreplicas = 2", "together", "worker.a.gpus", 10),
-    ("trainer", "gpus = [0]\nworld_size = 2", "together", "trainer.gpus", 8),
-    ("trainer.optimizer", "min_learning_rate = 1.0", "together", "trainer.optimizer.min_learning_rate", 12),
-    (
-        "trainer.optimizer",
-        'schedule = "wsd_sqrt"\nstable_updates = 9',
-        "together",
-        "trainer.optimizer.stable_updates",
-        13,
-    ),
-    ("worker.a", "env_options = { sedd = 1 }", "together", "worker.a.env_options", 10),
-    ("worker.a", 'env_options = { seed = "x" }', "together", "worker.a.env_options", 10),
-    ("batcher", 'remainder = "proportionl"', "together", "batcher.remainder", 3),
-    ("trainer.loss", "kl_beta = 0.1", "together", "trainer.loss.kl_beta", 12),
-    ("score.s", 'model = "initial"\ncolumn = "logprobs"', "together", "score.s.column", 13),
-    ("score.s", 'model = "initial"\ngives = ["reward"]', "together", "score.s.gives", 13),
-    ("score.s", 'reward = "own:loss"\ngives = ["rewards"]', "together", "score.s.gives", 13),
-    ("server", 'maxmemory = "20kb"', "together", "server.maxmemory", 12),
-    ("trainer", "gpus = [0, 0]\nworld_size = 2", "together", "trainer.gpus", 8),
-    ("score.s", 'reward = "own:loss"\ngpus = [0]\nreplicas = 2', "together", "score.s.gpus", 13),
-    ("weights", 'listen = "h:0"', "together", "weights.listen", 12),
-    ("weights", 'url = "http://"', "together", "weights.url", 12),
-    ("weights", 'url = "http://h:99999"', "together", "weights.url", 12),
-    ("weights", 'url = "http://0.0.0.0:1"', "together", "weights.url", 12),
-    # what must be on this host
-    ("", 'redis_url = "localhost:6379"', "host", "redis_url", 1),
-    ("", 'redis_url = "redis://h:1/0?socket_timeout=1"', "host", "redis_url", 1),
-    ("", 'redis_url = "rediss://h:1/0?ssl_ca_certs=no.crt"', "host", "redis_url", 1),
-    ("", 'redis_url = "redis://h:1"\nredis_password_file = "no"', "host", "redis_password_file", 2),
-    ("", 'home = "own.py/home"', "host", "home", 1),
-    ("trainer.loss", 'name = "own:no_loss"', "host", "trainer.loss.name", 12),
-    ("worker.a", 'env = "vcoppy"', "host", "worker.a.env", 9),
-    ("worker.b", 'env = "nowhere:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "own:mak"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "own:value"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "broken:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "lacking:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "kit.env:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "own:make"\nenv_options = { sedd = 1 }', "host", "worker.b.env_options.sedd", 13),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options.path",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "no.jsonl", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options.path",
-        13,
-    ),
-    ("eval.e", 'env = "nowhere:make"', "host", "eval.e.env", 12),
-    ("batcher", 'order = "own:order"', "host", "batcher.order", 3),
-    ("score.s", 'reward = "own:judge"', "host", "score.s.reward", 12),
-    ("score.s", "replicas = 2", "host", "score.s", 12),
-    ("worker.a", 'sampler = "openai"', "host", "worker.a.sampler_options", 9),
-    (
-        "worker.a",
-        'sampler = "openai"\nsampler_options = { server = "http://h" }',
-        "host",
-        "worker.a.sampler_options",
-        11,
-    ),
-    ("worker.a", "sampler_options = { seed = 5 }", "host", "worker.a.sampler_options", 10),
-    ("model.config", "output_router_logits = true", "host", "model", 4),
-    ("worker.a", 'python = "no-such-python"', "host", "worker.a.python worker.a.python", 10),
-    ("model", 'path = "nowhere"', "host", "model", 4),
-    ("model.config", 'model_type = "qwen33"', "host", "model.config.model_type", 5),
-    ("model.config", 'model_type = "qwen3"\nvocab_size = 5', "host", "worker.a.env", 9),
-    ("-model.config", "", "host", "model", 0),
-    ("-model.config", '[model]\npath = "nowhere"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "kit"', "host", "model.path model.path", 8),
-    ("-model.config", '[model]\npath = "nameless"', "host", "model.path", 8),
-    ("-worker.a", "", "host", "worker", 0),
-    ("", 'redis_url = "redis://h/math"', "host", "redis_url", 1),
-    ("", 'redis_url = "redis://h:0"', "host", "redis_url", 1),
-    ("", 'redis_url = "redis://h:99999"', "host", "redis_url", 1),
-    ("", 'redis_url = "unix://"', "host", "redis_url", 1),
-    ("", 'redis_url = "unix:///no/such.sock"', "host", "redis_url", 1),
-    ("", 'redis_url = "memory://"', "host", "redis_url", 1),
-    ("", 'redis_url = "redis://h"\nredis_password_file = "blank"', "host", "redis_password_file", 2),
-    ("trainer.loss", 'name = "own:one"', "host", "trainer.loss.name", 12),
-    ("trainer.loss", 'name = "own:waits"', "host", "trainer.loss.name", 12),
-    ("batcher", 'order = "own:one"', "host", "batcher.order", 3),
-    ("batcher", 'advantage = "own:loss"', "host", "batcher.advantage", 3),
-    ("score.s", 'reward = "own:one"', "host", "score.s.reward", 12),
-    ("score.s", 'reward = "own:Judge"', "host", "score.s.reward", 12),
-    ("worker.b", 'env = "own:one"', "host", "worker.b.env_options.first", 12),
-    ("worker.b", 'env = "own:waits"\nenv_options = { first = 1, second = 2 }', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "own:Env"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "own.py:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "raising:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "misspelt:make"', "host", "worker.b.env", 12),
-    ("worker.b", 'env = "jsonl"\nenv_options = { path = "ids.jsonl" }', "host", "worker.b.env_options", 13),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "text.jsonl", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "ids.jsonl", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "torn.jsonl", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "blank", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "named.jsonl", vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "named.jsonl", fields = { reply = "solution" } }',
-        "host",
-        "worker.b.env_options worker.b.env_options",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "text.jsonl", tokenizer = "kit", rewards = { exakt = 1.0 } }',
-        "host",
-        "worker.b.env_options worker.b.env_options.tokenizer",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = 3, vocab_size = 13, eos_token_ids = [12] }',
-        "host",
-        "worker.b.env_options.path",
-        13,
-    ),
-    (
-        "worker.b",
-        'env = "jsonl"\nenv_options = { path = "text.jsonl", tokenizer = "pointer", rewards = "exact" }',
-        "host",
-        "worker.b.env_options worker.b.env_options.tokenizer",
-        13,
-    ),
-    ("worker.a", 'sampler = "openai"\nsampler_options = { servers = 3 }', "host", "worker.a.sampler_options", 11),
-    (
-        "worker.a",
-        'sampler = "openai"\nsampler_options = { servers = ["http://h:99999"] }',
-        "host",
-        "worker.a.sampler_options",
-        11,
-    ),
-    (
-        "worker.a",
-        'sampler = "openai"\nsampler_options = { servers = "http://h", timeout_seconds = -1 }',
-        "host",
-        "worker.a.sampler_options",
-        11,
-    ),
-    (
-        "worker.a",
-        'sampler = "openai"\nsampler_options = { servers = "http://h", updates_weights = "yes" }',
-        "host",
-        "worker.a.sampler_options",
-        11,
-    ),
-    ("worker.a", 'python = "/bin/true"', "host", "worker.a.python", 10),
-    ("model.config", 'vocab_size = "13"', "host", "model.config.vocab_size", 5),
-    ("model.config", "hiden_size = 64", "host", "model.config.hiden_size", 6),
-    ("model.config", "num_attention_heads = 4\nnum_key_value_heads = 3", "host", "model.config.num_key_value_heads", 7),
-    ("model.config", "eos_token_id = 13", "host", "model.config.eos_token_id", 6),
-    ("-model.config", '[model]\npath = "torn"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "pointer"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "cut"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "parts"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "image"', "host", "model.path", 8),
-    ("-model.config", '[model]\npath = "Qwen/Qwen3-0.6B"', "host", "model.path", 8),
+
+def lay_out(folder: Path) -> None:
+    """Writes the files."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def written(*changes: tuple[str, str]) -> Path:
+    """``rlbuffer.toml``: the good config with lines put into its sections; ``-NAME`` leaves one out. A setting that is
+    given again is replaced."""
+    sections, head = dict(GOOD), ""
+    for section, lines in changes:
+        if section.startswith("-"):
+            del sections[section[1:]]
+        elif section:
+            new = [line.partition(" = ")[0] for line in lines.split("\n")]
+            kept = [x for x in sections.get(section, "").split("\n") if x.partition(" = ")[0] not in new]
+            sections[section] = "\n".join([*kept, lines])
+        else:
+            head += f"{lines}\n"
+            sections = {k: v for k, v in sections.items() if not (lines == "worker = 3" and k == "worker.a")}
+    path = Path("rlbuffer.toml")
+    path.write_text(head + "".join(f"[{name}]\n{lines}\n" for name, lines in sections.items()))
+    return path
+
+
+VALUES = [
+    ("batcher", "max_agee = 1", "batcher.max_agee", 3),
+    ("traner", "steps = 1", "traner", 12),
+    ("trainer", "max_age = 1", "trainer.max_age", 8),
+    ("worker.a", "grup_size = 1", "worker.a.grup_size", 10),
+    ("eval.e", 'env = "vcopy"\nevry = 2', "eval.e.evry", 13),
+    ("", "worker = 3", "worker", 1),
+    ("", 'run = "Math"', "run", 1),
+    ("batcher", "max_age = -1", "batcher.max_age", 3),
+    ("batcher", "max_uses = 0", "batcher.max_uses", 3),
+    ("batcher", "close_fill = 1.5", "batcher.close_fill", 3),
+    ("batcher", 'flat = "often"', "batcher.flat", 3),
+    ("batcher", "budgets = { a = 0.8, b = 0.4 }", "batcher.budgets", 3),
+    ("batcher", "budgets = { a = [[5, 0.2], [2, 0.4]] }", "batcher.budgets.a", 3),
+    ("batcher", "step_groups = 1\nstep_rollouts = 1", "batcher.step_groups", 3),
+    ("batcher", "group_timeout_seconds = 0", "batcher.group_timeout_seconds", 3),
+    ("batcher", 'advantage = "best"', "batcher.advantage", 3),
+    ("batcher", 'order = "best"', "batcher.order", 3),
+    ("batcher", 'adapters = { "" = { batch_size = 1 } }', "batcher.adapters", 3),
+    ("trainer", "world_size = 0", "trainer.world_size", 8),
+    ("trainer.optimizer", 'learning_rate = "fast"', "trainer.optimizer.learning_rate", 12),
+    ("trainer.optimizer", 'schedule = "sine"', "trainer.optimizer.schedule", 12),
+    ("trainer.optimizer", "betas = [0.9]", "trainer.optimizer.betas.1", 12),
+    ("trainer.loss", "correction = { tiss = {} }", "trainer.loss.correction", 12),
+    ("worker.a", "temperature = 0", "worker.a.temperature", 10),
+    ("worker.a", "top_p = 1.1", "worker.a.top_p", 10),
+    ("worker.a", 'sampler = "sglang"', "worker.a.sampler", 10),
+    ("worker.b", "group_size = 4", "worker.b.env", 12),
+    ("server", 'appendfsync = "sometimes"', "server.appendfsync", 12),
+    ("batcher", 'advantage = "grpo"\nadvantage_scale = "batch"', "batcher.advantage_scale", 4),
+    ("trainer.optimizer", "learning_rate = inf", "trainer.optimizer.learning_rate", 12),
+    ("trainer.optimizer", "weight_decay = nan", "trainer.optimizer.weight_decay", 12),
+    ("trainer", "timeout_seconds = inf", "trainer.timeout_seconds", 8),
+    ("trainer.optimizer", "learning_rate = true", "trainer.optimizer.learning_rate", 12),
+    ("batcher", "max_age = false", "batcher.max_age", 3),
+    ("batcher", "group_timeout_seconds = 1e308", "batcher.group_timeout_seconds", 3),
+    ("batcher", "cost = [1, 100000000000000000000]", "batcher.cost.1", 3),
+    ("batcher.envs.a", "max_age_seconds = 1e300", "batcher.envs.a.max_age_seconds", 12),
+    ("trainer.optimizer", "betas = [0.9, 1.0]", "trainer.optimizer.betas.1", 12),
+    ("", "seed = 18446744073709551616", "seed", 1),
+    ("trainer.loss", "options = { clip_low = 20.0 }", "trainer.loss.options.clip_low", 12),
+    ("batcher", 'row_tokens = "8k"', "batcher.row_tokens", 2),
+    ("batcher", "budgets = { vcopy = nan }", "batcher.budgets.vcopy", 3),
+    ("worker.a", "temperature = inf", "worker.a.temperature", 10),
+    ("trainer.loss", 'correction = ["tis"]', "trainer.loss.correction", 12),
+    ("trainer.loss", 'options = "x"', "trainer.loss.options", 12),
+    ('worker."../x"', 'env = "vcopy"', "worker.../x", 12),
+    ("", 'run = ".."', "run", 1),
+    ("", 'home = ""', "home", 1),
+    ("trainer", "gpus = [-1]", "trainer.gpus.0", 8),
+    ("trainer.loss", 'name = "gspoo"', "trainer.loss.name", 12),
+    ("trainer.loss", 'name = "gspo"\noptions = { dual_clip = 3.0 }', "trainer.loss.options", 13),
+    ("trainer.loss", "options = { max_ratio = 3.0 }", "trainer.loss.options", 12),
+    ("trainer.loss", "options = { tau = 1 }", "trainer.loss.options", 12),
+    ("trainer.loss", 'name = "tis"\nold_logprobs = "inference"', "trainer.loss.old_logprobs", 13),
+    ("trainer.loss", 'columns = ["x"]', "trainer.loss.columns", 12),
+    ("trainer.loss", "correction = { icepop = { low = 6.0 } }", "trainer.loss.correction.icepop.high", 12),
+    ("trainer.loss", 'name = "own.loss"', "trainer.loss.name", 12),
 ]
-"""(section, lines, kind, settings that are refused, line of the file; 0: none)."""
+"""(section, lines, the setting that is refused, line of the file)."""

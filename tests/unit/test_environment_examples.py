@@ -16,14 +16,16 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 from transformers import AutoTokenizer
 
-from rlbuffer.config.gpus import shared_gpus
+from rlbuffer.checks.check import Context
+from rlbuffer.checks.settings import gpus
+from rlbuffer.config.imports import target
+from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
-from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 
@@ -135,10 +137,10 @@ def test_the_configs_on_a_page_load(page: str) -> None:
     assert blocks
     for block in blocks:
         settings = RunSettings(**tomllib.loads(block))
-        assert shared_gpus(settings) == []
+        assert [*gpus(Context(loaded=Loaded(settings=settings, sources={})))] == []
         for worker in settings.worker.values():
             if ":" not in worker.env:
-                known = inspect.signature(target(ADAPTERS[worker.env], what="env")).parameters
+                known = inspect.signature(target(ADAPTERS[worker.env])).parameters
                 assert no_such_option("", worker.env_options, known) == ""
 
 
@@ -149,7 +151,7 @@ def test_the_settings_on_the_page_are_settings() -> None:
         options = dict(worker)
         settings = WorkerSettings(**{"env": "jsonl", **options})
         if settings.env in ADAPTERS:
-            known = inspect.signature(target(ADAPTERS[settings.env], what="env")).parameters
+            known = inspect.signature(target(ADAPTERS[settings.env])).parameters
             assert no_such_option("", settings.env_options, known) == ""
     assert {w["env"] for w in workers if "env" in w} >= set(ADAPTERS)
     for name in [*BUILT_IN, *ADAPTERS]:

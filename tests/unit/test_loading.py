@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from rlbuffer.checks.loading import load
 from rlbuffer.config.explain import known
 from rlbuffer.config.loading import key_lines
 from rlbuffer.config.settings import from_json, to_json
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.loading import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = """\

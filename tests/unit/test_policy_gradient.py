@@ -11,7 +11,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlbuffer.config.doubts import doubts
+from rlbuffer.checks.check import Context
+from rlbuffer.checks.settings import loss
+from rlbuffer.config.loading import Loaded
 from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LossChoice, uses_old
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.step_plan import Normalizers
@@ -29,7 +31,7 @@ def is_said(choice: LossChoice, age: int) -> bool:
     """`config check` has a word for the settings."""
     values = {"row_tokens": 64, "max_age": age, "lookahead": min(age, 1)}
     settings = RunSettings(batcher=values, trainer={"loss": choice.model_dump()})
-    return any("trainer.loss" in sentence for sentence in doubts(settings, lambda *names: ", ".join(names)))
+    return any(loss(Context(loaded=Loaded(settings=settings, sources={}))))
 
 
 def gradients(choice: LossChoice, age: int, per_version: Tensor = PER_VERSION) -> tuple[Tensor, Tensor, float]:

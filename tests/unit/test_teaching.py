@@ -12,9 +12,7 @@ from batcher_calls import RNG, ask, drops_of, put
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.doubts import doubts
 from rlbuffer.config.losses import LossChoice, needs_advantage
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.waiting import Wait
 from rlbuffer.testing import make_group
 
@@ -184,23 +182,3 @@ def test_a_failing_estimator_fails_where_a_step_is_made_and_not_where_a_push_is_
 )
 def test_a_loss_needs_advantages_unless_its_settings_say_what_else_it_learns_from(loss, needs):
     assert needs_advantage(LossChoice(**loss)) is needs
-
-
-@pytest.mark.parametrize(
-    ("loss", "batcher", "doubted"),
-    [
-        ({}, {"flat": "drop"}, ["worker.a.group_size"]),
-        ({"kl_beta": 0.1}, {"flat": "keep"}, []),
-        ({"kl_beta": 0.1}, {"flat": "drop"}, ["batcher.flat"]),
-        ({"name": "own:loss", "columns": ("weights",)}, {"flat": 0.2}, ["batcher.flat"]),
-        ({"kl_beta": 0.1}, {"flat": "drop", "flat_by": "reward"}, []),
-    ],
-)
-def test_settings_under_which_nothing_is_flat_or_everything_are_doubted(loss, batcher, doubted):
-    settings = RunSettings(
-        trainer={"loss": loss},
-        batcher=BatcherConfig(8192, **batcher),
-        worker={"a": {"env": "vcopy", "group_size": 1}},
-    )
-    said = [sentence.split(" = ")[0] for sentence in doubts(settings, lambda *names: "")]
-    assert [name for name in said if name in ("batcher.flat", "worker.a.group_size")] == doubted

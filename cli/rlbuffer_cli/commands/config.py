@@ -44,7 +44,8 @@ def command() -> None:
 def check(given: options.Given, purpose: str) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
 
-    Looks at models, modules and packages without importing any, and asks no server. Prompts in files are measured.
+    Imports modules that the settings name in a process of its own, looks at models and packages without importing any,
+    and asks no server. Prompts in files are measured.
     Beside a trainer of your own no [model] is needed: `--for serve` and `--for worker` leave out what only
     `rlbuffer train` wants.
 
@@ -52,7 +53,7 @@ def check(given: options.Given, purpose: str) -> int:
     Example:
       rlbuffer config check --config rlbuffer.toml
     """
-    from rlbuffer.run.host_checks import EVERYTHING
+    from rlbuffer.checks.check import EVERYTHING
 
     loaded = given.load(parts=EVERYTHING if purpose == "run" else (purpose,))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"

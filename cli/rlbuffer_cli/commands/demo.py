@@ -102,7 +102,7 @@ def _settings(
     seed: int,
     deterministic: bool,
 ) -> Loaded:
-    from rlbuffer.run.host_checks import EVERYTHING
+    from rlbuffer.checks.check import EVERYTHING
 
     run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])

@@ -16,9 +16,9 @@ from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import clear, has_colours, starting
 
 if TYPE_CHECKING:
-    from rlbuffer.run.diagnosis import Diagnosis
+    from rlbuffer.checks.check import Finding
 
-GRADE_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
+LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
 @click.command("doctor")
@@ -33,58 +33,46 @@ GRADE_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     """Look at settings, host and server, and say what to do about each trouble. Changes nothing.
 
-    One line each: ok, warning, or failure with its fix. Exit code 1 when there is a failure. Starts no server and
-    imports neither torch nor a model.
+    One line each: ok, warning, or failure with its fix. Exit code 1 when there is a failure. Starts no server; modules
+    that the settings name are imported in a process of its own.
 
     \b
     Example:
       rlbuffer doctor --redis redis://host:6379
     """
-    from rlbuffer.config.loading import DEFAULT_FILE, load
-    from rlbuffer.errors import ConfigError
-    from rlbuffer.run.diagnosis import Health, failed
-    from rlbuffer.run.doctor import diagnose, is_failed
-    from rlbuffer.run.host_checks import EVERYTHING
-    from rlbuffer.run.loading import mistakes_in
+    from rlbuffer.checks.check import EVERYTHING, Level
+    from rlbuffer.checks.loading import diagnose, located
+    from rlbuffer.config.loading import DEFAULT_FILE
 
     starting("looking at settings, host and server")
     given.check()
     has_file = bool(given.config or os.environ.get("RLBUFFER_CONFIG") or Path(DEFAULT_FILE).is_file())
     chosen = purpose or ("run" if has_file else "")
     parts = EVERYTHING if chosen == "run" else (chosen,) if chosen else ()
-    diagnoses: list[Diagnosis] = []
-    try:
-        loaded = load(given.config, flags=given.flags)
-    except ConfigError as error:
-        diagnoses.append(failed("settings", str(error), "correct the file: nothing else was looked at"))
-    else:
-        diagnoses += diagnose(loaded, list(mistakes_in(loaded, parts)), parts)
-    for diagnosis in diagnoses:
+    counts = dict.fromkeys(Level, 0)
+    for finding, loaded in diagnose(given.config, given.flags, parts):
+        counts[finding.level] += 1
+        text = " ".join((located(finding, loaded) + finding.text).split())
         if as_json:
-            echo(json.dumps({"schema": "rlbuffer.diagnosis/1", **_fields(diagnosis)}))
+            record = {"check": finding.check, "level": finding.level, "settings": finding.settings}
+            echo(json.dumps({"schema": "rlbuffer.finding/1", **record, "text": text, "fix": finding.fix}))
         else:
-            _show(diagnosis)
+            _show(finding, text)
     if not as_json:
-        counts = [sum(d.verdict == verdict for d in diagnoses) for verdict in (Health.FAILURE, Health.WARNING)]
-        named = [plural(n, word) for n, word in zip(counts, ("failure", "warning"), strict=True)]
-        echo(", ".join(named))
-    return 1 if is_failed(diagnoses) else 0
+        echo(", ".join(plural(counts[level], str(level)) for level in (Level.FAILURE, Level.WARNING)))
+    return 1 if counts[Level.FAILURE] else 0
 
 
-def _fields(diagnosis: Diagnosis) -> dict[str, str]:
-    return {name: str(getattr(diagnosis, name)) for name in ("subject", "verdict", "text", "fix")}
-
-
-def _show(diagnosis: Diagnosis) -> None:
+def _show(finding: Finding, text: str) -> None:
     from rlbuffer.state.text import printable
     from rlbuffer_cli.render.text import wrapped
 
     clear()
-    head = f"{diagnosis.verdict:<8} {diagnosis.subject:<12} "
-    first, *rest = wrapped(printable(head + diagnosis.text), indent="    ")
+    head = f"{finding.level:<8} {finding.check:<15} "
+    first, *rest = wrapped(printable(head + text), indent="    ")
     if has_colours(sys.stdout):
-        word = str(diagnosis.verdict)
-        first = click.style(word, fg=GRADE_COLOURS[word]) + first[len(word) :]
+        word = str(finding.level)
+        first = click.style(word, fg=LEVEL_COLOURS[word]) + first[len(word) :]
     click.echo(first)
-    for line in (*rest, *(wrapped(f"    fix: {printable(diagnosis.fix)}", indent="    ") if diagnosis.fix else ())):
+    for line in (*rest, *(wrapped(f"    fix: {printable(finding.fix)}", indent="    ") if finding.fix else ())):
         click.echo(line)

@@ -37,9 +37,9 @@ def command(
     Example:
       rlbuffer run rlbuffer.toml --steps 500
     """
+    from rlbuffer.checks.check import EVERYTHING
     from rlbuffer.client.buffer import connect
     from rlbuffer.process.signals import stop_on_signals
-    from rlbuffer.run.host_checks import EVERYTHING
     from rlbuffer.run.supervisor import Supervisor
     from rlbuffer_cli.session import say_ended
 

@@ -69,7 +69,7 @@ def _only_scorer(config: str | None, model: str | None, reward: str | None) -> s
     """The section that is meant when no NAME is given: one of the flags alone, or the only one there is."""
     if model is not None or reward is not None:
         return "ref" if model is not None else "reward"
-    from rlbuffer.run.loading import load
+    from rlbuffer.checks.loading import load
 
     return sections.only(
         "score",

@@ -77,8 +77,8 @@ def _tell_run(
     why: str,
 ) -> None:
     """A run that is there hears why this worker does not begin."""
+    from rlbuffer.checks.loading import load
     from rlbuffer.errors import ConfigError, RlbufferError
-    from rlbuffer.run.loading import load
     from rlbuffer.worker.heartbeat import telling_why
     from rlbuffer_cli.session import open_existing
 
@@ -92,7 +92,7 @@ def _only_worker(config: str | None, env: str | None) -> str:
     """The section that is meant when no NAME is given: one named like the env, or the only one there is."""
     if env is not None:
         return env.rpartition(":")[2].lower()
-    from rlbuffer.run.loading import load
+    from rlbuffer.checks.loading import load
 
     return sections.only(
         "worker",

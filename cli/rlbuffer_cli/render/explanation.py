@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbuffer.checks.check import Check
+from rlbuffer.checks.loading import checks_of
 from rlbuffer.config.explain import Setting, known, meant_by, pattern_of, tables
 from rlbuffer.config.loading import PREFIX, Given, place_of
-from rlbuffer.config.rules import Rule, rules_of
 from rlbuffer.errors import ConfigError
 from rlbuffer_cli.render.settings import shown, shown_value
 
@@ -22,7 +23,7 @@ class Explained:
 
     name: str
     meaning: Setting
-    rules: tuple[Rule, ...]
+    checks: tuple[Check, ...]
     given: Sequence[tuple[str, Any, str]]
     """(name, value, source) in the settings at hand: one, or one for each name that the user has chosen."""
 
@@ -54,7 +55,7 @@ def explain(key: str, given: Given) -> list[Explained]:
 
 
 def _explained(name: str, asked: str, given: Given) -> Explained:
-    return Explained(name=name, meaning=known()[name], rules=rules_of(name), given=list(_values(name, asked, given)))
+    return Explained(name=name, meaning=known()[name], checks=checks_of(name), given=list(_values(name, asked, given)))
 
 
 def _values(name: str, asked: str, given: Given) -> Iterator[tuple[str, Any, str]]:
@@ -82,10 +83,8 @@ def explained_lines(explained: Explained) -> Iterator[str]:
         yield f"  value     {'' if alone else name + ' = '}{shown_value(name, value)}   ({source})"
     if explained.variable:
         yield f"  variable  {explained.variable}"
-    for rule in explained.rules:
-        others = ", ".join(name for name in rule.settings if name != explained.name)
-        kind = "checked" if rule.is_strict else "warned"
-        yield f"  {kind:<9} {rule.text}   (with {others})"
+    for check in explained.checks:
+        yield f"  checked   {check.about}   ({check.name})"
 
 
 def explained_record(explained: Explained) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def explained_record(explained: Explained) -> dict[str, Any]:
             {"name": name, "value": shown(name, value), "source": source} for name, value, source in explained.given
         ],
         "checked": [
-            {"text": rule.text, "settings": list(rule.settings), "refused": rule.is_strict} for rule in explained.rules
+            {"check": check.name, "text": check.about, "settings": list(check.settings)} for check in explained.checks
         ],
     }
 

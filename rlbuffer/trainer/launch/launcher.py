@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlbuffer.client.buffer import URL_VARIABLE
-from rlbuffer.config.gpus import visible
-from rlbuffer.config.model_checks import model_modules
+from rlbuffer.config.models import model_modules
+from rlbuffer.config.placement import visible
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores

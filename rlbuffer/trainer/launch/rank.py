@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rlbuffer.config.gpus import visible
+from rlbuffer.config.placement import visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
 from rlbuffer.process import logs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config import losses
-from rlbuffer.config.dotted import load, refused
+from rlbuffer.config.imports import load, refused
 from rlbuffer.config.losses import Divisor, LossFacts, Options
 from rlbuffer.trainer.losses.clipping import clip_cov, clipped, sequence_clipped
 from rlbuffer.trainer.losses.selection import Score, covariance, drawn_covariance

@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rlbuffer.config.imports import place_of, target
 from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.state.text import did_you_mean, no_such_option
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
-from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.repeat import Repeat
 from rlbuffer.worker.envs.vcopy import VCopy
-from rlbuffer.worker.failures import place_of
 
 __all__ = [
     "ADAPTERS",
@@ -66,11 +65,9 @@ def make_env(name: str, /, **options: Any) -> Env:
     Raises:
         ConfigError: no such env or factory; the factory refuses the options; its result is not an env.
     """
-    factory = _factory(name)
-    known = _keywords(factory)
-    unknown = "" if known is None else no_such_option(f"env {name}", options, known)
-    if unknown:
-        raise ConfigError(unknown, setting="env_options")
+    factory = factory_of(name)
+    if refused := refused_options(name, factory, options):
+        raise ConfigError(refused, setting="env_options")
     try:
         env = factory(**options)
     except TypeError as error:
@@ -80,8 +77,7 @@ def make_env(name: str, /, **options: Any) -> Env:
     except (Exception, SystemExit) as error:  # it is the user's code
         if name in BUILT_IN:
             raise
-        place = place_of(error, None, "")
-        raised = f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+        raised = f"{type(error).__name__}: {error}{place_of(error)}"
         raise ConfigError(f"env {name}: its factory raised {raised}", setting="env") from error
     missing = [member for member in _MEMBERS if not hasattr(env, member)]
     if not any(hasattr(env, way) for way in _WAYS):
@@ -108,29 +104,38 @@ async def close_env(env: Env) -> None:
         _log.warning("env %s could not be closed", env.name, exc_info=True)
 
 
-def _keywords(factory: Callable[..., Env]) -> list[str] | None:
-    """Options that a factory knows; None where it takes any, or does not say."""
+def refused_options(name: str, factory: Callable[..., Env], options: Mapping[str, Any]) -> str:
+    """Why a factory would refuse options; "" where it takes them, or does not say."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in named]
+        return ""
+    parameters = signature.parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        known = [parameter.name for parameter in parameters if parameter.kind in named]
+        if unknown := no_such_option(f"env {name}", options, known):
+            return unknown
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        return f"env {name}: its factory refuses the options {dict(options)}: {error}"
+    return ""
 
 
-def _factory(name: str) -> Callable[..., Env]:
-    check_name(name)
+def factory_of(name: str) -> Callable[..., Env]:
+    """What makes an env of that name.
+
+    Raises:
+        ConfigError: there is none, or its module cannot be imported.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    return target(ADAPTERS.get(name, name), what=f"env {name}")
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError unless `name` is that of an env here, or a path to one of the user's own."""
-    if ":" in name or name in BUILT_IN or name in ADAPTERS:
-        return
-    names = [*BUILT_IN, *ADAPTERS]
-    hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
-    raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
+    if ":" not in name and name not in ADAPTERS:
+        names = [*BUILT_IN, *ADAPTERS]
+        hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
+        raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
+    try:
+        return target(ADAPTERS.get(name, name))
+    except ImportError as error:
+        raise ConfigError(f"env {name}: {error}", setting="env") from error

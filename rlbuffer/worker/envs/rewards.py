@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.config.imports import target
 from rlbuffer.errors import ConfigError, RewardFailed
 from rlbuffer.state.text import no_such_option
-from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
 
 Form = Literal["exact", "max", "clip"]
@@ -286,8 +286,10 @@ def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
     if ":" in kind:
         if table:
             raise ConfigError(f"reward {name}: a function of your own takes no options, got {', '.join(table)}")
-        function: RewardFunction = target(kind, what=f"reward {name}")
-        return function, float(weight)
+        try:
+            return target(kind), float(weight)
+        except ImportError as error:
+            raise ConfigError(f"reward {name}: {error}") from error
     if kind not in KINDS:
         raise ConfigError(
             f"reward {name}: kind {kind!r} is not one of {', '.join(KINDS)}; your own is package.module:function"

@@ -38,7 +38,6 @@ NO_MODEL = (
     "directory, or [model.config] for a fresh model (the file that `rlbuffer config example` prints has one)"
 )
 BEGIN = "or a file to begin with: `rlbuffer config example > rlbuffer.toml`"
-NEVER = "these settings can never make a batch: "
 
 
 @pytest.fixture
@@ -149,9 +148,9 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             (
                 "Error: 2 mistakes in the settings:\n"
-                "  there is no [worker.NAME] section: nothing would be sampled "
-                "(the file that `rlbuffer config example` prints has two).\n"
-                f"  {NO_MODEL}"
+                f"  {NO_MODEL}\n"
+                "  there is no [worker.NAME] section: nothing would be sampled. Add one "
+                "(the file that `rlbuffer config example` prints has two)"
             ),
         ),
         (
@@ -173,12 +172,13 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "config check --for worker --config short.toml",
             3,
-            f"Error: {NEVER}row_tokens = 3, but the shortest rollout of vcopy has 6 tokens (short.toml:2, :4).",
+            "Error: short.toml:4  batcher.row_tokens is 3, but the shortest rollout of vcopy has 6 tokens",
         ),
         (
             "config check --for worker --config strict.toml",
             3,
-            f"Error: {NEVER}min_group_size = 9, but the workers' group_size = 8 (strict.toml:2, :5).",
+            "Error: strict.toml:2, :5  batcher.min_group_size = 9, but worker.a.group_size = 8: no group would ever "
+            "be trained",
         ),
         (
             "config show --run BAD",

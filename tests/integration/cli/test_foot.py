@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from terminals import Screen
 
+from rlbuffer.checks.loading import load
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.run.loading import load
 from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from transformers import GenerationConfig
 
+from rlbuffer.checks.loading import load
 from rlbuffer.config.sampling import BENT, REFUSED_SAMPLING
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.loading import load
+from rlbuffer.worker.envs.looking import wrong_env
 from rlbuffer.worker.samplers.options import check_options
 
 ALLOWED = ("temperature", "top_p", "max_new_tokens")
@@ -42,34 +44,12 @@ def test_a_worker_has_no_other_setting_of_sampling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["transformers", "vllm", "openai"])
-def test_a_samplers_options_are_no_way_round(sampler: str, tmp_path: Path) -> None:
+def test_a_samplers_options_are_no_way_round(sampler: str) -> None:
     for name in (*ALLOWED, *REFUSED_SAMPLING):
         with pytest.raises(ConfigError) as refused:
             check_options(sampler, {name: 1})
         own = f"sampler_options.{name} is a setting of the worker itself: worker.NAME.{name}"
         assert str(refused.value) == (own if name in ALLOWED else f"sampler_options.{name}: {REFUSED_SAMPLING[name]}")
-    lines = f'[worker.a]\nenv = "vcopy"\nsampler = "{sampler}"\nsampler_options = {{ top_k = 5 }}'
-    assert mistakes(tmp_path, lines) == ["sampler_options.top_k: tokens are left out by top_p alone"]
-
-
-def test_speculative_decoding_is_refused_with_its_reason(tmp_path: Path) -> None:
-    options = 'sampler_options = { speculative_config = { method = "ngram", num_speculative_tokens = 4 } }'
-    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\nsampler = "vllm"\n{options}')
-    assert told.startswith("sampler_options.speculative_config: logprobs of speculated tokens were missing ")
-
-
-def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
-    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.005\n{SERVER}')
-    assert told.startswith("worker.a.temperature = 0.005 with sampler openai: vLLM would sample at 0.01 without a word")
-    assert mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.01\n{SERVER}') == []
-    assert mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\ntemperature = 0.005') == []
-
-
-def test_a_nucleus_with_another_temperature_than_1_is_for_the_transformers_sampler(tmp_path: Path) -> None:
-    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.7\ntop_p = 0.9\n{SERVER}')
-    assert told.startswith("worker.a.top_p = 0.9 needs temperature = 1 with sampler openai, not 0.7: vLLM would give")
-    assert mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntop_p = 0.9\n{SERVER}') == []
-    assert mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\ntemperature = 0.7\ntop_p = 0.9') == []
 
 
 @pytest.mark.parametrize(
@@ -103,8 +83,8 @@ def test_what_an_agent_of_verifiers_would_ask_for_in_vain_is_refused(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     lines = f'[{section}]\nenv = "verifiers"\n[{section}.env_options]\ntaskset = "t"\ntokenizer = "{tmp_path}"\n{agent}'
-    (said,) = mistakes(tmp_path, lines)
-    assert said.startswith(f"{section}.env_options.{told}")
-    allowed = agent.partition(" = ")[0] + " = { sampling = { max_completion_tokens = 64, temperature = 1.0 } }"
-    if section == "worker.a":
-        assert mistakes(tmp_path, lines.replace(agent, allowed)) == []
+    options = tomllib.loads(lines)[section.partition(".")[0]]["a"]["env_options"]
+    sampling = {"temperature": float(section == "worker.a"), "top_p": 1.0}
+    ((setting, said, _),) = wrong_env("verifiers", options, vocab_size=0, lengths={}, sampling=sampling)
+    assert f"env_options.{told}".startswith(setting)
+    assert told.partition(": ")[2] in said

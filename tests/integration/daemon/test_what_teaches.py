@@ -12,11 +12,11 @@ from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.checks.server import stands_still
 from rlbuffer.client.lessons import LEAST_STEPS
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.waiting import Trouble
-from rlbuffer.run.run_checks import on_run
 from rlbuffer.testing import make_group
 from rlbuffer_cli.render.run import READ_RECORDS, run_view
 
@@ -83,7 +83,7 @@ def seen(run: Run) -> tuple[str, list[str]]:
     problem = next((p for p in state.problems if p.kind is Trouble.NO_LESSON), None)
     lesson = "" if problem is None else str(problem)
     assert lesson in "\n".join(run_view(state, None))
-    texts = [diagnosis.text for diagnosis in on_run(run.store, opened=0.0)]
+    texts = [finding.text for finding in stands_still(run.store, opened=0.0)]
     return lesson, [text for text in texts if text == lesson]
 
 

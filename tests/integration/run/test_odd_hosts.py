@@ -14,13 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from rlbuffer.checks.check import Context
+from rlbuffer.checks.host import home as home_check
+from rlbuffer.checks.host import shared_locks
+from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.host_checks import on_host
 from rlbuffer.store.server.embedded import ensure
 from rlbuffer_cli.main import cli, main
 
 SOMEBODY = 12345
+
+
+def context(part: str) -> Context:
+    return Context(loaded=Loaded(settings=RunSettings(), sources={}), parts=frozenset({part}))
 
 
 @pytest.mark.server
@@ -50,8 +57,8 @@ def test_a_user_without_a_folder_is_asked_for_a_home(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError) as caught:
         _ = RunSettings().run_dir
     assert caught.value.setting == "home"
-    mistakes = on_host(RunSettings(), lambda name: "", ("run",))
-    assert next(mistakes).settings == ("home",)
+    (finding,) = home_check(context("run"))
+    assert finding.settings == ("home",)
 
 
 def test_processes_share_a_forkserver_under_a_long_tmpdir(tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_ranks_that_cannot_share_locks_are_a_mistake_of_the_host(monkeypatch: py
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(multiprocessing.context.SpawnContext, "Lock", refused)
-    assert ("trainer",) in [mistake.settings for mistake in on_host(RunSettings(), lambda name: "", ("train",))]
+    assert [finding.level for finding in shared_locks(context("train"))] == ["failure"]
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,9 @@ def test_the_commands_take_the_address(
     main(["doctor"])
     said = capsys.readouterr().out
     primary = f"127.0.0.1:{watched.primary.port}"
-    assert f'primary of "math": {primary} (named by 3 of 4); 127.0.0.1:1 connection refused' in said
-    assert "2 of the primary, min-replicas-to-write 1" in said
+    assert f'primary of "math": {primary}, by 3 sentinels of 4' in said
+    assert "127.0.0.1:1: connection refused" in said
+    assert "replicas: 2, min-replicas-to-write 1" in said
     monkeypatch.setenv("RLBUFFER_REDIS_URL", f"redis://127.0.0.1:{watched.sentinels[0].port}/0")
     assert main(["inspect"]) == 4
     main(["doctor"])

@@ -10,9 +10,9 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 from worker_stage import Stage, eventually, hurry
 
+from rlbuffer.checks.loading import load
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.loading import load
 from rlbuffer.worker.envs import make_env
 
 LIMIT = 6

@@ -1,0 +1,143 @@
+"""A check, what it finds, and what it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from rlbuffer.config.loading import Loaded
+from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
+from rlbuffer.errors import ConfigError
+from rlbuffer.store.server.connection import Connection
+
+Parts = Collection[str]
+"""Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and
+``run``, which wants workers."""
+EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
+"""Parts that `rlbuffer run` starts."""
+
+
+class Level(StrEnum):
+    """How it stands with one thing."""
+
+    OK = "ok"
+    """It is as it should be; `rlbuffer doctor` says so."""
+    WARNING = "warning"
+    """A run works, but hardly as meant, or not for long."""
+    FAILURE = "failure"
+    """A run cannot work, or would train wrongly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a check has seen."""
+
+    level: Level
+    text: str
+    """What was seen, with its values."""
+    settings: tuple[str, ...] = ()
+    """The settings that make it; their places are told with the text."""
+    fix: str = ""
+    """What to do, a sentence; "" where the text says it, or all is well."""
+    check: str = ""
+    """Name of the check."""
+
+
+def ok(text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(level=Level.OK, text=text)
+
+
+def warning(text: str, *settings: str, fix: str = "") -> Finding:
+    """Works, but hardly as meant."""
+    return Finding(level=Level.WARNING, text=text, settings=settings, fix=fix)
+
+
+def failure(text: str, *settings: str, fix: str = "") -> Finding:
+    """Cannot work."""
+    return Finding(level=Level.FAILURE, text=text, settings=settings, fix=fix)
+
+
+def refused(error: ConfigError, setting: str = "") -> Finding:
+    """A refusal as a failure of `setting`, or of the one that it names."""
+    return failure(str(error), setting or error.setting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What checks look at."""
+
+    loaded: Loaded
+    parts: frozenset[str] = frozenset()
+    connection: Connection | None = None
+    """To the server, for checks of level ``server``."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings."""
+        return self.loaded.settings
+
+    @property
+    def workers(self) -> dict[str, WorkerSettings]:
+        """The workers that shall run here."""
+        return {n: o for n, o in self.settings.worker.items() if {"worker", f"worker.{n}"} & self.parts}
+
+    @property
+    def scorers(self) -> dict[str, ScoreSettings]:
+        """The scorers that shall run here."""
+        return {n: o for n, o in self.settings.score.items() if {"score", f"score.{n}"} & self.parts}
+
+    @property
+    def server(self) -> Connection:
+        """The connection of a check of level ``server``."""
+        assert self.connection is not None
+        return self.connection
+
+
+At = Literal["settings", "host", "server"]
+"""``settings``: with every loading. ``host``: before something starts, too. ``server``: by `rlbuffer doctor` alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that is looked at."""
+
+    name: str
+    about: str
+    """What must hold, for `rlbuffer config explain`."""
+    settings: tuple[str, ...]
+    """Settings that its findings can name; NAME stands for a name that the user chooses."""
+    level: At
+    parts: frozenset[str]
+    """It is made where one of these shall run; none: always."""
+    run: Callable[[Context], Iterable[Finding]]
+
+    def is_for(self, context: Context) -> bool:
+        """One of its parts shall run here."""
+        return not self.parts or bool(self.parts & {part.partition(".")[0] for part in context.parts})
+
+
+CHECKS: list[Check] = []
+"""All of them, in the order in which they are made."""
+Run = Callable[[Context], Iterable[Finding]]
+
+
+def check(name: str, about: str, *settings: str, level: At = "settings", parts: Parts = ()) -> Callable[[Run], Run]:
+    """Makes a function a check."""
+
+    def add(run: Run) -> Run:
+        made = Check(name=name, about=about, settings=settings, level=level, parts=frozenset(parts), run=run)
+        CHECKS.append(made)
+        return run
+
+    return add
+
+
+def found(context: Context, level: At) -> Iterator[Finding]:
+    """What the checks of a level find."""
+    for one in CHECKS:
+        if one.level == level and one.is_for(context):
+            for finding in one.run(context):
+                yield replace(finding, check=one.name)

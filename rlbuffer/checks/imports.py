@@ -1,0 +1,113 @@
+"""The user's modules, imported in a child that is thrown away; so nothing of theirs runs in the process that checks.
+
+The process that needs a function imports it by :func:`rlbuffer.config.imports.load`, and says the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlbuffer.config.imports import target
+from rlbuffer.errors import ConfigError
+
+IMPORT_SECONDS = 120.0
+"""Longest that all imports may take: torch from a cold network disk must fit."""
+
+
+class Asked(NamedTuple):
+    """A function that settings name."""
+
+    setting: str
+    path: str
+    takes: str = ""
+    """Arguments that it is called with, ``rewards, lengths, group``."""
+    may_be_async: bool = False
+    given: Mapping[str, Any] | None = None
+    """Keywords to call it with here. It is one of rlbuffer's then, and gives (setting below, text, is it fatal)."""
+
+
+class Wrong(NamedTuple):
+    """Something that is wrong with it."""
+
+    setting: str
+    text: str
+    is_fatal: bool = True
+
+
+def wrong(asked: Sequence[Asked], folders: Sequence[str]) -> list[Wrong]:
+    """What is wrong with functions. Their modules are looked for in `folders`, too, after ``sys.path``."""
+    if not asked:
+        return []
+    paths = os.pathsep.join([*filter(None, sys.path), *folders])
+    command = [sys.executable, "-P", "-m", "rlbuffer.checks.imports"]
+    environment, said = {**os.environ, "PYTHONPATH": paths}, json.dumps(asked, default=str).encode()
+    try:
+        done = subprocess.run(
+            command, input=said, capture_output=True, timeout=IMPORT_SECONDS, check=False, env=environment
+        )
+        answered, errors, why = done.stdout, done.stderr, f"ended the process with exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        answered, errors, why = error.stdout or b"", b"", f"took longer than {IMPORT_SECONDS:.0f} s"
+    answers = [[Wrong(*found) for found in json.loads(line)] for line in answered.splitlines()]
+    found = [one for answer in answers for one in answer]
+    if len(answers) < len(asked):  # the first one that is not answered is the one that did it
+        setting, path, *_ = asked[len(answers)]
+        last = b": ".join([b"", *errors.strip().splitlines()[-1:]]).decode(errors="replace")
+        found.append(Wrong(setting, f"{setting}: the import of {path} {why}{last}"))
+    return found
+
+
+def look(one: Asked) -> Iterator[Wrong]:
+    """What is wrong with one function, in this process."""
+    setting = one.setting
+    try:
+        named = target(one.path)
+        if one.given is not None:
+            for below, text, is_fatal in named(**one.given) or ():
+                yield Wrong(f"{setting}.{below}".rstrip("."), text, is_fatal)
+            return
+        if why := _misfit(named, one):
+            yield Wrong(setting, f"{setting} = {one.path!r} {why}{_defined_at(named)}")
+    except ConfigError as error:
+        yield Wrong(f"{setting}.{error.setting}".rstrip("."), str(error))
+    except ImportError as error:
+        yield Wrong(setting, f"{setting} = {one.path!r} {error}")
+
+
+def _misfit(named: Any, one: Asked) -> str:
+    """Why it cannot be called as it will be; "" where it can, or tells no signature."""
+    takes = [] if isinstance(named, type) else one.takes.split(", ")  # a class is called with nothing first
+    try:
+        inspect.signature(named).bind(*takes)
+    except TypeError as error:
+        return f"does not fit: it is called with ({', '.join(takes)}): {error}"
+    except ValueError:
+        return ""
+    is_async = inspect.iscoroutinefunction(named) and not one.may_be_async
+    return f"is async: it is called with ({one.takes}), and nobody awaits it" if is_async else ""
+
+
+def _defined_at(named: Any) -> str:
+    """`` (FILE:LINE)`` of a function or class; "" where it has none."""
+    try:
+        return f" ({inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
+def main() -> None:
+    """The child: what is asked on stdin, a line of JSON for each on stdout, which modules cannot write to."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for one in json.load(sys.stdin):
+            print(json.dumps(list(look(Asked(*one)))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The server that the settings name, and the run on it: can a run live there, and does it go on? Reads only.
+
+An embedded server that does not run is not started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import redis
+
+from rlbuffer.checks.check import Context, Finding, check, failure, found, ok, warning
+from rlbuffer.checks.settings import too_small
+from rlbuffer.client.buffer import password_of
+from rlbuffer.client.run_state import read_run_state
+from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
+from rlbuffer.config.loading import meant_run
+from rlbuffer.config.memory_needs import FULL_SHARE, mib
+from rlbuffer.errors import RlbufferError, RunDamaged, RunGone, SchemaMismatch, ServerUnsuitable
+from rlbuffer.records.states import Reason
+from rlbuffer.state.run_state import Amount, RunState
+from rlbuffer.state.text import duration, plural, printable
+from rlbuffer.store.history import Committed, Dropped
+from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
+from rlbuffer.store.server import embedded
+from rlbuffer.store.server.address import is_memory
+from rlbuffer.store.server.answers import ELSEWHERE, reason_of
+from rlbuffer.store.server.binary import find_binary
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
+from rlbuffer.store.viewer import Viewer
+
+CLOCK_SECONDS = 2.0
+"""Difference of two clocks, beyond what the round trip explains, from which it is worth a warning."""
+STALL_SECONDS, STALL_STEPS = 60.0, 5.0
+"""Seconds without a step, and times the usual time of a step, from which a run has stalled."""
+FIRST_STEP_SECONDS = 300.0
+"""Seconds that a run may take for its first steps, whose usual time is not known."""
+READ_RECORDS = 1000
+"""Newest records of the history that are looked at."""
+RAISE = (
+    "Raise it (server.maxmemory; redis-cli config set maxmemory on a server of your own), or remove what is not "
+    "needed: rlbuffer runs list, rlbuffer runs reset RUN"
+)
+
+
+class _Unchecked(Connection):
+    """A connection to a server that may be unsuitable: what is wrong with it is to be said check by check."""
+
+    def _check_server(self) -> None:
+        self.client.ping()
+        with suppress(redis.exceptions.NoPermissionError):
+            check_no_sentinel(dict(self.client.info()), self.address, self._source())
+
+
+def look(c: Context) -> Iterator[Finding]:
+    """What the checks of the server find."""
+    url = c.settings.redis_url
+    if url and is_memory(url):
+        fix = "Set redis_url to a server, or leave it out, for a run of several processes"
+        yield replace(
+            warning(f"{url} is inside of one process, and gone with it", "redis_url", fix=fix), check="server"
+        )
+        return
+    running = None if url else embedded.find(c.settings.home_dir)
+    try:
+        if not url and running is None:
+            program = find_binary()
+            text = f"embedded, {program.name} {program.version} ({program.path}); it starts with the first command"
+            yield replace(ok(text), check="server")
+            return
+        connection = _Unchecked(
+            url or running.address,  # type: ignore[union-attr]
+            home=Path(),
+            server=c.settings.server,
+            name="doctor",
+            origin=c.loaded.place("redis_url") if url else "the embedded server's files",
+            password=partial(password_of, c.settings) if url else None,
+            patience_seconds=0,
+        )
+    except RlbufferError as error:
+        yield replace(failure(str(error), fix="Start it, or change redis_url"), check="server")
+        return
+    with connection:
+        yield from found(replace(c, connection=connection), "server")
+
+
+def _may_not(error: RlbufferError, right: str) -> Finding:
+    """What a user may not ask is not known, and no failure."""
+    why = str(error).splitlines()[0]
+    return warning(f"not known: {why}", fix=f"Let this user ask: ACL SETUSER NAME {right}")
+
+
+@check("server", "the server is new enough, evicts nothing and is no replica", "redis_url", level="server")
+def server(c: Context) -> Iterator[Finding]:
+    """Identity, version, memory policy and role."""
+    connection = c.server
+    try:
+        info = dict(connection.call(lambda: connection.client.info(), patience_seconds=0))
+    except ServerUnsuitable as error:
+        yield _may_not(error, "+info")
+        return
+    except RlbufferError as error:
+        yield failure(str(error), fix="Look at the server's log")
+        return
+    try:
+        connection.call(
+            lambda: check_suitable(connection.client, connection.address, "", is_cluster=connection.is_cluster),
+            patience_seconds=0,
+        )
+    except RlbufferError as error:
+        yield failure(str(error), fix="Change it as said, or leave redis_url out: the embedded server fits")
+    else:
+        name, version = identity(info)
+        yield ok(f"{name} {version} at {connection.address}, memory policy noeviction")
+    if info.get("role") == "slave":
+        first, _, fix = ELSEWHERE["READONLY"].partition(". ")
+        yield failure(f"{connection.address}: {first}", "redis_url", fix=fix)
+
+
+@check("failover", "somebody takes a lost primary's place, and all agree who it is", "redis_url", level="server")
+def failover(c: Context) -> Iterator[Finding]:
+    """Sentinels, the replicas of a primary, and those of each shard of a cluster."""
+    connection, watchers = c.server, c.server.sentinels
+    named: Counter[str] = Counter()
+    for (host, port), sentinel in zip(watchers.places, watchers.sentinels, strict=True) if watchers else ():
+        try:
+            services: Mapping[str, Any] = sentinel.sentinel_masters()  # type: ignore[assignment]
+        except redis.RedisError as error:
+            yield warning(f"sentinel {host}:{port}: {reason_of(error)}", "redis_url", fix="Start it, or take it out")
+            continue
+        state = services.get(watchers.service)
+        if not state or state["is_sdown"] or state["is_odown"]:
+            what = "says that the primary is down" if state else f'knows no service "{watchers.service}"'
+            yield warning(f"sentinel {host}:{port} {what}", "redis_url", fix="Correct redis_url, or start it")
+        else:
+            named[f"{state['ip']}:{state['port']}"] += 1
+    if len(named) > 1:
+        yield warning(f"sentinels disagree: {', '.join(named)}", fix="Look again when their failover is over")
+    elif named:
+        text = f'primary of "{watchers.service}": {next(iter(named))}, by {plural(named.total(), "sentinel")}'
+        yield ok(f"{text} of {len(watchers.places)}")
+    if not watchers and not connection.is_cluster:
+        return
+    try:
+        infos = connection.call(
+            lambda: [dict(server.info("replication")) for server in connection.servers()], patience_seconds=0
+        )
+    except RlbufferError as error:
+        yield _may_not(error, "+info +cluster|slots")
+        return
+    counts = [int(info.get("connected_slaves", 0)) for info in infos]
+    least = "" if connection.is_cluster else _setting(connection, "min-replicas-to-write")
+    text = f"replicas: {', '.join(map(str, counts))}" + f", min-replicas-to-write {least}" * bool(least)
+    if 0 in counts:
+        yield warning(text, fix="Start one for each primary: without it nobody takes its place")
+    elif least == "0":
+        fix = "redis-cli config set min-replicas-to-write 1 on each server, and the same in its own file"
+        yield warning(f"{text}: a primary that was replaced takes writes that are lost", fix=fix)
+    else:
+        yield ok(text)
+
+
+@check(
+    "server-memory",
+    "the server's memory has a limit, is not full, and holds the steps that must be there at once",
+    *("server.maxmemory", "batcher.row_tokens"),
+    level="server",
+)
+def server_memory(c: Context) -> Iterator[Finding]:
+    """Memory of the fullest server."""
+    if not (info := _info(c)):
+        return
+    used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+    limit = int(info.get("maxmemory", 0))
+    text = f"{mib(used)} of {mib(limit)} used"
+    if not limit:
+        text = f"no limit (maxmemory 0), {mib(used)} used: a run that grows takes the machine's memory"
+        yield warning(text, fix="redis-cli config set maxmemory 4gb, and the same in the server's own file")
+    elif used >= FULL_SHARE * limit:
+        yield failure(f"full: {text}; pushes are refused", fix=RAISE)
+    elif used >= EARLY_SHARE * limit:
+        yield warning(f"{text}; trained steps retire before a checkpoint holds them", fix=RAISE)
+    else:
+        yield ok(text)
+    if c.settings.redis_url:
+        yield from too_small(c.settings, limit)
+
+
+@check("persistence", "what was pushed survives a restart of the server", level="server")
+def persistence(c: Context) -> Iterator[Finding]:
+    """The append-only file, and whether the last write of it failed."""
+    if not (info := _info(c)):
+        return
+    bad = [name for name in ("aof_last_write_status", "aof_last_bgrewrite_status") if info.get(name, "ok") != "ok"]
+    if not info.get("aof_enabled") and info.get("rdb_last_bgsave_status", "ok") != "ok":
+        bad.append("rdb_last_bgsave_status")
+    if bad:
+        fix = "Free space where the server's data are, then look at its log"
+        yield failure(f"the last write to the server's disk failed ({', '.join(bad)})", fix=fix)
+    elif info.get("aof_enabled"):
+        yield ok(f"append-only file, appendfsync {_setting(c.server, 'appendfsync')}")
+    else:
+        save = _setting(c.server, "save")
+        lost = f"what was pushed since the last snapshot (save {save})" if save else "the whole run"
+        fix = "redis-cli config set appendonly yes, and the same in the server's own file"
+        yield warning(f"no append-only file: a restart of the server loses {lost}", fix=fix)
+
+
+def _info(c: Context) -> Mapping[str, Any]:
+    """INFO of the fullest server; {} where this user may not ask, which `server` says."""
+    with suppress(RlbufferError):
+        return c.server.call(
+            lambda: fullest([dict(server.info()) for server in c.server.servers()]), patience_seconds=0
+        )
+    return {}
+
+
+def _setting(connection: Connection, name: str) -> str:
+    with suppress(RlbufferError):
+        values = connection.call(lambda: connection.client.config_get(name), patience_seconds=0)
+        return str(values.get(name, ""))
+    return "not known"  # who may not ask
+
+
+@check("clock", "this host's clock is the server's", level="server")
+def clock(c: Context) -> Iterator[Finding]:
+    """The quickest of three answers says most."""
+    looks = []
+    try:
+        for _ in range(3):
+            before = time.time()
+            seconds, micros = c.server.call(lambda: c.server.client.time(), patience_seconds=0)
+            after = time.time()
+            looks.append((after - before, int(seconds) + int(micros) / 1e6 - (before + after) / 2))
+    except RlbufferError as error:
+        yield _may_not(error, "+time")
+        return
+    trip, ahead = min(looks)
+    text = f"the server is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this host"
+    if abs(ahead) - trip / 2 < CLOCK_SECONDS:
+        yield ok(text)
+    else:
+        fix = "Set both by NTP: timedatectl set-ntp true"
+        yield warning(f"{text}: times in logs and metrics cannot be compared", fix=fix)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+@check("run", "the run that is meant can be read, and goes on", "run", level="server")
+def run(c: Context) -> Iterator[Finding]:
+    """The run's schema, and what keeps it from going on."""
+    try:
+        names = Viewer(c.server, c.settings.run, patience_seconds=0).runs()
+    except ServerUnsuitable:  # a role's user reads its own run alone
+        names = {}
+    except RlbufferError as error:
+        yield failure(str(error), fix="Let this user read the server's keys: ACL SETUSER NAME ~* +@read")
+        return
+    name = meant_run(c.loaded, names)
+    store = Viewer(c.server, name, patience_seconds=0)
+    try:
+        meta = store.meta()
+    except (RunDamaged, SchemaMismatch) as error:
+        yield failure(str(error), "run", fix="Begin another one: --run NAME")
+        return
+    except RunGone:
+        yield ok(f'no run "{name}" is there yet; schema {SCHEMA}')
+        return
+    yield ok(f'"{name}" is at step {meta.step}; schema {meta.schema}')
+    if meta.error:
+        yield failure(f'the batcher of run "{name}" failed: {meta.error}', fix="Start `rlbuffer serve` again")
+        return
+    with suppress(ServerUnsuitable):  # what it waits for, not every user may read
+        yield from stands_still(store, opened=names.get(name, 0.0))
+
+
+def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
+    """What keeps a run from going on; nothing of a run at which nobody works.
+
+    `opened`: when it was begun, in seconds since 1970.
+    """
+    fix = "Do what it says; rlbuffer top shows who waits for whom, rlbuffer inspect --workers the last errors"
+    state = read_run_state(store, history=READ_RECORDS)
+    if state.ended_step is not None:
+        return
+    leader = state.leader
+    if leader is None or not leader.is_fresh:
+        if any(process.is_fresh for process in (*state.of_kind("worker"), *state.of_kind("rank"))):
+            since = f" for {duration(leader.seconds_ago)}" if leader else ""
+            text = f"nothing was heard of the batcher{since}, and workers or ranks are waiting for it"
+            yield warning(text, fix="Start `rlbuffer serve`")
+        return
+    for problem in state.problems:
+        yield warning(printable(str(problem)), fix=fix)
+    yield from _stale(state)
+    times = [record["at"] for record in state.history if record.get("event") == Committed.event]
+    gaps = [later - earlier for later, earlier in pairwise(times)]
+    limit = max(STALL_SECONDS, STALL_STEPS * median(gaps)) if gaps else FIRST_STEP_SECONDS
+    idle = state.at - (times[0] if times else opened)
+    if state.waiting is not None and idle > limit:
+        yield warning(f"no step for {duration(idle)}. {printable(str(state.waiting))}", fix=fix)
+
+
+def _stale(state: RunState) -> Iterator[Finding]:
+    """Envs of which too much is sampled for nothing, with the worker of most of it lately."""
+    records = [r for r in state.history if r.get("event") == Dropped.event and r["reason"] == Reason.STALE]
+    for env in state.envs:
+        pushed, stale = env.pushed.rollouts, env.dropped.get(Reason.STALE, Amount()).rollouts
+        if pushed >= LEAST_PUSHED and stale > MOST_STALE * pushed:
+            workers = Counter(str(r["worker"]) for r in records if r["env"] == env.name and r.get("worker"))
+            name, count = workers.most_common(1)[0] if workers else ("", 0)
+            whose = f"; of the last {plural(workers.total(), 'group')} {count} came from {name}" if workers else ""
+            text = f"{stale / pushed:.0%} of the rollouts that env {env.name} pushed went stale{whose}"
+            fix = (
+                "Start fewer workers, or raise batcher.max_age; rlbuffer inspect --workers says who is versions behind"
+            )
+            yield warning(text, "batcher.max_age", fix=fix)
