@@ -203,9 +203,9 @@ def _unknown_type(kind: object) -> str:
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8", errors="replace")
     causal = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", text, re.MULTILINE | re.DOTALL)
     known = re.findall(r'\("([\w-]+)", ', causal[1]) if causal else []
-    return f"= {kind!r} is no causal language model of transformers.{did_you_mean(kind, known)}" * bool(
-        known and kind not in known
-    )
+    if kind in known or not known:
+        return ""
+    return f"= {kind!r} is no causal language model of transformers.{did_you_mean(kind, known)}"
 
 
 # -- devices, packages, other Pythons ----------------------------------------------------------------------------------
@@ -227,15 +227,17 @@ def devices(c: Context) -> Iterator[Finding]:
         if worker.sampler != "openai":
             asked.append((f"worker.{name}", worker.gpus, "auto" if worker.sampler == "vllm" else worker.device))
     asked += [(f"score.{name}", scorer.gpus, scorer.device) for name, scorer in c.scorers.items() if scorer.model]
-    for section, gpus, device in asked if there is not None else ():
-        beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= (there or 0)]
+    if there is None:
+        return
+    for section, gpus, device in asked:
+        beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= there]
         if there == 0:
             if device == "cuda":
                 yield failure(f"{section}.device = 'cuda': this host has no GPU", f"{section}.device")
         elif beyond and device != "cpu":
-            text = f"{section}.gpus = {list(gpus)}: this host has {plural(there or 0, 'GPU')}, numbered from 0"
+            text = f"{section}.gpus = {list(gpus)}: this host has {plural(there, 'GPU')}, numbered from 0"
             yield failure(text, f"{section}.gpus")
-        elif section == "trainer" and device != "cpu" and not gpus and (there or 0) < trainer.world_size:
+        elif section == "trainer" and device != "cpu" and not gpus and there < trainer.world_size:
             text = f"trainer.world_size = {trainer.world_size}: ranks need a GPU each, and this host has {there}"
             yield failure(text, "trainer.world_size")
 
@@ -312,11 +314,8 @@ def pythons(c: Context) -> Iterator[Finding]:
         except ConfigError as error:
             yield refused(error)
             continue
-        if (
-            python != sys.executable
-            and "run" in c.parts
-            and (why := _probe(python, environment_of(options, 0, python)))
-        ):
+        is_asked = bool(options.python) and "run" in c.parts
+        if is_asked and (why := _probe(python, environment_of(options, 0, python))):
             setting = f"worker.{name}.python"
             extra = "train" if options.sampler == "transformers" else options.sampler
             install = f"{options.python} -m pip install 'rlbuffer[{extra}]=={rlbuffer.__version__}'"
@@ -369,9 +368,9 @@ def scorer_models(c: Context) -> Iterator[Finding]:
     for name, options in c.scorers.items():
         if not options.adds:
             yield failure(gives_nothing(name), f"score.{name}")
-        elif options.model == INITIAL_MODEL:
-            yield from model(c) if "train" not in c.parts else ()
-        elif options.model:
+        elif options.model == INITIAL_MODEL and "train" not in c.parts:
+            yield from model(c)
+        elif options.model and options.model != INITIAL_MODEL:
             yield from _directory(f"score.{name}.model", options.model)
 
 

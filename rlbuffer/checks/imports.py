@@ -46,20 +46,21 @@ def wrong(asked: Sequence[Asked], folders: Sequence[str]) -> list[Wrong]:
         return []
     paths = os.pathsep.join([*filter(None, sys.path), *folders])
     command = [sys.executable, "-P", "-m", "rlbuffer.checks.imports"]
-    environment, said = {**os.environ, "PYTHONPATH": paths}, json.dumps(asked, default=str).encode()
+    environment, question = {**os.environ, "PYTHONPATH": paths}, json.dumps(asked, default=str).encode()
     try:
         done = subprocess.run(
-            command, input=said, capture_output=True, timeout=IMPORT_SECONDS, check=False, env=environment
+            command, input=question, capture_output=True, timeout=IMPORT_SECONDS, check=False, env=environment
         )
         answered, errors, why = done.stdout, done.stderr, f"ended the process with exit code {done.returncode}"
     except subprocess.TimeoutExpired as error:
         answered, errors, why = error.stdout or b"", b"", f"took longer than {IMPORT_SECONDS:.0f} s"
     answers = [[Wrong(*found) for found in json.loads(line)] for line in answered.splitlines()]
-    found = [one for answer in answers for one in answer]
+    found = [said for answer in answers for said in answer]
     if len(answers) < len(asked):  # the first one that is not answered is the one that did it
-        setting, path, *_ = asked[len(answers)]
+        one = asked[len(answers)]
+        path = one.path if one.given is None else one.given.get("name", one.path)
         last = b": ".join([b"", *errors.strip().splitlines()[-1:]]).decode(errors="replace")
-        found.append(Wrong(setting, f"{setting}: the import of {path} {why}{last}"))
+        found.append(Wrong(one.setting, f"{one.setting}: the import of {path} {why}{last}"))
     return found
 
 
@@ -82,7 +83,9 @@ def look(one: Asked) -> Iterator[Wrong]:
 
 def _misfit(named: Any, one: Asked) -> str:
     """Why it cannot be called as it will be; "" where it can, or tells no signature."""
-    takes = [] if isinstance(named, type) else one.takes.split(", ")  # a class is called with nothing first
+    takes = (
+        [] if isinstance(named, type) or not one.takes else one.takes.split(", ")
+    )  # a class is called with nothing first
     try:
         inspect.signature(named).bind(*takes)
     except TypeError as error:

@@ -66,7 +66,8 @@ def diagnose(
         where = str(loaded.file) if loaded.file else "no config file (all defaults)"
         findings.append(replace(ok(f"{where}, {plural(len(loaded.sources), 'setting')} given"), check="settings"))
     for finding in (*findings, *found(context, "host")):
-        is_found = is_found and not (finding.level is Level.FAILURE and finding.check in ("home", "server-address"))
+        needed = ("server-address",) if loaded.settings.redis_url else ("home", "server-address")
+        is_found = is_found and not (finding.level is Level.FAILURE and finding.check in needed)
         yield finding, loaded
     for finding in server.look(context) if is_found else ():
         yield finding, loaded

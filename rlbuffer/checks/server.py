@@ -36,6 +36,7 @@ from rlbuffer.store.server.address import is_memory
 from rlbuffer.store.server.answers import ELSEWHERE, reason_of
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.sentinels import Watchers
 from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
 from rlbuffer.store.viewer import Viewer
 
@@ -130,26 +131,10 @@ def server(c: Context) -> Iterator[Finding]:
 @check("failover", "somebody takes a lost primary's place, and all agree who it is", "redis_url", level="server")
 def failover(c: Context) -> Iterator[Finding]:
     """Sentinels, the replicas of a primary, and those of each shard of a cluster."""
-    connection, watchers = c.server, c.server.sentinels
-    named: Counter[str] = Counter()
-    for (host, port), sentinel in zip(watchers.places, watchers.sentinels, strict=True) if watchers else ():
-        try:
-            services: Mapping[str, Any] = sentinel.sentinel_masters()  # type: ignore[assignment]
-        except redis.RedisError as error:
-            yield warning(f"sentinel {host}:{port}: {reason_of(error)}", "redis_url", fix="Start it, or take it out")
-            continue
-        state = services.get(watchers.service)
-        if not state or state["is_sdown"] or state["is_odown"]:
-            what = "says that the primary is down" if state else f'knows no service "{watchers.service}"'
-            yield warning(f"sentinel {host}:{port} {what}", "redis_url", fix="Correct redis_url, or start it")
-        else:
-            named[f"{state['ip']}:{state['port']}"] += 1
-    if len(named) > 1:
-        yield warning(f"sentinels disagree: {', '.join(named)}", fix="Look again when their failover is over")
-    elif named:
-        text = f'primary of "{watchers.service}": {next(iter(named))}, by {plural(named.total(), "sentinel")}'
-        yield ok(f"{text} of {len(watchers.places)}")
-    if not watchers and not connection.is_cluster:
+    connection = c.server
+    if connection.sentinels is not None:
+        yield from _sentinels(connection.sentinels)
+    elif not connection.is_cluster:
         return
     try:
         infos = connection.call(
@@ -168,6 +153,28 @@ def failover(c: Context) -> Iterator[Finding]:
         yield warning(f"{text}: a primary that was replaced takes writes that are lost", fix=fix)
     else:
         yield ok(text)
+
+
+def _sentinels(watchers: Watchers) -> Iterator[Finding]:
+    """Everybody's word on who the primary is."""
+    named: Counter[str] = Counter()
+    for (host, port), sentinel in zip(watchers.places, watchers.sentinels, strict=True):
+        try:
+            services: Mapping[str, Any] = sentinel.sentinel_masters()  # type: ignore[assignment]
+        except redis.RedisError as error:
+            yield warning(f"sentinel {host}:{port}: {reason_of(error)}", "redis_url", fix="Start it, or take it out")
+            continue
+        state = services.get(watchers.service)
+        if not state or state["is_sdown"] or state["is_odown"]:
+            what = "says that the primary is down" if state else f'knows no service "{watchers.service}"'
+            yield warning(f"sentinel {host}:{port} {what}", "redis_url", fix="Correct redis_url, or start it")
+        else:
+            named[f"{state['ip']}:{state['port']}"] += 1
+    if len(named) > 1:
+        yield warning(f"sentinels disagree: {', '.join(named)}", fix="Look again when their failover is over")
+    elif named:
+        said = plural(named.total(), "sentinel")
+        yield ok(f'primary of "{watchers.service}": {next(iter(named))}, by {said} of {len(watchers.places)}')
 
 
 @check(

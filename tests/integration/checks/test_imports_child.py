@@ -73,7 +73,7 @@ def test_a_model_that_is_too_small_and_a_row_that_is_too_short_for_a_built_in_en
 
 def test_a_module_that_ends_its_process_or_writes_on_stdout_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     Path("talking.py").write_text("import os\nos.write(1, b'[[1, 2]]\\n')\nprint('[]')\ndef make(): ...\n")
-    asked = [Asked("a", "talking:make", ""), Asked("b", "leaving:make", ""), Asked("c", "own:make", "")]
+    asked = [Asked("a", "talking:make", "group"), Asked("b", "leaving:make", ""), Asked("c", "own:make", "")]
     found = wrong(asked[1:], [str(Path.cwd())])
     assert [one.setting for one in found] == ["b"]
     found = wrong(asked[:1], [str(Path.cwd())])

@@ -177,8 +177,10 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "config check --for worker --config strict.toml",
             3,
-            "Error: strict.toml:2, :5  batcher.min_group_size = 9, but worker.a.group_size = 8: no group would ever "
-            "be trained",
+            (
+                "Error: strict.toml:2, :5  batcher.min_group_size = 9, but worker.a.group_size = 8: no group would "
+                "ever be trained"
+            ),
         ),
         (
             "config show --run BAD",
