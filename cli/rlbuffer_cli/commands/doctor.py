@@ -55,7 +55,7 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
         text = " ".join((located(finding, loaded) + finding.text).split())
         if as_json:
             record = {"check": finding.check, "level": finding.level, "settings": finding.settings}
-            echo(json.dumps({"schema": "rlbuffer.finding/1", **record, "text": text, "fix": finding.fix}))
+            echo(json.dumps({"schema": "rlbuffer.check/1", **record, "text": text, "fix": finding.fix}))
         else:
             _show(finding, text)
     if not as_json:

@@ -181,7 +181,7 @@ def test_a_planted_trouble_is_found(
     plant(place)
     code, out, err = call(*place.arguments, "--json")
     records = [json.loads(line) for line in out.splitlines()]
-    assert {record["schema"] for record in records} == {"rlbuffer.finding/1"}
+    assert {record["schema"] for record in records} == {"rlbuffer.check/1"}
     troubles = [record for record in records if record["level"] != "ok"]
     assert (check, level) in [(record["check"], record["level"]) for record in troubles], troubles
     assert (code, err) == (int(any(record["level"] == "failure" for record in troubles)), "")
