@@ -17,17 +17,17 @@ Parts = Collection[str]
 ``run``, which wants workers."""
 EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
 """Parts that `rlbuffer run` starts."""
+At = Literal["settings", "host", "server"]
+"""``settings``: with every loading. ``host``: before something starts, too. ``server``: by `rlbuffer doctor` alone."""
 
 
 class Level(StrEnum):
-    """How it stands with one thing."""
+    """How it stands with one thing: as it should be; works, but hardly as meant, or not for long; cannot work, or would
+    train wrongly."""
 
     OK = "ok"
-    """It is as it should be; `rlbuffer doctor` says so."""
     WARNING = "warning"
-    """A run works, but hardly as meant, or not for long."""
     FAILURE = "failure"
-    """A run cannot work, or would train wrongly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ def failure(text: str, *settings: str, fix: str = "") -> Finding:
     return Finding(level=Level.FAILURE, text=text, settings=settings, fix=fix)
 
 
-def refused(error: ConfigError, setting: str = "") -> Finding:
-    """A refusal as a failure of `setting`, or of the one that it names."""
-    return failure(str(error), setting or error.setting)
+def refused(error: ConfigError) -> Finding:
+    """A refusal as a failure of the setting that it names."""
+    return failure(str(error), error.setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,7 @@ class Context:
         return self.connection
 
 
-At = Literal["settings", "host", "server"]
-"""``settings``: with every loading. ``host``: before something starts, too. ``server``: by `rlbuffer doctor` alone."""
+Run = Callable[[Context], Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +111,16 @@ class Check:
     level: At
     parts: frozenset[str]
     """It is made where one of these shall run; none: always."""
-    run: Callable[[Context], Iterable[Finding]]
+    run: Run
 
-    def is_for(self, context: Context) -> bool:
-        """One of its parts shall run here."""
-        return not self.parts or bool(self.parts & {part.partition(".")[0] for part in context.parts})
+    def found(self, context: Context) -> Iterator[Finding]:
+        """What it finds, where one of its parts shall run."""
+        if not self.parts or self.parts & {part.partition(".")[0] for part in context.parts}:
+            yield from (replace(finding, check=self.name) for finding in self.run(context))
 
 
 CHECKS: list[Check] = []
 """All of them, in the order in which they are made."""
-Run = Callable[[Context], Iterable[Finding]]
 
 
 def check(name: str, about: str, *settings: str, level: At = "settings", parts: Parts = ()) -> Callable[[Run], Run]:
@@ -137,7 +136,6 @@ def check(name: str, about: str, *settings: str, level: At = "settings", parts: 
 
 def found(context: Context, level: At) -> Iterator[Finding]:
     """What the checks of a level find."""
-    for one in CHECKS:
-        if one.level == level and one.is_for(context):
-            for finding in one.run(context):
-                yield replace(finding, check=one.name)
+    for each in CHECKS:
+        if each.level == level:
+            yield from each.found(context)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import rlbuffer
 from rlbuffer.config.imports import target
 from rlbuffer.errors import ConfigError
 
@@ -40,26 +41,44 @@ class Wrong(NamedTuple):
     is_fatal: bool = True
 
 
-def wrong(asked: Sequence[Asked], folders: Sequence[str]) -> list[Wrong]:
+class Python(NamedTuple):
+    """Another Python than this one, which a worker shall run with."""
+
+    setting: str
+    program: str
+    environment: Mapping[str, str]
+
+
+def wrong(asked: Sequence[Asked], folders: Sequence[str], python: Python | None = None) -> list[Wrong]:
     """What is wrong with functions. Their modules are looked for in `folders`, too, after ``sys.path``."""
     if not asked:
         return []
-    paths = os.pathsep.join([*filter(None, sys.path), *folders])
-    command = [sys.executable, "-P", "-m", "rlbuffer.checks.imports"]
-    environment, question = {**os.environ, "PYTHONPATH": paths}, json.dumps(asked, default=str).encode()
+    program, environment = (sys.executable, os.environ) if python is None else (python.program, python.environment)
+    paths = filter(None, sys.path) if python is None else filter(None, [environment.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
-            command, input=question, capture_output=True, timeout=IMPORT_SECONDS, check=False, env=environment
+            [program, "-P", "-m", "rlbuffer.checks.imports"],
+            input=json.dumps(asked, default=str).encode(),
+            capture_output=True,
+            timeout=IMPORT_SECONDS,
+            check=False,
+            env={**environment, "PYTHONPATH": os.pathsep.join([*paths, *folders])},
         )
         answered, errors, why = done.stdout, done.stderr, f"ended the process with exit code {done.returncode}"
     except subprocess.TimeoutExpired as error:
         answered, errors, why = error.stdout or b"", b"", f"took longer than {IMPORT_SECONDS:.0f} s"
-    answers = [[Wrong(*found) for found in json.loads(line)] for line in answered.splitlines()]
+    except OSError as error:
+        answered, errors, why = b"", b"", f"cannot be run ({error.strerror})"
+    last = b": ".join([b"", *errors.strip().splitlines()[-1:]]).decode(errors="replace")
+    version, *lines = answered.decode(errors="replace").splitlines() or [""]
+    if python is not None and version != rlbuffer.__version__:
+        why = f"has rlbuffer {version}, this is {rlbuffer.__version__}" if version else f"has none: it {why}{last}"
+        return [Wrong(python.setting, f"{python.setting} = {program!r} {why}")]
+    answers = [[Wrong(*found) for found in json.loads(line)] for line in lines]
     found = [said for answer in answers for said in answer]
     if len(answers) < len(asked):  # the first one that is not answered is the one that did it
         one = asked[len(answers)]
         path = one.path if one.given is None else one.given.get("name", one.path)
-        last = b": ".join([b"", *errors.strip().splitlines()[-1:]]).decode(errors="replace")
         found.append(Wrong(one.setting, f"{one.setting}: the import of {path} {why}{last}"))
     return found
 
@@ -105,9 +124,10 @@ def _defined_at(named: Any) -> str:
 
 
 def main() -> None:
-    """The child: what is asked on stdin, a line of JSON for each on stdout, which modules cannot write to."""
+    """The child: asked on stdin, it answers with its version and a line of JSON each on a stdout that modules lack."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
+        print(rlbuffer.__version__, file=answers, flush=True)
         for one in json.load(sys.stdin):
             print(json.dumps(list(look(Asked(*one)))), file=answers, flush=True)
 

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
-from rlbuffer.checks.check import Context, Finding, check, failure, found, ok, warning
+from rlbuffer.checks.check import CHECKS, Context, Finding, check, failure, ok, warning
 from rlbuffer.checks.settings import too_small
 from rlbuffer.client.buffer import password_of
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.client.stale_pushes import LEAST_PUSHED, MOST_STALE
 from rlbuffer.config.loading import meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, mib
-from rlbuffer.errors import RlbufferError, RunDamaged, RunGone, SchemaMismatch, ServerUnsuitable
-from rlbuffer.records.states import Reason
-from rlbuffer.state.run_state import Amount, RunState
+from rlbuffer.errors import RlbufferError, RunGone, ServerUnsuitable
 from rlbuffer.state.text import duration, plural, printable
-from rlbuffer.store.history import Committed, Dropped
+from rlbuffer.store.history import Committed
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.address import is_memory
@@ -40,6 +37,7 @@ from rlbuffer.store.server.sentinels import Watchers
 from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
 from rlbuffer.store.viewer import Viewer
 
+_T = TypeVar("_T")
 CLOCK_SECONDS = 2.0
 """Difference of two clocks, beyond what the round trip explains, from which it is worth a warning."""
 STALL_SECONDS, STALL_STEPS = 60.0, 5.0
@@ -64,13 +62,12 @@ class _Unchecked(Connection):
 
 
 def look(c: Context) -> Iterator[Finding]:
-    """What the checks of the server find."""
+    """What the checks of the server find. What this user may not ask is not known, and no failure."""
     url = c.settings.redis_url
     if url and is_memory(url):
+        text = f"{url} is inside of one process, and gone with it"
         fix = "Set redis_url to a server, or leave it out, for a run of several processes"
-        yield replace(
-            warning(f"{url} is inside of one process, and gone with it", "redis_url", fix=fix), check="server"
-        )
+        yield replace(warning(text, "redis_url", fix=fix), check="server")
         return
     running = None if url else embedded.find(c.settings.home_dir)
     try:
@@ -80,7 +77,7 @@ def look(c: Context) -> Iterator[Finding]:
             yield replace(ok(text), check="server")
             return
         connection = _Unchecked(
-            url or running.address,  # type: ignore[union-attr]
+            url or running or "",
             home=Path(),
             server=c.settings.server,
             name="doctor",
@@ -92,32 +89,39 @@ def look(c: Context) -> Iterator[Finding]:
         yield replace(failure(str(error), fix="Start it, or change redis_url"), check="server")
         return
     with connection:
-        yield from found(replace(c, connection=connection), "server")
+        for each in (check for check in CHECKS if check.level == "server"):
+            try:
+                yield from each.found(replace(c, connection=connection))
+            except ServerUnsuitable as error:
+                said = f"not known: {str(error).splitlines()[0]}"
+                yield replace(warning(said, fix="Let this user ask it"), check=each.name)
+            except RlbufferError as error:
+                yield replace(failure(str(error)), check=each.name)
 
 
-def _may_not(error: RlbufferError, right: str) -> Finding:
-    """What a user may not ask is not known, and no failure."""
-    why = str(error).splitlines()[0]
-    return warning(f"not known: {why}", fix=f"Let this user ask: ACL SETUSER NAME {right}")
+def _asked(c: Context, question: Callable[[redis.Redis], _T]) -> _T:
+    """The server's answer, asked once."""
+    return c.server.call(lambda: question(c.server.client), patience_seconds=0)
+
+
+def _infos(c: Context) -> list[dict[str, Any]]:
+    """INFO of each primary."""
+    return _asked(c, lambda _: [dict(server.info()) for server in c.server.servers()])
+
+
+def _setting(c: Context, name: str) -> str:
+    with suppress(RlbufferError):
+        return str(_asked(c, lambda client: client.config_get(name)).get(name, ""))
+    return "not known"  # who may not ask
 
 
 @check("server", "the server is new enough, evicts nothing and is no replica", "redis_url", level="server")
 def server(c: Context) -> Iterator[Finding]:
     """Identity, version, memory policy and role."""
     connection = c.server
+    info = dict(_asked(c, lambda client: client.info()))
     try:
-        info = dict(connection.call(lambda: connection.client.info(), patience_seconds=0))
-    except ServerUnsuitable as error:
-        yield _may_not(error, "+info")
-        return
-    except RlbufferError as error:
-        yield failure(str(error), fix="Look at the server's log")
-        return
-    try:
-        connection.call(
-            lambda: check_suitable(connection.client, connection.address, "", is_cluster=connection.is_cluster),
-            patience_seconds=0,
-        )
+        _asked(c, lambda client: check_suitable(client, connection.address, "", is_cluster=connection.is_cluster))
     except RlbufferError as error:
         yield failure(str(error), fix="Change it as said, or leave redis_url out: the embedded server fits")
     else:
@@ -131,20 +135,12 @@ def server(c: Context) -> Iterator[Finding]:
 @check("failover", "somebody takes a lost primary's place, and all agree who it is", "redis_url", level="server")
 def failover(c: Context) -> Iterator[Finding]:
     """Sentinels, the replicas of a primary, and those of each shard of a cluster."""
-    connection = c.server
-    if connection.sentinels is not None:
-        yield from _sentinels(connection.sentinels)
-    elif not connection.is_cluster:
+    if c.server.sentinels is not None:
+        yield from _sentinels(c.server.sentinels)
+    elif not c.server.is_cluster:
         return
-    try:
-        infos = connection.call(
-            lambda: [dict(server.info("replication")) for server in connection.servers()], patience_seconds=0
-        )
-    except RlbufferError as error:
-        yield _may_not(error, "+info +cluster|slots")
-        return
-    counts = [int(info.get("connected_slaves", 0)) for info in infos]
-    least = "" if connection.is_cluster else _setting(connection, "min-replicas-to-write")
+    counts = [int(info.get("connected_slaves", 0)) for info in _infos(c)]
+    least = "" if c.server.is_cluster else _setting(c, "min-replicas-to-write")
     text = f"replicas: {', '.join(map(str, counts))}" + f", min-replicas-to-write {least}" * bool(least)
     if 0 in counts:
         yield warning(text, fix="Start one for each primary: without it nobody takes its place")
@@ -185,8 +181,7 @@ def _sentinels(watchers: Watchers) -> Iterator[Finding]:
 )
 def server_memory(c: Context) -> Iterator[Finding]:
     """Memory of the fullest server."""
-    if not (info := _info(c)):
-        return
+    info = fullest(_infos(c))
     used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
     limit = int(info.get("maxmemory", 0))
     text = f"{mib(used)} of {mib(limit)} used"
@@ -206,8 +201,7 @@ def server_memory(c: Context) -> Iterator[Finding]:
 @check("persistence", "what was pushed survives a restart of the server", level="server")
 def persistence(c: Context) -> Iterator[Finding]:
     """The append-only file, and whether the last write of it failed."""
-    if not (info := _info(c)):
-        return
+    info = fullest(_infos(c))
     bad = [name for name in ("aof_last_write_status", "aof_last_bgrewrite_status") if info.get(name, "ok") != "ok"]
     if not info.get("aof_enabled") and info.get("rdb_last_bgsave_status", "ok") != "ok":
         bad.append("rdb_last_bgsave_status")
@@ -215,43 +209,21 @@ def persistence(c: Context) -> Iterator[Finding]:
         fix = "Free space where the server's data are, then look at its log"
         yield failure(f"the last write to the server's disk failed ({', '.join(bad)})", fix=fix)
     elif info.get("aof_enabled"):
-        yield ok(f"append-only file, appendfsync {_setting(c.server, 'appendfsync')}")
+        yield ok(f"append-only file, appendfsync {_setting(c, 'appendfsync')}")
     else:
-        save = _setting(c.server, "save")
-        lost = f"what was pushed since the last snapshot (save {save})" if save else "the whole run"
         fix = "redis-cli config set appendonly yes, and the same in the server's own file"
-        yield warning(f"no append-only file: a restart of the server loses {lost}", fix=fix)
-
-
-def _info(c: Context) -> Mapping[str, Any]:
-    """INFO of the fullest server; {} where this user may not ask, which `server` says."""
-    with suppress(RlbufferError):
-        return c.server.call(
-            lambda: fullest([dict(server.info()) for server in c.server.servers()]), patience_seconds=0
-        )
-    return {}
-
-
-def _setting(connection: Connection, name: str) -> str:
-    with suppress(RlbufferError):
-        values = connection.call(lambda: connection.client.config_get(name), patience_seconds=0)
-        return str(values.get(name, ""))
-    return "not known"  # who may not ask
+        yield warning("no append-only file: a restart of the server loses what was pushed, or much of it", fix=fix)
 
 
 @check("clock", "this host's clock is the server's", level="server")
 def clock(c: Context) -> Iterator[Finding]:
     """The quickest of three answers says most."""
     looks = []
-    try:
-        for _ in range(3):
-            before = time.time()
-            seconds, micros = c.server.call(lambda: c.server.client.time(), patience_seconds=0)
-            after = time.time()
-            looks.append((after - before, int(seconds) + int(micros) / 1e6 - (before + after) / 2))
-    except RlbufferError as error:
-        yield _may_not(error, "+time")
-        return
+    for _ in range(3):
+        before = time.time()
+        seconds, micros = _asked(c, lambda client: client.time())
+        after = time.time()
+        looks.append((after - before, int(seconds) + int(micros) / 1e6 - (before + after) / 2))
     trip, ahead = min(looks)
     text = f"the server is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this host"
     if abs(ahead) - trip / 2 < CLOCK_SECONDS:
@@ -269,16 +241,10 @@ def run(c: Context) -> Iterator[Finding]:
         names = Viewer(c.server, c.settings.run, patience_seconds=0).runs()
     except ServerUnsuitable:  # a role's user reads its own run alone
         names = {}
-    except RlbufferError as error:
-        yield failure(str(error), fix="Let this user read the server's keys: ACL SETUSER NAME ~* +@read")
-        return
     name = meant_run(c.loaded, names)
     store = Viewer(c.server, name, patience_seconds=0)
     try:
         meta = store.meta()
-    except (RunDamaged, SchemaMismatch) as error:
-        yield failure(str(error), "run", fix="Begin another one: --run NAME")
-        return
     except RunGone:
         yield ok(f'no run "{name}" is there yet; schema {SCHEMA}')
         return
@@ -308,26 +274,9 @@ def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
         return
     for problem in state.problems:
         yield warning(printable(str(problem)), fix=fix)
-    yield from _stale(state)
     times = [record["at"] for record in state.history if record.get("event") == Committed.event]
     gaps = [later - earlier for later, earlier in pairwise(times)]
     limit = max(STALL_SECONDS, STALL_STEPS * median(gaps)) if gaps else FIRST_STEP_SECONDS
     idle = state.at - (times[0] if times else opened)
     if state.waiting is not None and idle > limit:
         yield warning(f"no step for {duration(idle)}. {printable(str(state.waiting))}", fix=fix)
-
-
-def _stale(state: RunState) -> Iterator[Finding]:
-    """Envs of which too much is sampled for nothing, with the worker of most of it lately."""
-    records = [r for r in state.history if r.get("event") == Dropped.event and r["reason"] == Reason.STALE]
-    for env in state.envs:
-        pushed, stale = env.pushed.rollouts, env.dropped.get(Reason.STALE, Amount()).rollouts
-        if pushed >= LEAST_PUSHED and stale > MOST_STALE * pushed:
-            workers = Counter(str(r["worker"]) for r in records if r["env"] == env.name and r.get("worker"))
-            name, count = workers.most_common(1)[0] if workers else ("", 0)
-            whose = f"; of the last {plural(workers.total(), 'group')} {count} came from {name}" if workers else ""
-            text = f"{stale / pushed:.0%} of the rollouts that env {env.name} pushed went stale{whose}"
-            fix = (
-                "Start fewer workers, or raise batcher.max_age; rlbuffer inspect --workers says who is versions behind"
-            )
-            yield warning(text, "batcher.max_age", fix=fix)

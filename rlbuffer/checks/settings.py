@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from rlbuffer.checks.check import Context, Finding, check, failure, refused, warning
-from rlbuffer.config import losses, schedules
-from rlbuffer.config.addresses import host_of, is_url, parse_listen, wrong_url
+from rlbuffer.checks.check import Context, Finding, check, failure, warning
+from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, memory_bytes, steps_at_once
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
+from rlbuffer.config.schedules import planned_updates
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
-from rlbuffer.errors import ConfigError
-from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
-from rlbuffer.state.text import nearest
+from rlbuffer.state.text import did_you_mean
 
-NOWHERE = ("0.0.0.0", "::")
-"""Addresses to listen at, and not to ask."""
+REMAINDERS = ("proportional", "equal")
+"""Receivers of what budgets leave over that are no envs."""
 LATE = 2**53
 """A step after every schedule of budgets has ended."""
 
@@ -76,21 +75,6 @@ def group_size(c: Context) -> Iterator[Finding]:
             yield warning(f"{setting} = 1: advantages compare the rollouts of a group, so all of them are 0", setting)
 
 
-@check(
-    "long-completions",
-    "a completion fits into a row; longer ones are dropped",
-    *("worker.NAME.max_new_tokens", "batcher.row_tokens"),
-)
-def long_completions(c: Context) -> Iterator[Finding]:
-    """Rollouts that the batcher drops."""
-    batcher = c.settings.batcher
-    for name, options in c.settings.worker.items():
-        if options.max_new_tokens >= batcher.row_tokens and batcher.oversized == "drop":
-            setting = f"worker.{name}.max_new_tokens"
-            text = f"{setting} = {options.max_new_tokens}: what is longer than batcher.row_tokens is dropped"
-            yield warning(f"{text}, and that is {batcher.row_tokens}", setting, "batcher.row_tokens")
-
-
 @check("same-env", "workers of one env sample the same prompts", "worker.NAME.env", "worker.NAME.env_options")
 def same_env(c: Context) -> Iterator[Finding]:
     """A ticket's number is a prompt: of two kinds of worker it must be the same one."""
@@ -129,42 +113,21 @@ def publish_age(c: Context) -> Iterator[Finding]:
 def env_names(c: Context) -> Iterator[Finding]:
     """Names of envs that no worker here has; they may be sampled elsewhere."""
     batcher = c.settings.batcher
-    near = nearest(batcher.remainder, ("proportional", "equal"), cutoff=0.75)
-    if near and batcher.remainder != near:
-        text = f"batcher.remainder = {batcher.remainder!r} is no env here"
-        yield failure(text, "batcher.remainder", fix=f"Did you mean {near}?")
-        return
-    names = {_name_of(options) for options in c.settings.worker.values()}
+    names = {f"worker.{name}.env": _name_of(options) for name, options in c.settings.worker.items()}
     named = [(f"batcher.budgets.{env}", env) for env in batcher.budgets]
     named += [(f"batcher.envs.{env}", env) for env in batcher.envs]
-    named += [("batcher.remainder", batcher.remainder)] * (batcher.remainder not in ("proportional", "equal"))
+    named += [("batcher.remainder", batcher.remainder)] * (batcher.remainder not in REMAINDERS)
     named += [(f"score.{name}.envs", env) for name, options in c.settings.score.items() for env in options.envs]
-    for setting, env in named if names and None not in names else ():
-        if env not in names:
-            yield warning(f"{setting}: no worker here samples {env}", setting, fix="Correct it, or start one elsewhere")
+    for setting, env in named if names and None not in names.values() else ():
+        if env not in names.values():
+            there, other = [*REMAINDERS, *filter(None, names.values())], "Correct it, or start a worker elsewhere"
+            fix = did_you_mean(env, there, otherwise=other).strip()
+            yield warning(f"{setting}: no worker here samples {env}", setting, fix=fix)
     if batcher.budgets and sum(budgets_at(batcher.budgets, LATE).values()) > 1 - 1e-9:
-        for name, options in c.settings.worker.items():
-            env_name = _name_of(options)
-            if env_name is not None and env_name not in batcher.budgets:
-                text = f"worker.{name} samples {env_name}, which has no budget while the others take all of it"
-                yield warning(f"{text}: its groups will never train", f"worker.{name}.env", "batcher.budgets")
-
-
-@check(
-    "updates",
-    "an update has a micro-batch at least",
-    *("trainer.optimizer.updates_per_pass", "batcher.micro_batches_per_rank"),
-)
-def updates(c: Context) -> Iterator[Finding]:
-    """Fewer updates than were asked for."""
-    batcher, count = c.settings.batcher, c.settings.trainer.optimizer.updates_per_pass
-    is_planned = batcher.step_groups is None and batcher.step_rollouts is None
-    if is_planned and count > batcher.micro_batches_per_rank:
-        names = "trainer.optimizer.updates_per_pass", "batcher.micro_batches_per_rank"
-        text = (
-            f"{names[0]} = {count}, but {names[1]} = {batcher.micro_batches_per_rank}, and an update has at least one"
-        )
-        yield warning(text, *names)
+        for setting, sampled in names.items():
+            if sampled is not None and sampled not in batcher.budgets:
+                text = f"{setting}: {sampled} has no budget while the others take all of it"
+                yield warning(f"{text}: its groups will never train", setting, "batcher.budgets")
 
 
 @check(
@@ -180,22 +143,14 @@ def loss(c: Context) -> Iterator[Finding]:
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 
 
-@check(
-    "learning-rate",
-    "min_learning_rate is at most learning_rate, and wsd_sqrt has a stable part and an end",
-    *("trainer.optimizer.min_learning_rate", "trainer.optimizer.learning_rate", "trainer.optimizer.stable_updates"),
-)
-def learning_rate(c: Context) -> Iterator[Finding]:
-    """Schedules that cannot be meant."""
-    yield from map(refused, schedules.mistakes(c.settings.trainer))
-
-
-@check("shared-prompts", "prompts are shared in packed rows only", "trainer.share_prompts", "trainer.layout")
-def shared_prompts(c: Context) -> Iterator[Finding]:
-    """Padded rows are computed whole."""
-    if c.settings.trainer.share_prompts and c.settings.trainer.layout == "padded":
-        text = 'trainer.share_prompts = true needs trainer.layout = "packed": padded rows are computed whole'
-        yield failure(text, "trainer.share_prompts", "trainer.layout")
+@check("schedule", "wsd_sqrt falls before the run ends", "trainer.optimizer.stable_updates", "trainer.steps")
+def schedule(c: Context) -> Iterator[Finding]:
+    """A rate that would never fall."""
+    optimizer, planned = c.settings.trainer.optimizer, planned_updates(c.settings.trainer)
+    if optimizer.schedule == "wsd_sqrt" and optimizer.stable_updates >= planned:
+        setting = "trainer.optimizer.stable_updates"
+        text = f"{setting} = {optimizer.stable_updates}, but only {planned:.0f} updates are planned"
+        yield failure(f"{text}: the rate would never fall", setting, "trainer.steps")
 
 
 @check(
@@ -203,52 +158,26 @@ def shared_prompts(c: Context) -> Iterator[Finding]:
     "deterministic: on policy, one worker, a step holds as many groups as it samples at once",
     *("deterministic", "batcher.max_age", "batcher.envs.NAME.max_age", "batcher.lookahead", "batcher.step_groups"),
     *("batcher.fill_timeout_seconds", "batcher.max_age_seconds", "worker.NAME.groups_per_batch"),
-    *("worker.NAME.sampler", "worker.NAME.replicas", "eval.NAME.env"),
+    *("worker.NAME.sampler", "worker.NAME.replicas", "worker.NAME.env", "eval.NAME.env"),
 )
 def deterministic(c: Context) -> Iterator[Finding]:
     """The settings that make two runs of the same settings differ."""
     if not c.settings.deterministic:
         return
     batcher, workers = c.settings.batcher, c.settings.worker
-    wrong: list[tuple[str, str]] = []
-    if (count := sum(options.replicas for options in workers.values())) > 1:
-        wrong.append((f"worker.{next(iter(workers))}.replicas", f"{count} workers must be one"))
-    ages = {f"batcher.envs.{env}.max_age": override.max_age for env, override in batcher.envs.items()}
-    for name, value in ({"batcher.max_age": batcher.max_age, "batcher.lookahead": batcher.lookahead} | ages).items():
-        if value:
-            wrong.append((name, f"{name} = {value} must be 0"))
-    for name in ("batcher.fill_timeout_seconds", "batcher.max_age_seconds"):
-        if (seconds := getattr(batcher, name.partition(".")[2])) is not None:
-            wrong.append((name, f"{name} = {seconds:g} must go: it goes by the clock"))
-    for worker, options in workers.items():
-        name, groups = f"worker.{worker}.groups_per_batch", options.groups_per_batch
-        if groups != batcher.step_groups:
-            wrong.append((name, f"{name} = {groups} must be batcher.step_groups = {batcher.step_groups}"))
-        if options.sampler != "transformers":
-            name = f"worker.{worker}.sampler"
-            wrong.append((name, f"{name} = {options.sampler!r} must be 'transformers': engines batch what comes first"))
-    wrong += [(f"eval.{n}.env", f"eval.{n} must go: it draws from the worker's sampler") for n in c.settings.eval]
-    for name, text in wrong:
-        yield failure(f"deterministic = true: {text}", name, "deterministic")
-
-
-# -- scorers -----------------------------------------------------------------------------------------------------------
-@check(
-    "scorers",
-    "a scorer adds what groups can need",
-    *("score.NAME.model", "score.NAME.column", "score.NAME.reward", "score.NAME.gives"),
-)
-def scorers(c: Context) -> Iterator[Finding]:
-    """Names of columns and rewards that nobody reads."""
-    for name, scoring in c.settings.score.items():
-        column, gives = f"score.{name}.column", f"score.{name}.gives"
-        if scoring.model and (scoring.column in REQUIRED_COLUMNS or not COLUMN_NAME.match(scoring.column)):
-            yield failure(f"{column} = {scoring.column!r} is no name of a further column", column)
-        if scoring.gives and not scoring.reward:
-            yield failure(f"{gives} says what score.{name}.reward adds, which is not set", gives)
-        for given in scoring.gives:
-            if given != "reward" and not (given.startswith("rewards.") and len(given) > len("rewards.")):
-                yield failure(f"{gives}: {given!r} is none of reward, rewards.NAME", gives)
+    must: dict[str, Any] = {"batcher.max_age": 0, "batcher.lookahead": 0}
+    must |= {f"batcher.envs.{env}.max_age": 0 for env in batcher.envs}
+    must |= {"batcher.fill_timeout_seconds": None, "batcher.max_age_seconds": None}  # they go by the clock
+    must |= {f"worker.{name}.groups_per_batch": batcher.step_groups for name in workers}
+    must |= {f"worker.{name}.sampler": "transformers" for name in workers}  # engines batch what comes first
+    must |= {f"worker.{name}.replicas": 1 for name in workers}
+    values = dict(c.loaded.values())
+    for name, value in must.items():
+        if values[name] not in (value, None):
+            what = "must not be set" if value is None else f"must be {value!r}"
+            yield failure(f"deterministic = true: {name} = {values[name]!r} {what}", name, "deterministic")
+    for section in (*(f"worker.{name}" for name in list(workers)[1:]), *(f"eval.{name}" for name in c.settings.eval)):
+        yield failure(f"deterministic = true: {section} must go: one worker samples", f"{section}.env", "deterministic")
 
 
 @check(
@@ -267,34 +196,6 @@ def reference(c: Context) -> Iterator[Finding]:
             yield failure(text, setting, f"worker.{name}.env", fix='Add a [score.NAME] with model = "initial"')
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
-@check("listen", "an address to listen at is HOST:PORT", "weights.listen", "metrics.listen")
-def listen(c: Context) -> Iterator[Finding]:
-    """Addresses that cannot be listened at."""
-    for setting, address in (
-        ("weights.listen", c.settings.weights.listen),
-        ("metrics.listen", c.settings.metrics.listen),
-    ):
-        try:
-            if address and parse_listen(address, setting)[1] == 0 and setting == "weights.listen":
-                text = f"{setting} = {address!r}: port 0 is another one at every start, and nobody knows it"
-                yield failure(text, setting)
-        except ConfigError as error:
-            yield refused(error)
-
-
-@check("weights-url", "weights.url is an address that other hosts reach", "weights.url")
-def weights_url(c: Context) -> Iterator[Finding]:
-    """URLs that nobody can ask."""
-    if not (url := c.settings.weights.url):
-        return
-    wrong = wrong_url(url) if is_url(url) else "must begin with http:// or https://"
-    if not wrong and host_of(url) in NOWHERE:
-        wrong = "is no address that others can reach: write the host's name"
-    if wrong:
-        yield failure(f"weights.url = {url!r} {wrong}", "weights.url")
-
-
 @check(
     "memory",
     "lookahead + max_age + 3 full steps fit into 60 % of the server's memory",
@@ -303,13 +204,8 @@ def weights_url(c: Context) -> Iterator[Finding]:
 )
 def memory(c: Context) -> Iterator[Finding]:
     """An embedded server that cannot hold the steps that must be there at once."""
-    try:
-        limit = memory_bytes(c.settings.server)
-    except ConfigError as error:
-        yield refused(error)
-        return
     if not c.settings.redis_url:
-        yield from too_small(c.settings, limit)
+        yield from too_small(c.settings, memory_bytes(c.settings.server))
 
 
 def too_small(settings: RunSettings, limit: int) -> Iterator[Finding]:
@@ -325,37 +221,23 @@ def too_small(settings: RunSettings, limit: int) -> Iterator[Finding]:
 
 @check(
     "gpus",
-    "every replica gets as many GPUs, and every rank one of its own; nothing is given GPUs that runs on the CPU",
-    *("trainer.gpus", "trainer.world_size", "trainer.device", "worker.NAME.gpus", "worker.NAME.replicas"),
-    *("worker.NAME.device", "score.NAME.gpus", "score.NAME.replicas"),
+    "every replica gets as many GPUs, and every rank one of its own",
+    *("trainer.gpus", "trainer.world_size", "worker.NAME.gpus", "worker.NAME.replicas"),
+    *("score.NAME.gpus", "score.NAME.replicas"),
 )
 def gpus(c: Context) -> Iterator[Finding]:
-    """GPUs that cannot be dealt out, are not used, or are used twice."""
+    """GPUs that cannot be dealt out."""
     trainer = c.settings.trainer
     kinds: list[tuple[str, WorkerSettings | ScoreSettings]] = []
     kinds += [(f"worker.{name}", options) for name, options in c.settings.worker.items()]
     kinds += [(f"score.{name}", options) for name, options in c.settings.score.items()]
-    owners = {str(gpu): ["trainer"] for gpu in trainer.gpus}
     for name, options in kinds:
-        for gpu in dict.fromkeys(map(str, options.gpus)):
-            owners.setdefault(gpu, []).append(name)
         if len(options.gpus) % options.replicas:
             text = f"{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas"
             yield failure(text, f"{name}.gpus", f"{name}.replicas")
-        if options.gpus and options.device == "cpu" and getattr(options, "sampler", "transformers") == "transformers":
-            text = f"{name}.gpus = {list(options.gpus)} does nothing with device = cpu"
-            yield warning(text, f"{name}.gpus", f"{name}.device")
-    if trainer.gpus and trainer.device == "cpu":
-        yield warning(f"trainer.gpus = {list(trainer.gpus)} does nothing with device = cpu", "trainer.gpus")
-    elif trainer.gpus and len(set(map(str, trainer.gpus))) < max(trainer.world_size, len(trainer.gpus)):
-        text = (
-            f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size}, and ranks need one each"
-        )
-        yield failure(text, "trainer.gpus", "trainer.world_size")
-    for gpu, names in owners.items():
-        if len(names) > 1:
-            text = f"GPU {gpu} is given to {' and '.join(names)}: they share its memory"
-            yield warning(text, *(f"{name}.gpus" for name in names))
+    if trainer.gpus and len(set(map(str, trainer.gpus))) < max(trainer.world_size, len(trainer.gpus)):
+        text = f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size}"
+        yield failure(f"{text}, and ranks need one each", "trainer.gpus", "trainer.world_size")
 
 
 def _name_of(options: WorkerSettings) -> str | None:

@@ -81,7 +81,7 @@ def serving_metrics(
         return
     from rlbuffer.state.prometheus import RunCollector, answering
 
-    host, port = parse_listen(listen, setting="metrics.listen")
+    host, port = parse_listen(listen)
     with ExitStack() as stack:
         looks = _Looks(settings, origin)
         stack.callback(looks.close)

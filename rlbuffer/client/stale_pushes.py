@@ -1,4 +1,4 @@
-"""Does what a worker pushes go stale? A worker of one's own hears it here; `rlbuffer doctor` says it of all."""
+"""Does what a worker pushes go stale? It hears so here."""
 
 from __future__ import annotations
 

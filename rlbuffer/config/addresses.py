@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from rlbuffer.errors import ConfigError
-
-EXAMPLES = {"weights.listen": "0.0.0.0:9465", "metrics.listen": "127.0.0.1:9464"}
-"""Setting of an address to listen on -> one that fits."""
+NOWHERE = ("0.0.0.0", "::")
+"""Addresses to listen at, and not to ask."""
 
 
 def is_url(location: str) -> bool:
@@ -16,29 +14,25 @@ def is_url(location: str) -> bool:
 
 
 def wrong_url(url: str) -> str:
-    """The mistake in a URL, as the end of a sentence; "" when nothing is wrong."""
+    """The mistake in the address of a server, as the end of a sentence; "" when nothing is wrong."""
+    if not is_url(url):
+        return "must begin with http:// or https://"
     try:
         parts = urlsplit(url)
-        if not parts.hostname:
-            return "names no host"
+        if not parts.hostname or parts.hostname in NOWHERE:
+            return "names no host that others can reach"
         return "has port 0" if parts.port == 0 else ""
     except ValueError as error:
         return f"is no URL: {error}"
 
 
-def host_of(url: str) -> str:
-    """The host that a URL names."""
-    return urlsplit(url).hostname or ""
-
-
-def parse_listen(listen: str, setting: str = "weights.listen") -> tuple[str, int]:
+def parse_listen(listen: str) -> tuple[str, int]:
     """``HOST:PORT`` -> (host, port). An empty host: all interfaces for weights, this machine only for metrics.
 
     Raises:
-        ConfigError: it is no such address.
+        ValueError: it is no such address.
     """
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        example = EXAMPLES[setting]
-        raise ConfigError(f"{setting} = {listen!r} must be HOST:PORT, e.g. {example}", setting=setting)
+        raise ValueError("must be HOST:PORT, e.g. 127.0.0.1:9465")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlbuffer.config.explain import free_table_of, meant_by
-from rlbuffer.config.refusal import Places, refusal
+from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 
@@ -75,7 +75,7 @@ class Loaded:
 
     def place(self, *names: str) -> str:
         """Where these settings come from: ``rlbuffer.toml:9, :21``, or ``default``."""
-        return places(self.sources, *names)
+        return places(self.sources, *names) or "default"
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Every setting as (dotted name, value), in the order of the records."""
@@ -104,16 +104,16 @@ def load(
         ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range.
     """
     given = read(config, environ=environ, flags=flags)
-    settings = validated(given.data, lambda *names: places(given.sources, *names))
+    settings = validated(given.data, given.sources)
     return Loaded(settings=settings, sources=MappingProxyType(given.sources), file=given.file)
 
 
-def validated(data: Mapping[str, Any], place: Places = lambda *names: "default") -> RunSettings:
+def validated(data: Mapping[str, Any], sources: Mapping[str, str] = MappingProxyType({})) -> RunSettings:
     """The settings that `data` holds. Raises ConfigError with all that is wrong with single values."""
     try:
         return RunSettings.model_validate(data)
     except ValidationError as error:
-        raise refusal(error, place=place, meant=meant_by) from None
+        raise refusal(error, located=lambda name: located(sources, name), meant=meant_by) from None
 
 
 def read(
@@ -261,19 +261,25 @@ def _value(text: str, *, is_free: bool) -> Any:
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
-def place_of(name: str, sources: Mapping[str, str]) -> str:
-    """Place of `name`, else of something inside it; "" when it was never given."""
-    inside = (place for other, place in sources.items() if other.startswith(f"{name}."))
-    return sources.get(name) or next(inside, "")
-
-
 def places(sources: Mapping[str, str], *names: str) -> str:
-    """Places of several settings, a repeated file name left out: ``rlbuffer.toml:9, :21``."""
+    """Places of several settings, a repeated file name left out: ``rlbuffer.toml:9, :21``; "" for none."""
     out: list[str] = []
     last = ""
     for name in names:
-        place = place_of(name, sources) or "default"
-        file, colon, line = place.rpartition(":")
-        out.append(f":{line}" if colon and file == last else place)
-        last = file if colon else ""
+        inside = (place for other, place in sources.items() if other.startswith(f"{name}."))
+        if place := sources.get(name) or next(inside, ""):
+            file, colon, line = place.rpartition(":")
+            out.append(f":{line}" if colon and file == last else place)
+            last = file if colon else ""
     return ", ".join(out)
+
+
+def located(sources: Mapping[str, str], *names: str) -> str:
+    """The places and two blanks, of the table where a setting is missing in it; "" where all are defaults."""
+    given = []
+    for name in names:
+        while not places(sources, name) and "." in name:
+            name = name.rpartition(".")[0]
+        given.append(name)
+    found = places(sources, *dict.fromkeys(given))
+    return f"{found}  " if found else ""

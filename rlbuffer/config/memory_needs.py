@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ConfigError
+from rlbuffer.config.table import SIZE
 from rlbuffer.state.text import plural
 
-_SIZE = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60
 """Share of maxmemory that the steps may take that must be there at the same time."""
 ASK_SHARE = 0.70
@@ -98,22 +96,8 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def check_memory(settings: ServerSettings) -> None:
-    """Raises ConfigError when `maxmemory` is no size."""
-    if _SIZE.fullmatch(settings.maxmemory) is None:
-        raise ConfigError(
-            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
-            setting="server.maxmemory",
-        )
-
-
 def memory_bytes(settings: ServerSettings) -> int:
-    """`maxmemory` in bytes, as the server reads it; 0: no limit.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    check_memory(settings)
-    number, unit = re.fullmatch(r"([0-9]+)([a-z]*)", settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
+    """`maxmemory` in bytes, as the server reads it; 0: no limit."""
+    number, unit = SIZE.fullmatch(settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
     thousands = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
     return int(number) * thousands[unit]

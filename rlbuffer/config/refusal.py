@@ -21,21 +21,10 @@ _IN_WORDS = {
 """Kind of pydantic's complaints -> what to say in the words of TOML."""
 
 
-Places = Callable[..., str]
-"""Names of settings -> where they came from."""
-
-
-def at_place(text: str, name: str, places: Places) -> str:
-    """The text behind the place of the setting, or of the table that lacks it."""
-    while (place := places(name)) == "default" and "." in name:
-        name = name.rpartition(".")[0]
-    return text if place == "default" else f"{place}  {text}"
-
-
 def refusal(
     error: ValidationError,
     *,
-    place: Places = lambda *names: "default",
+    located: Callable[[str], str] = lambda name: "",
     section: str = "",
     fields: Sequence[str] = (),
     meant: Callable[[str], str] | None = None,
@@ -44,7 +33,7 @@ def refusal(
 
     Args:
         error: of a record of settings.
-        place: where settings were given.
+        located: what stands before the text: where a setting was given.
         section: stands before the settings' names.
         fields: the record's, for arguments by position.
         meant: the sentence that follows a name that is no setting; None: the nearest of the fields.
@@ -57,7 +46,7 @@ def refusal(
         name = ".".join(part for part in (section, *path) if part).removesuffix(".[key]")
         is_unknown = complaint["type"] in _UNKNOWN
         text = f"{name} is not a setting.{meant(name)}" if is_unknown else _sentence(complaint, name)
-        lines.setdefault(at_place(text, name, place), name)
+        lines.setdefault(f"{located(name)}{text}", name)
     return together(lines)
 
 

@@ -20,10 +20,9 @@ Source: cosine: SGDR, arXiv 1608.03983, equation 5; warm-up, stable, decay with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rlbuffer.config.trainer import TrainerSettings
-from rlbuffer.errors import ConfigError
 
 Schedule = Callable[[float, float], float]
 """(u - start, n - start) -> share of the full rate; `start` is where the warm-up, or the stable part, ends."""
@@ -41,34 +40,6 @@ def planned_updates(trainer: TrainerSettings, steps: float | None = None) -> flo
     """Updates that are planned for so many `steps`, whole or in part; None: for the run."""
     planned = trainer.steps if steps is None else steps
     return planned * trainer.optimizer.passes * trainer.optimizer.updates_per_pass
-
-
-def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
-    """Finds settings that cannot be meant: a minimum above the rate, a wsd_sqrt without a stable part or an end."""
-    optimizer, planned = trainer.optimizer, planned_updates(trainer)
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield ConfigError(
-            f"trainer.optimizer.min_learning_rate = {optimizer.min_learning_rate:g} is above learning_rate = "
-            f"{optimizer.learning_rate:g}",
-            setting="trainer.optimizer.min_learning_rate",
-        )
-    if optimizer.schedule == "wsd_sqrt" and not optimizer.warmup_updates <= optimizer.stable_updates < planned:
-        yield ConfigError(
-            f"trainer.optimizer.stable_updates = {optimizer.stable_updates}: with schedule = wsd_sqrt the rate falls "
-            f"from that update on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than "
-            f"the {planned:.0f} planned updates",
-            setting="trainer.optimizer.stable_updates",
-        )
-
-
-def check_schedule(trainer: TrainerSettings) -> None:
-    """Refuses the first of the :func:`mistakes`.
-
-    Raises:
-        ConfigError: says which.
-    """
-    for mistake in mistakes(trainer):
-        raise mistake
 
 
 def learning_rate_at(update: float, trainer: TrainerSettings) -> float:

@@ -9,15 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlbuffer.config import imports
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.table import LARGEST_SEED, GivenPath, Gpu, Names, OptionalPath, OptionalText, Table
+from rlbuffer.config.table import (
+    LARGEST_SEED,
+    GivenPath,
+    Gpu,
+    Listen,
+    Names,
+    OptionalPath,
+    OptionalText,
+    Size,
+    Table,
+    Url,
+)
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
 
 ROW_TOKENS = 8192
 """Default of `batcher.row_tokens`."""
@@ -26,7 +38,7 @@ ROW_TOKENS = 8192
 class ServerSettings(Table):
     """``[server]``: the embedded server; ignored when `redis_url` is set."""
 
-    maxmemory: str = Field("2gb", description="Memory the embedded server may use; it never evicts.")
+    maxmemory: Size = Field("2gb", description="Memory the embedded server may use; it never evicts.")
     appendfsync: Literal["everysec", "always", "no"] = Field(
         "everysec",
         description="When the append-only file reaches the disk. What may be lost of acknowledged writes: `always` "
@@ -52,10 +64,10 @@ class ModelSettings(Table):
 class WeightsSettings(Table):
     """``[weights]``: how policy versions reach workers on other hosts; nothing set: through a shared directory."""
 
-    listen: str = Field(
+    listen: Listen = Field(
         "", description="HOST:PORT where the trainer's host serves its versions over HTTP; empty: it does not."
     )
-    url: str = Field(
+    url: Url = Field(
         "",
         description="Address under which workers reach that server, which the trainer announces, or of a copy of its "
         "folder near them, which they ask first; empty: paths are announced.",
@@ -65,7 +77,7 @@ class WeightsSettings(Table):
 class MetricsSettings(Table):
     """``[metrics]``: the run's numbers over HTTP, for Prometheus."""
 
-    listen: str = Field(
+    listen: Listen = Field(
         "",
         description="HOST:PORT where `serve` answers `/metrics` for the whole run, leader or standby, e.g. "
         "127.0.0.1:9464. Where it cannot listen it says so and works on; port 0: any; empty: none.",
@@ -137,7 +149,7 @@ class ScoreSettings(Table):
         description="Adds rewards: `package.module:function`, plain or async, which is given a rollout and its group "
         "and answers a number, or {name: number}; empty: none.",
     )
-    gives: tuple[str, ...] = Field(
+    gives: tuple[Annotated[str, Field(pattern=r"^reward(s\..+)?$")], ...] = Field(
         (), description="What `reward` adds, of what groups need: reward, rewards.NAME; empty: reward."
     )
     envs: tuple[str, ...] = Field((), description="Only groups of these envs; empty: all.")
@@ -148,16 +160,31 @@ class ScoreSettings(Table):
     concurrent: int = Field(16, ge=1, description="Rollouts that the function is asked about at once.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Of the model; auto: CUDA where there is one.")
 
+    @field_validator("column")
+    @classmethod
+    def _further(cls, column: str) -> str:
+        if column in REQUIRED_COLUMNS or not COLUMN_NAME.match(column):
+            raise ValueError("is no name of a further column")
+        return column
+
+    @field_validator("gives")
+    @classmethod
+    def _rewards(cls, gives: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if gives and not info.data.get("reward"):
+            raise ValueError("says what `reward` adds, which is not set")
+        return gives
+
+    @model_validator(mode="after")
+    def _of_something(self) -> ScoreSettings:
+        if not self.adds:
+            raise ValueError("adds nothing: set model (a directory, or `initial`), or reward (package.module:function)")
+        return self
+
     @property
     def adds(self) -> tuple[str, ...]:
         """The columns and rewards that these processes add, as groups name them in `needs`."""
         columns = (self.column,) if self.model else ()
         return (*columns, *((self.gives or ("reward",)) if self.reward else ()))
-
-
-def gives_nothing(scorer: str) -> str:
-    """The sentence about a scorer that adds nothing."""
-    return f"score.{scorer} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)"
 
 
 class EvaluationSettings(Table):

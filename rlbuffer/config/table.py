@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from rlbuffer.config.addresses import parse_listen, wrong_url
 from rlbuffer.config.fractions import read_budget, read_flat
 from rlbuffer.records.checks import MAX_COUNT
 
@@ -15,6 +16,8 @@ LARGEST_SEED = 2**63 - 1
 """The largest that torch takes, with room for the numbers of replicas."""
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 """A function of the user's own: ``package.module:name``."""
+SIZE = re.compile(r"([0-9]+)(|b|k|kb|m|mb|g|gb)")
+"""A number of bytes, and its unit."""
 
 
 class NoTruth:
@@ -54,6 +57,24 @@ def _gpu(value: int | str) -> int | str:
     return value
 
 
+def _listen(value: str) -> str:
+    if value:
+        parse_listen(value)
+    return value
+
+
+def _url(value: str) -> str:
+    if value and (wrong := wrong_url(value)):
+        raise ValueError(wrong)
+    return value
+
+
+def _size(value: str) -> str:
+    if SIZE.fullmatch(value.lower()) is None:
+        raise ValueError("is no size: write a number and b, kb, mb or gb, like 2gb")
+    return value
+
+
 # The run's record, and what is computed from it, hold no larger numbers.
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Age = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -69,5 +90,11 @@ GivenPath = Annotated[Path, BeforeValidator(_named)]
 """A path that is not empty."""
 Gpu = Annotated[int | str, AfterValidator(_gpu)]
 """A GPU's number, or its UUID."""
+Listen = Annotated[str, AfterValidator(_listen)]
+"""HOST:PORT to listen at; empty: nowhere."""
+Url = Annotated[str, AfterValidator(_url)]
+"""Address of a server that other hosts reach; empty: none."""
+Size = Annotated[str, AfterValidator(_size)]
+"""Bytes, as Redis writes them."""
 Flat = Annotated[str | float, BeforeValidator(read_flat)]
 Budget = Annotated[float | tuple[tuple[int, float], ...], BeforeValidator(read_budget)]

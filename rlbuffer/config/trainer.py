@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from rlbuffer.config.losses import LossChoice
 from rlbuffer.config.table import Gpu, OptionalPath, Table
@@ -39,13 +39,30 @@ class OptimizerSettings(Table):
     )
     warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
     stable_updates: int = Field(
-        0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start."
+        0,
+        ge=0,
+        validate_default=True,
+        description="wsd_sqrt: the update from which the rate falls, from the run's start.",
     )
     min_learning_rate: float = Field(0.0, ge=0, description="What the rate falls to at the last planned update.")
     passes: int = Field(1, ge=1, description="Times that a step is trained.")
     updates_per_pass: int = Field(
         1, ge=1, description="Optimizer updates of one pass: consecutive slices of the ranks' micro-batches."
     )
+
+    @field_validator("min_learning_rate")
+    @classmethod
+    def _below_the_rate(cls, least: float, info: ValidationInfo) -> float:
+        if least > info.data.get("learning_rate", least):
+            raise ValueError(f"is above learning_rate = {info.data['learning_rate']:g}")
+        return least
+
+    @field_validator("stable_updates")
+    @classmethod
+    def _after_the_warm_up(cls, stable: int, info: ValidationInfo) -> int:
+        if info.data.get("schedule") == "wsd_sqrt" and stable < info.data.get("warmup_updates", 0):
+            raise ValueError(f"is in the warm-up of {info.data['warmup_updates']}: the rate falls from that update on")
+        return stable
 
 
 class CheckpointSettings(Table):
@@ -110,3 +127,10 @@ class TrainerSettings(Table):
     publish: PublishSettings = PublishSettings()
     lora: LoraSettings = LoraSettings()
     reports: ReportSettings = ReportSettings()
+
+    @field_validator("share_prompts")
+    @classmethod
+    def _in_packed_rows(cls, shared: bool, info: ValidationInfo) -> bool:
+        if shared and info.data.get("layout") == "padded":
+            raise ValueError('needs trainer.layout = "packed": padded rows are computed whole')
+        return shared

@@ -60,7 +60,8 @@ def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record in a map: those of the type of their default. Anybody may have written it."""
     found: dict[str, Any] = {}
     for field in fields(cls):
-        value, kind = said.get(field.name), type(field.default)
+        value: Any = said.get(field.name)
+        kind: type[Any] = type(field.default)
         if type(value) is kind or (kind is float and type(value) is int):
             found[field.name] = float(value) if kind is float else value
     return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.details import stand_in
 from rlbuffer.client.producer import Producer
-from rlbuffer.config.settings import RunSettings, ScoreSettings, gives_nothing
+from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import (
-    ConfigError,
     InvalidRollout,
     PayloadError,
     PushBroken,
@@ -84,12 +83,10 @@ def run_scorer(
     yet is given back then.
 
     Raises:
-        ConfigError: it gives nothing, or its model or function cannot be loaded.
+        ConfigError: its model or function cannot be loaded.
         PackedForwardError: the model cannot be run packed.
     """
     options = settings.score[key]
-    if not options.adds:
-        raise ConfigError(gives_nothing(key), setting=f"score.{key}")
     reference = None
     if options.model:
         from rlbuffer.scorer.reference import make_reference

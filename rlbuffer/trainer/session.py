@@ -22,7 +22,6 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.losses import columns_of
 from rlbuffer.config.models import router_loss
-from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
@@ -97,7 +96,6 @@ def open_session(
         ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
         PackedForwardError: see `prepare`.
     """
-    check_schedule(settings.trainer)
     get_loss(settings.trainer.loss.name)
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
@@ -39,14 +38,6 @@ def kept_versions(settings: RunSettings) -> int:
 
 
 def announced(settings: RunSettings, location: str) -> str:
-    """The location that a trainer announces for a version in `location`: its URL where ``weights.url`` is set.
-
-    Raises:
-        ConfigError: the URL is none.
-    """
+    """The location that a trainer announces for a version in `location`: its URL where ``weights.url`` is set."""
     url = settings.weights.url
-    if not url:
-        return location
-    if not is_url(url):
-        raise ConfigError(f"weights.url = {url!r} must begin with http:// or https://", setting="weights.url")
-    return f"{url.rstrip('/')}/{Path(location).name}"
+    return f"{url.rstrip('/')}/{Path(location).name}" if url else location

@@ -79,7 +79,7 @@ class FileServer:
         listen: ``HOST:PORT``; port 0: a free one.
 
     Raises:
-        ConfigError: `listen` is no address, or cannot be listened on.
+        ConfigError: `listen` cannot be listened on.
     """
 
     def __init__(self, app: Any, listen: str) -> None:

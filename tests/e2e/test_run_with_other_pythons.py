@@ -54,15 +54,3 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
 
 def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_python_without_rlbuffer_ends_the_run_before_it_begins(home: Home) -> None:
-    config = home.config()
-    wrapper = home.path / "python"
-    wrapper.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'rlbuffer'\" >&2\nexit 1\n")
-    wrapper.chmod(0o755)
-    config.write_text(config.read_text().replace("[worker.vcopy]\n", f'[worker.vcopy]\npython = "{wrapper}"\n'))
-    ended = home.call("run", config, "--display", "plain")
-    assert ended.returncode == 3
-    assert f"  worker.vcopy.python = '{wrapper}' cannot import rlbuffer (ModuleNotFoundError: " in ended.stderr
-    assert "Install it there:" in ended.stderr

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.config.schedules import SCHEDULES, check_schedule, learning_rate_at
+from rlbuffer.config.schedules import SCHEDULES, learning_rate_at
 from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
-from rlbuffer.errors import ConfigError
 
 
 def settings(steps: int = 100, **values: Any) -> TrainerSettings:
@@ -53,16 +52,3 @@ def test_schedules_count_updates_and_not_steps() -> None:
     several = settings(steps=10, passes=2, updates_per_pass=5, schedule="linear")
     assert learning_rate_at(50, several) == pytest.approx(1.0)
     assert learning_rate_at(100, several) == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("stable", [0, 9, 100, 200])
-def test_a_decay_that_begins_in_the_warm_up_or_after_the_end_is_refused(stable: int) -> None:
-    with pytest.raises(ConfigError):
-        check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=stable))
-    check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=10))
-    check_schedule(settings(schedule="cosine", stable_updates=stable))
-
-
-def test_a_minimum_above_the_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.optimizer\.min_learning_rate = 3 is above learning_rate = 2$"):
-        check_schedule(settings(min_learning_rate=3.0))

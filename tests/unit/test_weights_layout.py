@@ -1,4 +1,4 @@
-"""Lists of files, and refusals of settings of weights."""
+"""Lists of files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from rlbuffer.config.addresses import parse_listen
-from rlbuffer.config.settings import RunSettings, WeightsSettings
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import WeightsError
 from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list
-from rlbuffer.weights.places import announced
 
 NAME = "v00000005-0123456789ab"
 GOOD = "0123456789ab" + "0" * 52
@@ -44,23 +41,3 @@ def test_a_list_that_cannot_be_is_refused(content: object) -> None:
     text = content if isinstance(content, str) else json.dumps({"files": content})
     with pytest.raises(WeightsError):
         parse_list(text, name=NAME)
-
-
-@pytest.mark.parametrize(
-    ("listen", "expected"),
-    [("0.0.0.0:9465", ("0.0.0.0", 9465)), (":80", ("", 80)), ("[::1]:65535", ("::1", 65535))],
-)
-def test_an_address_to_listen_on_is_host_and_port(listen: str, expected: tuple[str, int]) -> None:
-    assert parse_listen(listen) == expected
-
-
-@pytest.mark.parametrize("listen", ["9465", "host", "host:", "host:x", "host:65536", "http://host"])
-def test_anything_else_to_listen_on_is_refused(listen: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_listen(listen)
-
-
-def test_an_address_of_weights_must_be_one_of_the_web() -> None:
-    settings = RunSettings(weights=WeightsSettings(url="trainer:9465"))
-    with pytest.raises(ConfigError):
-        announced(settings, f"/weights/{NAME}")

@@ -41,7 +41,7 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
       rlbuffer doctor --redis redis://host:6379
     """
     from rlbuffer.checks.check import EVERYTHING, Level
-    from rlbuffer.checks.loading import diagnose, located
+    from rlbuffer.checks.loading import diagnose
     from rlbuffer.config.loading import DEFAULT_FILE
 
     starting("looking at settings, host and server")
@@ -50,9 +50,9 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     chosen = purpose or ("run" if has_file else "")
     parts = EVERYTHING if chosen == "run" else (chosen,) if chosen else ()
     counts = dict.fromkeys(Level, 0)
-    for finding, loaded in diagnose(given.config, given.flags, parts):
+    for finding in diagnose(given.config, given.flags, parts):
         counts[finding.level] += 1
-        text = " ".join((located(finding, loaded) + finding.text).split())
+        text = " ".join(finding.text.split())
         if as_json:
             record = {"check": finding.check, "level": finding.level, "settings": finding.settings}
             echo(json.dumps({"schema": "rlbuffer.check/1", **record, "text": text, "fix": finding.fix}))

@@ -41,8 +41,8 @@ def serve(given: options.Given, listen: str | None) -> int:
     from rlbuffer.weights.cache import TOKEN_VARIABLE
     from rlbuffer.weights.places import load_serving
 
-    settings = given.load().settings
-    address = listen or settings.weights.listen
+    settings = given.load({"weights.listen": ("--listen", listen)}).settings
+    address = settings.weights.listen
     if not address:
         raise ConfigError(
             "where should it listen? Give --listen HOST:PORT, or set weights.listen", setting="weights.listen"

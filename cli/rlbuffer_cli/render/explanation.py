@@ -9,7 +9,7 @@ from typing import Any
 from rlbuffer.checks.check import Check
 from rlbuffer.checks.loading import checks_of
 from rlbuffer.config.explain import Setting, known, meant_by, pattern_of, tables
-from rlbuffer.config.loading import PREFIX, Given, place_of
+from rlbuffer.config.loading import PREFIX, Given, places
 from rlbuffer.errors import ConfigError
 from rlbuffer_cli.render.settings import shown, shown_value
 
@@ -69,7 +69,7 @@ def _values(name: str, asked: str, given: Given) -> Iterator[tuple[str, Any, str
         value: Any = given.data
         for part in name.split("."):
             value = value[part]
-        yield name, value, place_of(name, given.sources)
+        yield name, value, places(given.sources, name)
 
 
 def explained_lines(explained: Explained) -> Iterator[str]:

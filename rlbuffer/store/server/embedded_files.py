@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process.files import write_whole
@@ -31,12 +30,7 @@ kernel takes less where its own limit (``net.core.somaxconn``) is lower."""
 
 
 def configuration(directory: Path, socket: Path, settings: ServerSettings) -> str:
-    """The text of the configuration file. A file, because arguments would show in the process list.
-
-    Raises:
-        ConfigError: `maxmemory` is no size.
-    """
-    check_memory(settings)
+    """The text of the configuration file. A file, because arguments would show in the process list."""
     lines = {
         "port": "0",
         "unixsocket": _quoted(socket),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -26,11 +26,9 @@ from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.rewards import Answered, make_rewards, not_comparable
-from rlbuffer.worker.envs.text import Text, ids_as_text, lengths_at_least
+from rlbuffer.worker.envs.text import Text, ids_as_text
 
 NO_TOKENIZER = "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"
-LOOKED_AT = 2**23
-"""Bytes of a file that :func:`mistakes` looks at: a tenth of a second."""
 FIELDS = ("prompt", "answer", "id")
 """Fields of a line with a meaning of their own."""
 
@@ -170,67 +168,6 @@ class JsonLines:
         return np.asarray(prompt, np.int32) if _is_ids(prompt) else cast(Text, self._text).prompt(prompt)
 
 
-def mistakes(options: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """The mistakes in `options` that a worker would refuse. Loads no tokenizer, and no reward function of the user's
-    own; looks only at the beginning of a large file."""
-    has_text, known = bool(options.get("tokenizer")), options.get("vocab_size") or 0
-    if not has_text and not (known and options.get("eos_token_ids")):
-        yield ConfigError(NO_TOKENIZER, setting="env_options")
-    rewards = options.get("rewards") or {"exact": 1.0}
-    if not isinstance(rewards, Mapping):
-        yield ConfigError(f"rewards = {rewards!r} is a table: name = weight", setting="env_options.rewards")
-        rewards = {}
-    compares = False
-    for name, option in rewards.items():
-        kind = str(option.get("kind", name) if isinstance(option, Mapping) else name)
-        if ":" not in kind:
-            try:
-                compares |= make_rewards({name: option}).compares
-            except (ConfigError, TypeError, ValueError) as error:
-                yield ConfigError(str(error), setting="env_options.rewards")
-    try:
-        make_rewards({"exact": 1.0}, length=options.get("length"), on_error=str(options.get("on_error", "fail")))
-    except (ConfigError, TypeError, ValueError) as error:
-        yield ConfigError(str(error), setting="env_options")
-    path = Path(str(options.get("path", ""))).expanduser()
-    if not path.is_file():
-        return
-    try:
-        lines, _ = _read(path, options.get("fields"), most=LOOKED_AT)
-    except ConfigError as error:
-        yield error
-        return
-    for line in lines:
-        limit = known if isinstance(known, int) and known else 2**31
-        wrong = line.wrong(limit, is_text=has_text, compares=compares)
-        if wrong:
-            yield ConfigError(f"{options['path']}:{line.number}: {wrong}", setting="env_options.path")
-            return
-
-
-def too_long(options: Mapping[str, Any], limit: int) -> tuple[list[int], int]:
-    """The lines whose prompts have `limit` tokens or more, and the number of prompts looked at: those at the beginning
-    of a large file. ([], 0) for a file that cannot be read. A chat template's frame is not counted."""
-    try:
-        lines, _ = _read(Path(str(options.get("path", ""))).expanduser(), options.get("fields"), most=LOOKED_AT)
-    except ConfigError:
-        return [], 0
-    texts: dict[int, str] = {}
-    found = []
-    for line in lines:
-        prompt = line.prompt
-        if _is_ids(prompt):
-            found += [line.number] * (len(prompt) >= limit)
-            continue
-        messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
-        text = "\n".join(str(message.get("content")) for message in messages if isinstance(message, Mapping))
-        if len(text.encode()) >= limit:  # a token has one byte at least
-            texts[line.number] = text
-    lengths = lengths_at_least(Path(str(options.get("tokenizer", ""))).expanduser(), list(texts.values()))
-    found += [number for number, length in zip(texts, lengths, strict=True) if length >= limit]
-    return sorted(found), len(lines)
-
-
 def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:
     """The mistake in a line's prompt; "" when there is none."""
     if _is_ids(prompt):
@@ -269,14 +206,11 @@ def _names(fields: object) -> Mapping[str, str]:
     return {field: given.get(field, field) for field in FIELDS}
 
 
-def _read(path: Path, fields: object, most: int = -1) -> tuple[list[Line], str]:
-    """Returns every line that is not empty, in the first `most` bytes; their digest."""
+def _read(path: Path, fields: object) -> tuple[list[Line], str]:
+    """Returns every line that is not empty, and the digest of the file."""
     names = _names(fields)
     try:
-        with path.open("rb") as file:
-            data = file.read(most)
-        if len(data) == most:
-            data = data[: data.rfind(b"\n") + 1] or data
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", setting="env_options.path") from error
     lines: list[Line] = []

@@ -90,17 +90,6 @@ class Text:
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
 
-def lengths_at_least(directory: Path, texts: Sequence[str]) -> list[int]:
-    """Tokens of each text, by ``tokenizer.json`` alone; 0 where that cannot be read."""
-    try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json")) if texts else None
-    except Exception:  # tokenizers raises no other
-        tokenizer = None
-    return [0 if tokenizer is None else len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-
-
 def generation_ends(directory: Path, setting: str) -> list[int]:
     """The end tokens that ``generation_config.json`` lists: a model may end a turn with others than its tokenizer's.
 

@@ -9,8 +9,8 @@ import pytest
 from wrong_configs import lay_out, written
 
 from rlbuffer.checks import server  # noqa: F401 - it makes its checks
-from rlbuffer.checks.check import CHECKS, EVERYTHING, Context, Finding, Level, Parts
-from rlbuffer.checks.loading import load, said
+from rlbuffer.checks.check import CHECKS, EVERYTHING, Context, Level, Parts
+from rlbuffer.checks.loading import load
 from rlbuffer.config import loading
 from rlbuffer.config.explain import known, tables
 from rlbuffer.errors import ConfigError
@@ -30,7 +30,6 @@ SETTINGS = [
     ("group-size", FAILURE, [("batcher", "min_group_size = 99")]),
     ("group-size", FAILURE, [("batcher.envs.vcopy", "min_group_size = 99")]),
     ("group-size", WARNING, [("worker.a", "group_size = 1")]),
-    ("long-completions", WARNING, [("worker.a", "max_new_tokens = 2000")]),
     ("same-env", WARNING, [("worker.b", 'env = "vcopy"\nenv_options = { seed = 5 }')]),
     ("publish-age", FAILURE, [("trainer.publish", "every = 9")]),
     (
@@ -38,17 +37,14 @@ SETTINGS = [
         FAILURE,
         [("batcher.envs.vcopy", "max_age = 1"), ("batcher", "max_age = 3"), ("trainer.publish", "every = 3")],
     ),
-    ("env-names", FAILURE, [("batcher", 'remainder = "proportionl"')]),
+    ("env-names", WARNING, [("batcher", 'remainder = "proportionl"')]),
     ("env-names", WARNING, [("batcher", 'remainder = "repeat"')]),
     ("env-names", WARNING, [("batcher", "envs = { vcopyy = { max_age = 2 } }")]),
     ("env-names", WARNING, [("batcher", "budgets = { code = 0.5 }")]),
     ("env-names", WARNING, [("batcher", "budgets = { vcopy = 1.0 }"), ("worker.b", 'env = "repeat"')]),
-    ("updates", WARNING, [("trainer.optimizer", "updates_per_pass = 3")]),
     ("loss", WARNING, [("trainer.loss", "options = { clip_low = 0.001 }")]),
     ("loss", WARNING, [("trainer.loss", 'old_logprobs = "recomputed"')]),
-    ("learning-rate", FAILURE, [("trainer.optimizer", "min_learning_rate = 1.0")]),
-    ("learning-rate", FAILURE, [("trainer.optimizer", 'schedule = "wsd_sqrt"\nstable_updates = 9')]),
-    ("shared-prompts", FAILURE, [("trainer", 'share_prompts = true\nlayout = "padded"')]),
+    ("schedule", FAILURE, [("trainer.optimizer", 'schedule = "wsd_sqrt"\nstable_updates = 9')]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("batcher", "max_age = 1\nlookahead = 2")]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("worker.b", 'env = "repeat"')]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("batcher", "fill_timeout_seconds = 3.0")]),
@@ -59,24 +55,11 @@ SETTINGS = [
     ),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("worker.a", VLLM)]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
-    ("scorers", FAILURE, [("score.s", 'model = "initial"\ncolumn = "logprobs"')]),
-    ("scorers", FAILURE, [("score.s", 'model = "initial"\ngives = ["reward"]')]),
-    ("scorers", FAILURE, [("score.s", 'reward = "own:loss"\ngives = ["rewards"]')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
-    ("listen", FAILURE, [("metrics", 'listen = "9464"')]),
-    ("listen", FAILURE, [("weights", 'listen = "9465"')]),
-    ("listen", FAILURE, [("weights", 'listen = "h:0"')]),
-    ("weights-url", FAILURE, [("weights", 'url = "host:9465"')]),
-    ("weights-url", FAILURE, [("weights", 'url = "http://h:99999"')]),
-    ("weights-url", FAILURE, [("weights", 'url = "http://0.0.0.0:1"')]),
-    ("memory", FAILURE, [("server", 'maxmemory = "lots"')]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
     ("gpus", FAILURE, [("worker.a", 'gpus = [0, 1, 2]\nreplicas = 2\ndevice = "cuda"')]),
-    ("gpus", WARNING, [("worker.a", "gpus = [0]")]),
-    ("gpus", WARNING, [("trainer", 'gpus = [0]\ndevice = "cpu"')]),
     ("gpus", FAILURE, [("trainer", 'gpus = [0]\nworld_size = 2\ndevice = "cuda"')]),
     ("gpus", FAILURE, [("trainer", 'gpus = [0, 0]\nworld_size = 2\ndevice = "cuda"')]),
-    ("gpus", WARNING, [("trainer", 'gpus = [0]\ndevice = "cuda"'), ("worker.a", 'gpus = [0]\ndevice = "cuda"')]),
 ]
 """(check, how bad, what is put into the good config)"""
 
@@ -95,18 +78,12 @@ HOST = [
     ("ports", [("weights", 'listen = "203.0.113.7:9465"')]),  # nobody's (RFC 5737)
     ("model", [("-model.config", "")]),
     ("model", [("model", 'path = "nowhere"')]),
-    ("model", [("model.config", 'model_type = "qwen33"')]),
     ("model", [("model.config", "output_router_logits = true")]),
-    *(
-        ("model", [("-model.config", ""), ("model", f'path = "{name}"')])
-        for name in ("nowhere", "bare", "torn", "image")
-    ),
+    ("model", [("model.config", 'model_type = ""')]),
+    *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
     ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
     ("packages", [("worker.b", 'env = "vcopy"\npython = ""\nsampler = "vllm"')]),
-    ("pythons", [("worker.a", 'python = "no-such-python"')]),
-    ("pythons", [("worker.a", 'python = "/bin/true"')]),
     ("workers", [("-worker.a", "")]),
-    ("scorer-models", [("score.s", "replicas = 2")]),
     ("scorer-models", [("score.s", 'model = "nowhere"')]),
 ]
 """(check, what is put into the good config): failures."""
@@ -123,21 +100,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out(tmp_path)
 
 
-def troubles(changes: list[tuple[str, str]], parts: Parts = ()) -> list[Finding]:
-    """Warnings and failures of all checks but the one that imports; each says where its settings are, and no check
+def troubles(changes: list[tuple[str, str]], parts: Parts = ()) -> set[tuple[str, Level]]:
+    """Warnings and failures of all checks but the one that imports; each has a setting that was given, and no check
     names others than it says."""
     loaded = loading.load(written(*changes), environ={})
-    context = Context(loaded=loaded, parts=frozenset(parts))
-    levels = ("settings", "host") if parts else ("settings",)
-    found = []
-    for check in CHECKS:
-        if check.level in levels and check.is_for(context) and check.name != "functions":
-            for finding in check.run(context):
-                if finding.level is not Level.OK:
-                    found.append(Finding(level=finding.level, text=check.name, settings=finding.settings))
-                    assert said(finding, loaded).startswith("rlbuffer.toml:") or changes[0][0].startswith("-")
-                    for setting in finding.settings:
-                        assert any(is_in(setting, pattern) for pattern in check.settings), (check.name, setting)
+    levels, found = (("settings", "host") if parts else ("settings",)), set()
+    for check in (check for check in CHECKS if check.level in levels and check.name != "functions"):
+        for finding in check.found(Context(loaded=loaded, parts=frozenset(parts))):
+            if finding.level is not Level.OK:
+                found.add((check.name, finding.level))
+                assert loading.located(loaded.sources, *finding.settings) or changes[0][0].startswith("-")
+            for setting in finding.settings:
+                assert any(is_in(setting, pattern) for pattern in check.settings), finding
     return found
 
 
@@ -148,13 +122,12 @@ def is_in(setting: str, pattern: str) -> bool:
 
 @pytest.mark.parametrize(("check", "level", "changes"), SETTINGS, ids=lambda value: str(value)[:60])
 def test_settings_that_do_not_go_together(check: str, level: Level, changes: list[tuple[str, str]]) -> None:
-    assert {(found.text, found.level) for found in troubles(changes)} == {(check, level)}
+    assert troubles(changes) == {(check, level)}
 
 
 @pytest.mark.parametrize(("check", "changes"), HOST, ids=lambda value: str(value)[:60])
 def test_what_this_host_does_not_have(check: str, changes: list[tuple[str, str]]) -> None:
-    found = {(found.text, found.level) for found in troubles(changes, EVERYTHING)}
-    assert found - {("packages", FAILURE)} == {(check, FAILURE)} - {("packages", FAILURE)}
+    assert troubles(changes, EVERYTHING) == {(check, FAILURE)}
 
 
 def test_a_server_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +139,14 @@ def test_a_server_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_config_that_the_mistakes_are_put_into_has_none() -> None:
-    assert [found for found in troubles([], EVERYTHING) if found.text != "packages"] == []
+    assert troubles([], EVERYTHING) == set()
 
 
 def test_a_command_needs_on_its_host_only_what_it_uses() -> None:
-    changes = [("-model.config", ""), ("score.s", "replicas = 2")]
-    assert troubles(changes) == []
+    changes = [("-model.config", ""), ("score.s", 'model = "nowhere"')]
+    assert troubles(changes) == set()
     for part, check in (("train", "model"), ("score.s", "scorer-models"), ("score.t", ""), ("serve", "")):
-        assert {found.text for found in troubles(changes, (part,))} - {"packages"} == {check} - {""}
+        assert {name for name, _ in troubles(changes, (part,))} == {check} - {""}
 
 
 def test_every_check_is_broken_once_and_names_settings_that_there_are() -> None:

@@ -32,7 +32,7 @@ WORKERS = {
     f'jsonl"\nenv_options = {{ path = "text.jsonl", {IDS} }}\n#': ("env_options.path", "text.jsonl:1"),
     f'jsonl"\nenv_options = {{ path = "ids.jsonl", {IDS} }}\n#': ("env_options.path", "ids.jsonl:2"),
     f'jsonl"\nenv_options = {{ path = "blank", {IDS} }}\n#': ("env_options.path", ""),
-    f'jsonl"\nenv_options = {{ path = "long.jsonl", {IDS} }}\n#': ("env_options.path", "warning"),
+    f'jsonl"\nenv_options = {{ path = "long.jsonl", {IDS} }}\n#': ("env", "warning"),
     'vcopy"\nsampler_options = { seed = 5 }\n#': ("sampler_options", ""),
     'vcopy"\nsampler = "openai"\n#': ("sampler_options.servers", ""),
 }

@@ -21,7 +21,7 @@ from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str]]
 FILES = {
-    "two.toml": '[worker.a]\nenv = "vcopy"\n[worker.b]\nenv = "repeat"\n[score.c]\n[score.d]\n',
+    "two.toml": '[worker.a]\nenv = "vcopy"\n[worker.b]\nenv = "repeat"\n[score]\nc.model = "m"\nd.model = "m"\n',
     "short.toml": '[batcher]\nrow_tokens = 3\n[worker.a]\nenv = "vcopy"\n',
     "strict.toml": "[batcher]\nmin_group_size = 9\n[worker.a]\nenv = 'vcopy'\ngroup_size = 8\n",
     "empty.jsonl": "\n\n",
@@ -172,7 +172,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "config check --for worker --config short.toml",
             3,
-            "Error: short.toml:4  batcher.row_tokens is 3, but the shortest rollout of vcopy has 6 tokens",
+            "Error: short.toml:4  env vcopy: ",
         ),
         (
             "config check --for worker --config strict.toml",

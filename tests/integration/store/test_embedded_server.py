@@ -335,16 +335,6 @@ def test_a_forked_child_is_a_user_of_its_own(home: Path) -> None:
     assert is_at_work(home)
 
 
-def test_a_size_that_is_none_is_refused_before_anything_starts(home: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ensure(home, ServerSettings(maxmemory="lots\nport 6379"))
-    assert str(caught.value) == (
-        "server.maxmemory = 'lots\\nport 6379' is not a size: write a number and b, kb, mb or gb, like 2gb."
-    )
-    assert caught.value.setting == "server.maxmemory"
-    assert not is_at_work(home)
-
-
 def test_a_server_that_cannot_start_says_why_with_its_log(home: Path) -> None:
     ensure(home, SETTINGS).release()
     manifest = home / "server" / "appendonlydir" / "appendonly.aof.manifest"
