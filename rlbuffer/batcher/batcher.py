@@ -108,7 +108,14 @@ class Batcher:
 
     # -- what happened ------------------------------------------------------------------------------------------------
     def add(
-        self, info: GroupInfo, *, entry_id: str, now: float, pushed: float | None = None, replaces: str = ""
+        self,
+        info: GroupInfo,
+        *,
+        entry_id: str,
+        now: float,
+        uses: int = 0,
+        pushed: float | None = None,
+        replaces: str = "",
     ) -> None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
 
@@ -116,9 +123,16 @@ class Batcher:
             info: what was pushed.
             entry_id: its entry in the pool.
             now: seconds; the group's timeout counts from here.
+            uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
             pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
             replaces: the entry whose place it took, with what that one needed; it is not in the store any more.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
         """
+        if uses:
+            self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
+            return
         self._pool.add(info, entry_id, now, pushed, replaces)
         if not replaces:
             self._patience.heard(info.env, self._pool.now)
@@ -126,7 +140,14 @@ class Batcher:
     def restore(
         self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
     ) -> None:
-        """Takes in a group that was trained `uses` times and may be trained again: all its (entry id, push), whole."""
+        """Takes in a group that was trained before and may be trained again: all its (entry id, push), whole.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows.
+        """
+        if uses >= self._config.max_uses:
+            group_id = parts[0][1].group_id
+            raise RlbufferError(f"group {group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
         self._pool.restore(parts, uses=uses, now=now, pushed=pushed)
 
     def remove(self, entry_id: str) -> None:

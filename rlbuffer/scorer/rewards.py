@@ -110,9 +110,9 @@ def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:
         ConfigError: it cannot be imported or called.
 
     Example:
-        >>> make_rewards("judge", ScoreSettings(reward="math:tau"))  # doctest: +ELLIPSIS
+        >>> make_rewards("judge", ScoreSettings(reward="math:tau"))
         Traceback (most recent call last):
-        rlbuffer.errors.ConfigError: score.judge.reward = 'math:tau' is not callable but float: ...
+        rlbuffer.errors.ConfigError: score.judge.reward = 'math:tau' is not callable but float
     """
     function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
     return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=TIMEOUT_SECONDS)

@@ -12,6 +12,7 @@ import pytest
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.environment import through_proxy
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.download import make_client
 from rlbuffer.worker.samplers.endpoint import Endpoint
@@ -69,7 +70,8 @@ async def _asked() -> None:
 
 
 def _fetched(folder: Path) -> None:
-    VersionCache(folder).fetch("v1", [ABSENT])
+    policy = PolicyVersion(version=1, location=f"{ABSENT}/v00000001-{'0' * 12}", checksum="0" * 64)
+    VersionCache(folder).localized(policy)
 
 
 @pytest.mark.parametrize("client", ["sampler", "weights"])
