@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.store.server.connection import Connection
+
+if TYPE_CHECKING:  # settings are shown without a server
+    from rlbuffer.store.server.connection import Connection
 
 Parts = Collection[str]
 """Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and
