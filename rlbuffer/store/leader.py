@@ -25,7 +25,7 @@ from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan, pushes_of
 from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
-from rlbuffer.store.member import Member
+from rlbuffer.store.member import TicketStore
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups, stream_order
 from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
@@ -53,7 +53,7 @@ _NO_ROW = b"\xff" * ROW.size
 """Stands for a rollout that its push does not have: no payload is so large."""
 
 
-class LeaderStore(Member):
+class LeaderStore(TicketStore):
     """A run for its leader. What changes the run is fenced by the token of the lease that was acquired last: it raises
     LeaseLost when another leads.
 

@@ -58,6 +58,20 @@ class Member(Viewer):
         before = heartbeat_of(reply[1]) if len(reply) > 1 else None
         return None if before is None else before[1]
 
+    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> list[Any]:
+        """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
+        try:
+            return self.move("telemetry", keys, args)
+        except (ServerUnsuitable, WrongType) as error:
+            if keys[0] not in self._refused:
+                self._refused.add(keys[0])
+                _log.warning("not written to %s, now and later: %s", keys[0], error)
+        return []
+
+
+class TicketStore(Member):
+    """What leader, worker and operator do about tickets; scorers and trainers may not."""
+
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
         if numbers:
@@ -72,16 +86,6 @@ class Member(Viewer):
 
     def _say_done(self, action: str, *args: Any) -> list[Any]:
         return self.move("done", (self.keys.ends, self.keys.numbers, self.keys.meta), (action, *args))
-
-    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> list[Any]:
-        """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
-        try:
-            return self.move("telemetry", keys, args)
-        except (ServerUnsuitable, WrongType) as error:
-            if keys[0] not in self._refused:
-                self._refused.add(keys[0])
-                _log.warning("not written to %s, now and later: %s", keys[0], error)
-        return []
 
 
 def beat_args(name: str, record: Mapping[str, Any]) -> tuple[Any, ...]:

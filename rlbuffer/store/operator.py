@@ -21,7 +21,7 @@ from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.history import RunRewound, StepsVoided
 from rlbuffer.store.keys import RUNS
-from rlbuffer.store.member import Member
+from rlbuffer.store.member import TicketStore
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries
 from rlbuffer.store.records import Meta, PartRollout, PoolEntry
 from rlbuffer.store.session import text
@@ -31,7 +31,7 @@ LISTED = 5000
 """Groups that the record of a void step or a rewind names: about half a MiB."""
 
 
-class OperatorStore(Member):
+class OperatorStore(TicketStore):
     """A run for a person, with or without a leader.
 
     Nobody but the leader changes what steps are made of. An operator leaves a wish in `meta`; the leader looks at

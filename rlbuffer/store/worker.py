@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from rlbuffer.errors import EnvDone, ServerRefused, WrongAnswer
-from rlbuffer.store.member import beat_args
+from rlbuffer.store.member import TicketStore, beat_args
 from rlbuffer.store.producer import ProducerStore
 from rlbuffer.store.records import Asked, policy_of
 from rlbuffer.store.server.connection import Connection
@@ -34,7 +34,7 @@ KNOWN_MS = 7 * 86_400_000
 _DONE = b"done"
 
 
-class WorkerStore(ProducerStore):
+class WorkerStore(TicketStore, ProducerStore):
     """A run for a worker."""
 
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
