@@ -54,8 +54,8 @@ DRAIN_LOOK_SECONDS = 5.0
 
 
 def _seed_of(settings: RunSettings, name: str) -> int:
-    """The seed of sampling: the run's, and another one for every worker."""
-    return int.from_bytes(hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=7).digest())
+    """The seed of sampling: the run's, and another one for every worker. 32 bits: vLLM gives it to numpy."""
+    return int.from_bytes(hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=4).digest())
 
 
 def run_worker(
