@@ -102,9 +102,8 @@ def look(one: Asked) -> Iterator[Wrong]:
 
 def _misfit(named: Any, one: Asked) -> str:
     """Why it cannot be called as it will be; "" where it can, or tells no signature."""
-    takes = (
-        [] if isinstance(named, type) or not one.takes else one.takes.split(", ")
-    )  # a class is called with nothing first
+    # A class is called with nothing first.
+    takes = one.takes.split(", ") if one.takes and not isinstance(named, type) else []
     try:
         inspect.signature(named).bind(*takes)
     except TypeError as error:

@@ -6,16 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from own_server import OwnServer
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from store_runs import Run, plan_of
 
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.errors import ServerUnsuitable
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.store import viewer
 from rlbuffer.store.payloads import Trainable, read_rollouts
 
 TOKENS, ROLLOUTS = 120_000, 12
@@ -73,3 +78,20 @@ def test_a_rollout_above_what_the_server_holds_is_said_with_the_servers_setting(
         pulled(run)
     assert "client-output-buffer-limit" in str(error.value)
     assert str(9 * TOKENS)[:3] in str(error.value)  # its size
+
+
+def test_a_shard_that_nobody_listens_at_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that is asked who it is answers all along, as another shard does."""
+    asked, away = viewer._asked, iter(range(8))
+
+    def refused(*args: Any) -> list[Any]:
+        if next(away, None) is not None:
+            redis.Redis(port=1, retry=Retry(NoBackoff(), 0)).ping()
+        return asked(*args)
+
+    with committed(tmp_path, "0") as run:
+        monkeypatch.setattr(viewer, "_asked", refused)
+        assert len(pulled(run)) == ROLLOUTS
+    assert next(away, None) is None
