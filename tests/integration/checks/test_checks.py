@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,10 @@ def test_every_check_is_broken_once_and_names_settings_that_there_are() -> None:
     there = {*known(), *(table.name.removesuffix(".NAME") for table in tables())}
     assert {name for check in CHECKS for name in check.settings} <= there
     assert all(re.fullmatch(r"[a-z-]+", check.name) and check.about for check in CHECKS)
+
+
+def test_a_port_that_somebody_has_may_be_this_runs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [("metrics", f'listen = "127.0.0.1:{taken.getsockname()[1]}"')]
+        assert ("ports", Level.WARNING) in troubles(given, ["serve"])
+    assert "ports" not in {check for check, _ in troubles(given, ["serve"])}
