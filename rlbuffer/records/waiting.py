@@ -133,12 +133,11 @@ class Waiting(_Said):
 
 
 class Trouble(StrEnum):
-    """What somebody must cure; :func:`_problem` says each. Who reads makes `WORKER_GONE`, `NO_WORKER`, `UNREADABLE`."""
+    """What somebody must cure; :func:`_problem` says each. Who reads makes `NO_WORKER`, `UNREADABLE`."""
 
     ENV_FAILS = "env_fails"
     ENV_HANGS = "env_hangs"
     WORKER_ENDED = "worker_ended"
-    WORKER_GONE = "worker_gone"
     WORKER_STUCK = "worker_stuck"
     NO_WORKER = "no_worker"
     NO_SCORER = "no_scorer"
@@ -339,11 +338,6 @@ def _problem(p: Problem) -> str:
             return f"{p.env} may hang: {p.detail} at {p.worker}. worker.*.rollout_timeout_seconds ends it."
         case Trouble.WORKER_ENDED:
             return f"The worker {p.worker} of {p.env} has ended: {p.detail}. Mend it, and start it again."
-        case Trouble.WORKER_GONE:
-            return (
-                f"{p.env} may have ended its worker {p.worker} without a word: it was last heard of while {p.detail} "
-                "ran. Its shell, or the log of `rlbuffer run`, has the exit code."
-            )
         case Trouble.WORKER_STUCK:
             return f"The worker {p.worker} of {p.env} says: {p.detail}."
         case Trouble.NO_WORKER:

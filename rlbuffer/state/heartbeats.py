@@ -73,8 +73,6 @@ class Process:
     tokens_per_second: float = 0.0
     gives: tuple[str, ...] = ()
     """What a scorer adds."""
-    doing: str = ""
-    """The function of an env that runs."""
     traceback: str = ""
     """Of the last error of an env."""
     archive: str = ""
@@ -166,8 +164,6 @@ def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) 
         if not worker.is_alive and worker.env in served:
             continue
         found += [replace(problem, env=worker.env, worker=worker.name) for problem in worker.problems]
-        if worker.doing and not worker.is_alive:
-            found.append(Problem(kind=Trouble.WORKER_GONE, env=worker.env, worker=worker.name, detail=worker.doing))
     for env, members in sorted(envs.items()):
         if env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
             heard = ", ".join(f"{worker.name} was heard {duration(worker.seconds_ago)} ago" for worker in members)

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.envs.prompt import Prompt
 
 EQUAL, MIXED = "e", "m"
 """Marks of a visit: all rollouts had the same reward, or not."""
 RETRIED_SHARE = 0.1
 """Share of the tickets of skipped prompts that are sampled all the same."""
-
-
-class VisitStore(Protocol):
-    """The store of visits, which are kept with the run."""
-
-    def visits(self, env: str, prompt_ids: Sequence[str], /) -> list[str]: ...
-    def note_visits(self, env: str, prompt_id: str, marks: str, /) -> None: ...
 
 
 class Difficulty:
@@ -40,7 +33,7 @@ class Difficulty:
         teaching: says what a group is judged by.
     """
 
-    def __init__(self, store: VisitStore, env: str, visits: int, teaching: Teaching) -> None:
+    def __init__(self, store: WorkerStore, env: str, visits: int, teaching: Teaching) -> None:
         self._store, self._env, self._visits, self._teaching = store, env, visits, teaching
 
     def reasons(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> list[str]:
@@ -53,14 +46,11 @@ class Difficulty:
         if not visits or not prompts:
             return [""] * len(prompts)
         known = self._store.visits(self._env, [prompt.prompt_id for prompt in prompts])
-        out = []
-        for ticket, marks in zip(tickets, known, strict=True):
-            is_skipped = marks[-visits:] == EQUAL * visits
-            if is_skipped and np.random.default_rng(ticket.number).random() >= RETRIED_SHARE:
-                out.append(f"the same reward for all rollouts of each of its last {visits} visits")
-            else:
-                out.append("")
-        return out
+        why = f"the same reward for all rollouts of each of its last {visits} visits"
+        return [
+            why if marks[-visits:] == EQUAL * visits and _share_of(ticket) >= RETRIED_SHARE else ""
+            for ticket, marks in zip(tickets, known, strict=True)
+        ]
 
     def note(self, group: Group) -> None:
         """Remembers how a group went. A server that is full takes no note, and the prompt is visited once more."""
@@ -74,3 +64,8 @@ class Difficulty:
         with suppress(ServerRefused):
             known = self._store.visits(self._env, [group.prompt_id])[0]
             self._store.note_visits(self._env, group.prompt_id, (known + mark)[-visits:])
+
+
+def _share_of(ticket: Ticket) -> float:
+    """A number in 0-1 that every worker has of a ticket."""
+    return float(np.random.default_rng(ticket.number).random())

@@ -13,9 +13,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,6 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.process.threads import Place, places_of_thread
 from rlbuffer.state.text import counted, plural
 
-TELL_SECONDS = 2.0
-"""Seconds that a first run of anything waits until others know of it: longer only while the server is away, where
-nobody can know."""
-LOOK_SECONDS = 0.005
-"""Seconds between two looks of a task at whether they know."""
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
 MOST_KINDS = 16
@@ -90,27 +84,9 @@ class Failures:
             setting="env",
         )
 
-    def go_on(self, counts: Mapping[str, int]) -> None:
-        """Counts of the process before this one."""
-        self._counts.update(counts)
-
     def record(self) -> dict[str, int]:
         """Kind -> groups, the most frequent first."""
         return dict(self._counts.copy().most_common())
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A function of the env that runs."""
-
-    what: str
-    since: float | None
-    """Monotonic; None while the policy samples for it."""
-    thread: int
-    task: asyncio.Task[Any] | None
-
-
-_current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def exited(error: SystemExit) -> RuntimeError:
@@ -120,120 +96,70 @@ def exited(error: SystemExit) -> RuntimeError:
     return raised
 
 
-class UserWork:
-    """The env's functions that run at this moment. Safe to read from any thread.
+@dataclass(slots=True, eq=False)
+class Call:
+    """A function of the env that runs."""
 
-    Args:
-        env: whose functions these are.
-        first: called before a function runs for the first time: it may end the process, and then nobody else knows. It
-            may take long (it asks a server), so it has a thread of its own, and is waited for TELL_SECONDS at most.
-    """
-
-    def __init__(self, env: object = None, first: Callable[[], None] = lambda: None) -> None:
-        self._env = env
-        self._running: dict[int, Work] = {}
-        self._told: dict[str, threading.Event] = {}
-        """Function -> set when `first` was called for it."""
-        self._starting = threading.Lock()
-        self.first = first
+    what: str
+    thread: int
+    task: asyncio.Task[Any] | None
+    """The one that it runs in, where the other tasks of its thread go on."""
+    since: float | None
+    """Monotonic; None while the policy samples for it."""
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """The env's function `what` runs meanwhile, in this thread. A sys.exit there is an error."""
-        with self._noted(what, None):
-            self._begun(what).wait(TELL_SECONDS)
-            yield
-
-    @asynccontextmanager
-    async def awaiting(self, what: str) -> AsyncIterator[None]:
-        """The same as `doing`, for work that runs in this task: the other tasks of its loop go on."""
-        with self._noted(what, asyncio.current_task()):
-            said, deadline = self._begun(what), time.monotonic() + TELL_SECONDS
-            while not said.is_set() and time.monotonic() < deadline:
-                await asyncio.sleep(LOOK_SECONDS)
-            yield
-
-    @contextmanager
-    def _noted(self, what: str, task: asyncio.Task[Any] | None) -> Iterator[None]:
-        work = Work(what=what, since=time.monotonic(), thread=threading.get_ident(), task=task)
-        self._running[id(work)] = work
-        token = _current.set(work)
+    def paused(self) -> Iterator[None]:
+        """The policy samples for the env meanwhile: that is no work of the env's."""
+        self.since = None
         try:
             yield
+        finally:
+            self.since = time.monotonic()
+
+
+class RunningCalls:
+    """The env's functions that run at this moment. Safe to read from any thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Call] = {}
+
+    @contextmanager
+    def running(self, what: str, task: asyncio.Task[Any] | None = None) -> Iterator[Call]:
+        """The env's function `what` runs meanwhile, in this thread or in `task`. A sys.exit there is an error."""
+        call = Call(what=what, thread=threading.get_ident(), task=task, since=time.monotonic())
+        self._running[id(call)] = call
+        try:
+            yield call
         except SystemExit as error:
             raise exited(error) from error
         finally:
-            _current.reset(token)
-            del self._running[id(work)]
-
-    def _begun(self, what: str) -> threading.Event:
-        """Returns an event that is set once the work was reported. The second caller waits as well: its work is as
-        unknown as the first one's."""
-        with self._starting:
-            said = self._told.get(what)
-            if said is None:
-                said = self._told[what] = threading.Event()
-                threading.Thread(target=self._tell, args=(said,), name="first-work", daemon=True).start()
-        return said
-
-    def _tell(self, said: threading.Event) -> None:
-        try:
-            self.first()
-        finally:
-            said.set()
-
-    @staticmethod
-    def current() -> Work | None:
-        """The work that this task does for the env, for calls that come from other tasks."""
-        return _current.get()
-
-    @staticmethod
-    @contextmanager
-    def paused(work: Work | None = None) -> Iterator[None]:
-        """The policy samples for the env meanwhile, for `work` or what this task does: that is no work of the env's."""
-        work = work or _current.get()
-        if work is not None:
-            work.since = None
-        try:
-            yield
-        finally:
-            if work is not None:
-                work.since = time.monotonic()
-
-    def now(self) -> str:
-        """The function that runs and began first, with its place; "" while none does."""
-        running = [work for work in list(self._running.values()) if work.since is not None]
-        if not running:
-            return ""
-        what = min(running, key=lambda work: work.since or 0.0).what
-        place = _shown(_beginning(self._env, what))
-        return f"{what}()" + (f" ({place})" if place else "")
+            del self._running[id(call)]
 
     def sentence(self) -> str:
         """A sentence about the function that has run for long, with its place; "" while none has."""
-        running = [work for work in list(self._running.values()) if work.since is not None]
-        longest = min(running, key=lambda work: work.since or 0.0, default=None)
-        if longest is None or longest.since is None:
+        begun = [(call.since, call) for call in list(self._running.values()) if call.since is not None]
+        if not begun:
             return ""
-        seconds = time.monotonic() - longest.since
+        since, longest = min(begun, key=lambda one: one[0])
+        seconds = time.monotonic() - since
         if seconds < LONG_SECONDS:
             return ""
         place = _chosen(_places_of(longest))
         return f"{longest.what}() has run for {seconds:.0f} s" + (f" ({_shown(place)})" if place else "")
 
 
-def _places_of(work: Work) -> list[Place]:
-    if work.task is None:
-        return places_of_thread(work.thread)
+def _places_of(call: Call) -> list[Place]:
+    if call.task is None:
+        return places_of_thread(call.thread)
     places: list[Place] = []
-    inner: Any = work.task.get_coro()
+    inner: Any = call.task.get_coro()
     while inner is not None:
         frame = getattr(inner, "cr_frame", None)
         if frame is not None:
             places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         inner = getattr(inner, "cr_await", None)
-    is_running = getattr(work.task.get_coro(), "cr_running", False)
-    return places + (places_of_thread(work.thread) if is_running else [])
+    is_running = getattr(call.task.get_coro(), "cr_running", False)
+    return places + (places_of_thread(call.thread) if is_running else [])
 
 
 def _chosen(places: Iterable[Place]) -> Place | None:

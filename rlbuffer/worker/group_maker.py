@@ -22,9 +22,9 @@ from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
-from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.envs.episode import Ask, Episode
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.failures import UserWork, Work, exited
+from rlbuffer.worker.failures import Call, RunningCalls, exited
 from rlbuffer.worker.faults import Fault, fault_of
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 
@@ -106,7 +106,7 @@ class GroupMaker:
         self._ending = asyncio.Event()
         self.failed_rollouts: Counter[str] = Counter()
         """Kind of the error -> rollouts that failed, of groups that were made of the others."""
-        self.work = UserWork(env)
+        self.calls = RunningCalls()
         """What of the env runs at this moment."""
         self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
         """The env's function that makes, plays or scores a rollout."""
@@ -114,7 +114,7 @@ class GroupMaker:
     def prompt(self, number: int) -> Prompt:
         """The env's prompt of ticket `number`. Raises what the env raises, TypeError, InvalidRollout and
         PromptTooLong: it leaves no room for a completion."""
-        with self.work.doing("prompt"):
+        with self.calls.running("prompt"):
             prompt = self._env.prompt(number)
         if not isinstance(prompt, Prompt):
             raise TypeError(f"prompt() gave a {type(prompt).__name__} in place of a Prompt")
@@ -207,7 +207,7 @@ class GroupMaker:
 
         def score_all() -> list[Any]:
             out: list[Any] = []
-            with self.work.doing("score"):
+            with self.calls.running("score"):
                 for completion in completions:
                     try:
                         out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
@@ -221,15 +221,16 @@ class GroupMaker:
             return await in_thread(score_all)
 
     async def _within(self, seconds: float, scoring: Any) -> Any:
-        async with self._slots, asyncio.timeout(seconds), self.work.awaiting("score"):
-            return await scoring
+        async with self._slots, asyncio.timeout(seconds):
+            with self.calls.running("score", asyncio.current_task()):
+                return await scoring
 
     def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
         if isinstance(score, BaseException):
             return score
         if not isinstance(score, Score):
             return TypeError(f"score() gave a {type(score).__name__} in place of a Score")
-        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        episode = Episode(prompt.tokens, partial(self._ask, None), self.sampling)
         episode.add(completion)
         return self._rollout(episode, score)
 
@@ -241,8 +242,9 @@ class GroupMaker:
         while True:
             try:
                 limit = asyncio.timeout(self._settings.rollout_timeout_seconds)
-                async with self._slots, limit, self.work.awaiting(self.way):
-                    return await one(prompt)
+                async with self._slots, limit:
+                    with self.calls.running(self.way, asyncio.current_task()) as call:
+                        return await one(prompt, partial(self._ask, call))
             except Exception as error:  # the env is the user's code
                 if fault_of(error) is not Fault.REQUEST:
                     raise
@@ -250,9 +252,9 @@ class GroupMaker:
                     return error
                 tries -= 1
 
-    async def _played(self, prompt: Prompt) -> Rollout:
+    async def _played(self, prompt: Prompt, ask: Ask) -> Rollout:
         env = cast(MultiTurnEnv, self._env)
-        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        episode = Episode(prompt.tokens, ask, self.sampling)
         score = await env.play(prompt, episode)
         if not isinstance(score, Score):
             raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
@@ -260,9 +262,8 @@ class GroupMaker:
             raise GroupFailed("the episode ended before the policy sampled a token")
         return episode.rollout(score, text=env.render(episode.tokens))
 
-    async def _made(self, prompt: Prompt) -> Rollout:
+    async def _made(self, prompt: Prompt, ask: Ask) -> Rollout:
         env = cast(WholeRolloutEnv, self._env)
-        ask = partial(self._ask, work=UserWork.current())
         rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
@@ -270,9 +271,10 @@ class GroupMaker:
             raise GroupFailed("the env made a rollout of which no token is trained")
         return rollout
 
-    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling, work: Work | None = None) -> Completion:
+    async def _ask(self, call: Call | None, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
+        """Samples for `call` of the env, or for none."""
         check_prompt(tokens, self._sampler.vocab_size)
-        with self.work.paused(work):
+        with call.paused() if call else nullcontext():
             completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
         if completion.finish_reason == "abort":
             raise Aborted("sampling was stopped")

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
@@ -14,28 +14,15 @@ from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.state.heartbeats import failing, failures_of
-from rlbuffer.worker.failures import Failures, UserWork
+from rlbuffer.state.heartbeats import failing
+from rlbuffer.worker.failures import Failures, RunningCalls
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.writer import Writer
 
 WORKER_TICKET_SECONDS = 12.0
 """Seconds that a ticket stays out when its worker has died: five beats missed, and a reconnect."""
-WITHOUT_A_WORD = "ended without a word"
-"""The kind of failure of a process that was there no more."""
-
-
-class Renewer(Protocol):
-    """A Writer, as far as a pulse needs it."""
-
-    def renew(self, tickets: Iterable[Ticket], /) -> None: ...
-
-
-class Heart(Protocol):
-    """A Buffer, as far as a pulse needs it."""
-
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> Mapping[str, Any] | None: ...
 
 
 @contextmanager
@@ -57,7 +44,7 @@ def telling_why(buffer: Buffer, name: str, settings: WorkerSettings) -> Iterator
 class Pulse(Heartbeats):
     """Says what a worker samples with and has pushed; renews its tickets."""
 
-    def __init__(self, buffer: Heart, name: str, env: str, work: UserWork | None = None) -> None:
+    def __init__(self, buffer: Buffer, name: str, env: str, calls: RunningCalls | None = None) -> None:
         super().__init__("rlbuffer-pulse", Trouble.WORKER_STUCK)
         self.version = -1
         """Policy version that samples."""
@@ -69,24 +56,13 @@ class Pulse(Heartbeats):
         """Rollouts that failed in groups that were made, by kind."""
         self.ended = ""
         """Why the worker ends, where that is no order."""
-        self._work = work or UserWork()
-        self._work.first = self._beat
+        self._calls = calls or RunningCalls()
         self._buffer, self._name, self._env = buffer, name, env
-        self._writer: Renewer | None = None
+        self._writer: Writer | None = None
         self._held: dict[int, Ticket] = {}
         self._listing = threading.Lock()  # never held while the server is asked: the worker's event loop takes it
 
-    def look_back(self, beats: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-        """A sentence when the process before this one ended while a function of the env ran. Its failures count on."""
-        last = beats.get(self._name, {})
-        doing = str(last.get("doing") or "")
-        if doing and not may_live(last):
-            self.failures.go_on(failures_of(last))
-            what = f"the worker's process before this one ended while {doing} ran"
-            self.failures.note(WITHOUT_A_WORD, what)
-            yield what
-
-    def hold(self, writer: Renewer) -> None:
+    def hold(self, writer: Writer) -> None:
         """Renews tickets through this writer from now on."""
         with self._listing:
             self._writer, self._held = writer, {}
@@ -123,14 +99,12 @@ class Pulse(Heartbeats):
             failed["failed_rollouts"] = dict(self.failed_rollouts.copy())
         if self.failures.traceback:
             failed["traceback"] = self.failures.traceback
-        # This is all that is known of a process that ends without a word.
-        doing = "" if self._closed.is_set() else self._work.now()
-        return own | failed | {"doing": doing} | super().record()
+        return own | failed | super().record()
 
     def _problems(self) -> list[Problem]:
         failed = failing(self.failures.record(), self.failures.last)
         problems = super()._problems() if failed is None else [failed]
-        if busy := self._work.sentence():
+        if busy := self._calls.sentence():
             problems.append(Problem(kind=Trouble.ENV_HANGS, detail=busy))
         if self.ended:
             problems.append(Problem(kind=Trouble.WORKER_ENDED, detail=self.ended))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
-from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import ConfigError, EnvDone, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.process.stop_request import Stopped
@@ -36,7 +36,7 @@ from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker
-from rlbuffer.worker.heartbeat import WITHOUT_A_WORD, WORKER_TICKET_SECONDS, Pulse, telling_why
+from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_why
 from rlbuffer.worker.job import WorkerJob
 from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.samplers import Sampler, make_sampler
@@ -107,7 +107,7 @@ def run_worker(
 
 
 class _Worker:
-    """One worker; it hears of the versions that its sampler loads."""
+    """One worker."""
 
     def __init__(self, job: WorkerJob) -> None:
         buffer, env = job.buffer, job.env
@@ -129,14 +129,16 @@ class _Worker:
             row_tokens=buffer.settings.batcher.row_tokens,
             needs=buffer.settings.needs_of(env.name),
         )
-        self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
+        self._pulse = Pulse(buffer, job.name, env.name, self._maker.calls)
         self._pulse.failed_rollouts = self._maker.failed_rollouts
         self._messages = Messages(self._pulse)
         self._versions = Versions(
             buffer.policy(),
             job.sampler,
             env,
-            self,
+            self._messages,
+            check=self._check,
+            on_load=lambda: self._evaluator.wake(),
             cache=VersionCache.of(buffer.settings, stop=job.stop),
             max_age=buffer.settings.batcher.for_env(env.name).max_age,
         )
@@ -144,9 +146,6 @@ class _Worker:
         self._flights = Flights(job, self._maker, self._pulse, self._messages, self._versions)
 
     async def run(self) -> bool:
-        with suppress(RlbufferError):
-            for sentence in self._pulse.look_back(self._buffer.store.heartbeats("worker")):
-                self._messages.given_up(sentence, WITHOUT_A_WORD)
         self._pulse.start()
         try:
             while not self._stop.is_set() and not self._is_done:
@@ -285,22 +284,7 @@ class _Worker:
             evaluating.cancel()
             await asyncio.gather(evaluating, return_exceptions=True)
 
-    # -- versions ----------------------------------------------------------------------------------------------------
-    def loaded(self, version: int, seconds: float) -> None:
-        """A version was loaded, or none is (-1)."""
-        if version >= 0:
-            self._evaluator.wake()
-        self._messages.loaded(version, seconds)
-
-    def trouble(self, sentence: str) -> None:
-        """Something went wrong with a version; the work goes on."""
-        self._messages.trouble(sentence)
-
-    def waits(self, waiting: Waiting) -> None:
-        """The work waits."""
-        self._messages.waits(waiting)
-
-    async def check(self, policy: PolicyVersion) -> None:
+    async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
         choice, sampler = self._job.settings.self_check, self._job.sampler
         if choice == "never" or (choice == "auto" and sampler.is_ours):

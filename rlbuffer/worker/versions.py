@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
@@ -14,6 +14,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env
+from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.samplers import Sampler
 
 if TYPE_CHECKING:
@@ -23,22 +24,6 @@ RELOAD_SECONDS = 5.0
 """Seconds before weights that could not be loaded are tried again."""
 
 
-class Listener(Protocol):
-    """A worker, as far as its versions need it."""
-
-    def loaded(self, version: int, seconds: float, /) -> None:
-        """`version` serves now (-1: none); loading took so long."""
-
-    def trouble(self, sentence: str, /) -> None:
-        """A version could not be loaded, and why."""
-
-    def waits(self, waiting: Waiting, /) -> None:
-        """Nothing serves."""
-
-    async def check(self, policy: PolicyVersion, /) -> None:
-        """The first version is loaded; what this raises ends the worker."""
-
-
 class Versions:
     """Follows the announced versions.
 
@@ -46,7 +31,9 @@ class Versions:
         policy: what is announced.
         sampler: what loads it.
         env: must fit the model.
-        listener: hears the outcomes.
+        messages: takes what happens.
+        check: called with the first version that is loaded, before it serves; what this raises ends the worker.
+        on_load: called when a version serves.
         cache: downloads versions that were announced under a URL.
         max_age: of the env, in versions: while a newer version is downloaded, one at most so old goes on sampling.
     """
@@ -56,12 +43,15 @@ class Versions:
         policy: Policy,
         sampler: Sampler,
         env: Env,
-        listener: Listener,
+        messages: Messages,
         *,
+        check: Callable[[PolicyVersion], Awaitable[None]],
+        on_load: Callable[[], None],
         cache: VersionCache,
         max_age: int,
     ) -> None:
-        self._policy, self._sampler, self._env, self._listener = policy, sampler, env, listener
+        self._policy, self._sampler, self._env, self._messages = policy, sampler, env, messages
+        self._check, self._on_load = check, on_load
         self._cache, self._max_age = cache, max_age
         self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion]] | None = None
         self._is_checked = False
@@ -112,13 +102,13 @@ class Versions:
             if current.version < 0:
                 if self._served is not None:
                     self._served = None  # the run was reset: what served belongs to no version of it
-                    self._listener.loaded(-1, 0.0)
-                self._listener.waits(Waiting(kind=Wait.WEIGHTS))
+                    self._messages.loaded(-1, 0.0)
+                self._messages.waits(Waiting(kind=Wait.WEIGHTS))
                 return False
             if current != self._served and not self._is_refused(current):
                 await self._load(current)
             if self._served is None:
-                self._listener.waits(Waiting(kind=Wait.WEIGHTS, version=current.version))
+                self._messages.waits(Waiting(kind=Wait.WEIGHTS, version=current.version))
             return self._served is not None
 
     def _is_refused(self, current: PolicyVersion) -> bool:
@@ -134,7 +124,7 @@ class Versions:
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
-            self._listener.trouble(f"{error}; {going_on}")
+            self._messages.trouble(f"{error}; {going_on}")
             if isinstance(error, WeightsError):
                 await asyncio.to_thread(self._cache.recheck, current)
             return
@@ -145,10 +135,11 @@ class Versions:
                 setting="model",
             )
         if not self._is_checked:
-            await self._listener.check(local)
+            await self._check(local)
             self._is_checked = True
         self._served, self._refused = current, None
-        self._listener.loaded(current.version, time.monotonic() - start)
+        self._messages.loaded(current.version, time.monotonic() - start)
+        self._on_load()
 
     async def _localized(self, current: PolicyVersion) -> PolicyVersion | None:
         """`current` on this host's disk; None while it is downloaded and what serves is young enough to go on."""
@@ -163,7 +154,7 @@ class Versions:
         if not task.done() and is_young:
             return None
         if self._served is None:
-            self._listener.waits(Waiting(kind=Wait.WEIGHTS, version=current.version, detail=current.location))
+            self._messages.waits(Waiting(kind=Wait.WEIGHTS, version=current.version, detail=current.location))
         await asyncio.wait([task])
         if target != current:
             return await self._localized(current)

@@ -57,11 +57,13 @@ def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes
         def said() -> str:
             return (home.path / "run.log").read_text()
 
-        def is_at(name: str) -> bool:
-            return "score()" in str(buffer.store.heartbeats("worker").get(name, {}).get("doing"))
+        def hangs(name: str) -> bool:
+            return "score() has run" in str(buffer.store.heartbeats("worker").get(name, {}).get("problems"))
 
-        home.wait_until(lambda: all(map(is_at, STUCK)), seconds=60, why="three workers that are stuck")
-        begun = {name: home.pids("stuck")[f"worker {name}"] for name in STUCK}
+        home.wait_until((home.path / stuck_envs.HELD).exists, seconds=60, why="the worker that holds its interpreter")
+        begun = {"holds": home.pids("stuck")["worker holds"]}
+        home.wait_until(lambda: hangs("blocks") and hangs("never"), seconds=60, why="two workers that hang")
+        begun |= {name: home.pids("stuck")[f"worker {name}"] for name in ("blocks", "never")}
 
         second = home.call("run", config, "--display", "plain", timeout=60)
         assert second.returncode == 3, second

@@ -7,7 +7,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.worker import failures, messages
 from rlbuffer.worker.envs import Prompt, Score
-from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, traceback_of
+from rlbuffer.worker.failures import MOST_KINDS, Failures, RunningCalls, place_of, traceback_of
 from rlbuffer.worker.group_maker import GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.messages import Messages
@@ -56,7 +55,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 class Sampler:
     """Says two tokens."""
 
-    wants_batches, is_ours, version, vocab_size, context = False, True, 0, 13, 0
+    version, vocab_size, context = 0, 13, 0
 
     async def sample(self, prompt, *, n, sampling):
         tokens = np.array([3, 12], np.int32)
@@ -171,14 +170,14 @@ def test_a_run_without_one_group_ends_with_what_failed() -> None:
     )
 
 
-def test_work_that_does_not_come_back_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, theirs) -> None:
+def test_a_call_that_does_not_come_back_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, theirs) -> None:
     monkeypatch.setattr(failures, "LONG_SECONDS", 0.0)
-    work, begun, over = UserWork(), threading.Event(), threading.Event()
+    calls, begun, over = RunningCalls(), threading.Event(), threading.Event()
     theirs.__dict__.update(begun=begun, over=over)
     exec(compile("\n\ndef slow():\n    begun.set()\n    over.wait()", "/home/user/slow.py", "exec"), theirs.__dict__)
 
     def run() -> None:
-        with work.doing("score"):
+        with calls.running("score"):
             theirs.slow()
 
     thread = threading.Thread(target=run)
@@ -186,33 +185,42 @@ def test_work_that_does_not_come_back_is_named_with_its_line(monkeypatch: pytest
     begun.wait()
     said = ""
     while ":5 " not in said:
-        said = work.sentence()
+        said = calls.sentence()
     over.set()
     thread.join()
     assert said == "score() has run for 0 s (/home/user/slow.py:5 in slow)"
-    assert work.sentence() == ""
+    assert calls.sentence() == ""
     assert places_of_thread(None) == []
 
 
-def test_sampling_for_an_env_is_no_work_of_the_envs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["play", "rollout"])
+def test_sampling_for_an_env_is_no_work_of_the_envs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "LONG_SECONDS", 0.0)
-    work = UserWork()
-    with work.doing("play"):
-        assert work.sentence().startswith("play() has run for 0 s")
-        mine = work.current()
-        with work.paused():
-            assert work.sentence() == ""
-        assert work.sentence() != ""
+    said: dict[str, str] = {}
 
-        def ask() -> None:  # a server in another task asks for it, as verifiers' does
-            with work.paused(mine):
-                said.append(work.sentence())
+    class Asks(Sampler):
+        async def sample(self, prompt, *, n, sampling):
+            said["sampling"] = made.calls.sentence()
+            return await super().sample(prompt, n=n, sampling=sampling)
 
-        said: list[str] = []
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        assert said == [""]
+    class Theirs:
+        name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
+
+    async def play(self, prompt, episode):
+        said["before"] = made.calls.sentence()
+        await episode.sample()
+
+    async def rollout(self, prompt, policy):
+        said["before"] = made.calls.sentence()
+        await asyncio.create_task(policy.ask(prompt.tokens, policy.sampling))  # as a server that asks for it does
+
+    setattr(Theirs, way, {"play": play, "rollout": rollout}[way])
+    made = GroupMaker(Theirs(), Asks(), WorkerSettings(env="theirs:Theirs", group_size=1), worker="w")  # type: ignore[arg-type]
+    prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32))
+    with pytest.raises(GroupFailed):
+        asyncio.run(made.make(Ticket(env="theirs", number=0, group_id="theirs.0"), prompt))
+    assert said["sampling"] == ""
+    assert said["before"].startswith(f"{way}() has run for 0 s (")
 
 
 def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_are_counted() -> None:
@@ -256,88 +264,6 @@ def test_an_env_that_calls_exit_fails_and_ends_nobody(is_async: bool) -> None:
     error = failure(env)
     assert str(error) == "sys.exit(3) was called"
     assert "test_failures.py:" in place_of(error, env, "score")
-
-
-def test_what_runs_is_told_before_it_runs_for_the_first_time() -> None:
-    class Env:
-        def score(self): ...
-
-    told: list[str] = []
-    work = UserWork(Env())
-    work.first = lambda: told.append(work.now())
-    for _ in range(2):
-        with work.doing("score"):
-            assert work.now().startswith("score() (")
-    assert len(told) == 1
-    assert "test_failures.py:" in told[0]
-    assert work.now() == ""
-
-
-@pytest.mark.parametrize("way", ["score", "play"])
-def test_other_tasks_of_a_worker_go_on_while_it_tells_what_it_does_first(way: str) -> None:
-    """The heartbeat of an env's first call waits while the server is away."""
-
-    class Env:
-        name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
-
-        async def score(self, prompt, tokens, *, finish_reason):
-            return Score(reward=1.0)
-
-    class Plays(Env):
-        score = None  # type: ignore[assignment]
-
-        async def play(self, prompt, episode):
-            await episode.sample()
-            return Score(reward=1.0)
-
-        def render(self, tokens):
-            return ""
-
-    asked, goes_on, heard = threading.Event(), threading.Event(), []
-
-    async def make() -> None:
-        prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32))
-        made = maker(Env() if way == "score" else Plays())
-        made.work.first = lambda: (asked.set(), heard.append(goes_on.wait(5)))
-
-        async def another() -> None:
-            while not asked.is_set():
-                await asyncio.sleep(0)
-            goes_on.set()
-
-        await asyncio.gather(made.make(Ticket(env="theirs", number=0, group_id="theirs.0"), prompt), another())
-
-    with suppress(GroupFailed):
-        asyncio.run(make())
-    assert heard == [True]
-
-
-def test_what_runs_is_not_held_up_for_long_by_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "TELL_SECONDS", 0.0)
-    is_back = threading.Event()
-    work = UserWork(first=is_back.wait)
-    ran: list[str] = []
-
-    async def plays() -> None:
-        async with work.awaiting("play"):
-            ran.append("play")
-
-    with work.doing("prompt"):
-        ran.append("prompt")
-    asyncio.run(plays())
-    assert ran == ["prompt", "play"]
-    is_back.set()
-
-
-def test_the_next_process_says_how_the_one_before_it_ended() -> None:
-    pulse = Pulse(Deaf(), "w", "math")
-    assert list(pulse.look_back({})) == []
-    assert list(pulse.look_back({"w": {"doing": "", "failures": {"KeyError": 3}}})) == []
-    last = {"doing": "score() (envs.py:3 in score)", "failures": {"KeyError": 3, "ended without a word": 1}}
-    (sentence,) = pulse.look_back({"w": last})
-    assert sentence == "the worker's process before this one ended while score() (envs.py:3 in score) ran"
-    assert pulse.record()["failures"] == {"KeyError": 3, "ended without a word": 2}
-    assert pulse.record()["problems"][0]["detail"].endswith(sentence)
 
 
 class Deaf:

@@ -12,7 +12,6 @@ import pytest
 
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process import heartbeat
-from rlbuffer.process.identity import visible_from
 from rlbuffer.records.group import Ticket
 from rlbuffer.worker.heartbeat import Pulse
 
@@ -187,7 +186,7 @@ def test_a_record_that_cannot_be_made_goes_with_no_request(server: Server, monke
 
     pulse = Pulse(server, "w0", "a")
     assert pulse.to_carry() == pulse.record()
-    monkeypatch.setattr(pulse._work, "now", lost)
+    monkeypatch.setattr(pulse._calls, "sentence", lost)
     assert pulse.to_carry() is None
 
 
@@ -239,25 +238,3 @@ def test_two_workers_of_one_name_say_that_they_are_two_until_one_is_gone(monkeyp
     finally:
         pulse.close()
     assert server.heard[-1]["left"]
-
-
-HERE = {"host": "here", "space": visible_from()}
-DOING = {"doing": "score() (e.py:1 in score)"}
-
-
-@pytest.mark.parametrize(
-    ("beat", "has_ended"),
-    [
-        pytest.param({**HERE, "pid": os.getppid(), "seconds_ago": 900.0}, False, id="lives here and is silent"),
-        pytest.param({**HERE, "pid": 2**22 + 1, "seconds_ago": 0.1}, True, id="was here a moment ago"),
-        pytest.param({**HERE, "pid": os.getpid(), "seconds_ago": 0.1}, True, id="had the number of this one"),
-        pytest.param({**OTHER, "seconds_ago": 0.1}, False, id="was heard elsewhere"),
-        pytest.param({**OTHER, "seconds_ago": 60.0}, True, id="is silent elsewhere"),
-        pytest.param({**OTHER, "seconds_ago": 0.1, "left": True}, True, id="has left elsewhere"),
-    ],
-)
-def test_a_worker_says_that_the_one_before_has_ended_only_of_one_that_is_gone(
-    server: Server, beat: Mapping[str, Any], has_ended: bool
-) -> None:
-    said = list(Pulse(server, "w0", "a").look_back({"w0": {**beat, **DOING}}))
-    assert (len(said) == 1) is has_ended

@@ -78,11 +78,8 @@ def test_the_problems_of_an_envs_workers_are_one_of_each_kind() -> None:
 
 
 def test_the_last_words_of_a_worker_count_until_another_one_samples_its_env() -> None:
-    gone = beat(FAILS, ago=9.0, doing="score() (envs.py:3 in score)")
-    assert [p.kind for p in worker_problems(processes("worker", {"w": gone}))] == [
-        Trouble.ENV_FAILS,
-        Trouble.WORKER_GONE,
-    ]
+    gone = beat(FAILS, ago=9.0)
+    assert [p.kind for p in worker_problems(processes("worker", {"w": gone}))] == [Trouble.ENV_FAILS]
     assert worker_problems(processes("worker", {"w": gone, "heir": beat()})) == ()
 
 

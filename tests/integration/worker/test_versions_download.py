@@ -33,15 +33,8 @@ class Loads:
         self.paths.append(policy.location)
 
 
-class Heard:
-    def __init__(self, troubles: list[str], waits: list[str]) -> None:
-        self.trouble, self.waits = troubles.append, waits.append
-
-    def loaded(self, version: int, seconds: float) -> None:
-        pass
-
-    async def check(self, policy: PolicyVersion) -> None:
-        assert Path(policy.location).is_dir()
+async def check(policy: PolicyVersion) -> None:
+    assert Path(policy.location).is_dir()
 
 
 class Scene:
@@ -56,11 +49,16 @@ class Scene:
         policy: Any = SimpleNamespace(current=lambda: self.current)
         sampler: Any = self.sampler
         env: Any = SimpleNamespace(vocab_size=13, name="vcopy")
+        messages: Any = SimpleNamespace(
+            trouble=self.troubles.append, waits=self.waits.append, loaded=lambda version, seconds: None
+        )
         self.versions = Versions(
             policy,
             sampler,
             env,
-            Heard(self.troubles, self.waits),
+            messages,
+            check=check,
+            on_load=lambda: None,
             cache=VersionCache(self.cache),
             max_age=max_age,
         )
