@@ -34,7 +34,7 @@ from rlbuffer.store.session import open_store
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.heartbeat import Pulse
-from rlbuffer.worker.samplers import Completion
+from rlbuffer.worker.samplers import Completion, SamplerTraits
 
 WORKERS, READERS = 1_000, 512
 WORKER_PROCESSES, READER_PROCESSES = 3, 2
@@ -165,7 +165,7 @@ class NoSampler:
     """Serves every version, and is never asked for a token: there are no tickets."""
 
     version, vocab_size, context = -1, 1 << 30, 0
-    wants_batches, is_ours = False, True
+    traits = SamplerTraits(is_exact=True)
 
     def __init__(self, heard: Any) -> None:
         self._heard = heard

@@ -28,7 +28,7 @@ from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
-from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 100
@@ -45,8 +45,7 @@ MAX_SECONDS = 600.0
 class Instant:
     """Answers at once, with completions that were made before."""
 
-    wants_batches = False
-    is_ours = True
+    traits = SamplerTraits(is_exact=True)
     vocab_size = 50_000
     context = 0
 

@@ -44,7 +44,7 @@ from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.envs import Score, SingleTurnEnv, make_env
 from rlbuffer.worker.samplers.base import Sampling
-from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.samplers.decoding import Decoder
 
 GROUPS = {"vcopy": 20, "repeat": 12}
 """Groups of a step, per env, about what the demo's token budgets come to."""
@@ -167,7 +167,7 @@ class Groups:
         self._delay = run.delay
         self._folder = folder / "weights"
         self._envs = {name: cast(SingleTurnEnv, make_env(name, seed=run.seed)) for name in GROUPS}
-        self._sampler = TransformersSampler(seed=run.seed)
+        self._sampler = Decoder(seed=run.seed)
         self._versions: dict[int, PolicyVersion] = {}
 
     def publish(self, buffer: Buffer, policy: PackedPolicy, version: int) -> None:

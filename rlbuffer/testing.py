@@ -1,11 +1,14 @@
-"""Helpers for tests of rlbuffer and of code that uses it: groups out of nothing, and a clock that stands still.
+"""Helpers for tests of rlbuffer and of code that uses it: made groups, a clock that stands still, a check of samplers.
 
 ``connect("memory://")`` gives the server to go with them: the real scripts, in process.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +113,31 @@ def make_group(
         worker=worker,
         created=created,
     )
+
+
+def check_sampler(
+    name: str, directory: str | Path, *, options: Mapping[str, Any] | None = None, temperature: float = 1.0
+) -> None:
+    """Checks that a sampler does what a worker relies on: with tiny models that are published under `directory`, their
+    logprobs computed again. Takes about a minute of a CPU; needs ``rlbuffer[train]``.
+
+    Args:
+        name: as ``sampler`` of a worker, ``package.module:Class``.
+        directory: an empty one.
+        options: its ``sampler_options``.
+        temperature: another one than 1 that it is asked for, too, as ``[worker.NAME]`` may.
+
+    Raises:
+        AssertionError: it does not; the message says what.
+        ConfigError: there is no such sampler, or it refuses the options.
+    """
+    from rlbuffer.config.settings import WorkerSettings
+    from rlbuffer.worker.samplers import make_sampler
+    from rlbuffer.worker.samplers.conformance import PLAIN, check
+
+    settings = WorkerSettings(env="vcopy", sampler=name, sampler_options=options or {}, temperature=temperature)
+    samplings = tuple(replace(PLAIN, temperature=t) for t in dict.fromkeys((1.0, temperature)))
+    asyncio.run(check(make_sampler(settings), Path(directory), samplings))
 
 
 def _made(

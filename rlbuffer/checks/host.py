@@ -37,11 +37,8 @@ FULL_DISK_BYTES = 2**28
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym", "envs"),
     "verifiers": ("verifiers", "verifiers"),
-    "transformers": ("transformers", "train"),
-    "vllm": ("vllm", "vllm"),
-    "openai": ("httpx", "openai"),
 }
-"""Env or sampler -> the module that it needs, and the extra that brings it."""
+"""Env -> the module that it needs, and the extra that brings it."""
 STARTS = ("run", "serve", "worker", "score", "train")
 
 
@@ -187,9 +184,7 @@ def devices(c: Context) -> Iterator[Finding]:
     asked: list[tuple[str, Sequence[int | str], str]] = []
     if "train" in c.parts:
         asked.append(("trainer", trainer.gpus, trainer.device))
-    for name, worker in c.workers.items():
-        if worker.sampler != "openai":
-            asked.append((f"worker.{name}", worker.gpus, "auto" if worker.sampler == "vllm" else worker.device))
+    asked += [(f"worker.{name}", worker.gpus, worker.device) for name, worker in c.workers.items()]
     asked += [(f"score.{name}", scorer.gpus, scorer.device) for name, scorer in c.scorers.items() if scorer.model]
     if there is None:
         return
@@ -198,7 +193,7 @@ def devices(c: Context) -> Iterator[Finding]:
         if there == 0:
             if device == "cuda":
                 yield failure(f"{section}.device = 'cuda': this host has no GPU", f"{section}.device")
-        elif beyond and device != "cpu":
+        elif beyond:
             text = f"{section}.gpus = {list(gpus)}: this host has {plural(there, 'GPU')}, numbered from 0"
             yield failure(text, f"{section}.gpus")
         elif section == "trainer" and device != "cpu" and not gpus and there < trainer.world_size:
@@ -210,7 +205,7 @@ def devices(c: Context) -> Iterator[Finding]:
     "packages",
     "the packages are installed that settings ask for",
     *("trainer.lora.rank", "trainer.reports.tensorboard", "trainer.reports.wandb_project"),
-    *("worker.NAME.sampler", "worker.NAME.env", "eval.NAME.env"),
+    *("worker.NAME.env", "eval.NAME.env"),
     level="host",
 )
 def packages(c: Context) -> Iterator[Finding]:
@@ -223,10 +218,8 @@ def packages(c: Context) -> Iterator[Finding]:
         wanted += [("trainer.reports.tensorboard", "tensorboard", "tensorboard")] * trainer.reports.tensorboard
         wanted += [("trainer.reports.wandb_project", "wandb", "wandb")] * bool(trainer.reports.wandb_project)
     for name, worker in c.workers.items():
-        if not has_own_python(c, worker):
-            wanted.append((f"worker.{name}.sampler", *PACKAGES[worker.sampler]))
-            if worker.env in PACKAGES:
-                wanted.append((f"worker.{name}.env", *PACKAGES[worker.env]))
+        if worker.env in PACKAGES and not has_own_python(c, worker):
+            wanted.append((f"worker.{name}.env", *PACKAGES[worker.env]))
     for setting, module, extra in wanted:
         if not is_installed(module):
             yield failure(f"{setting} needs the module {module}", setting, fix=f"pip install 'rlbuffer[{extra}]'")
@@ -281,15 +274,17 @@ def scorer_models(c: Context) -> Iterator[Finding]:
 
 @check(
     "functions",
-    "functions and envs can be imported by the Python that runs them, and take what they are given",
+    "functions, envs and samplers can be imported by the Python that runs them, and take what they are given",
     *("batcher.order", "batcher.advantage", "batcher.envs.NAME.advantage", "trainer.loss.name", "score.NAME.reward"),
-    *("worker.NAME.env", "worker.NAME.env_options", "worker.NAME.sampler_options", "worker.NAME.python"),
+    *("worker.NAME.env", "worker.NAME.env_options", "worker.NAME.sampler", "worker.NAME.sampler_options"),
+    *("worker.NAME.top_p", "worker.NAME.temperature", "worker.NAME.python"),
     *("eval.NAME.env", "eval.NAME.env_options", "batcher.row_tokens", "model.config"),
     level="host",
     parts=STARTS,
 )
 def functions(c: Context) -> Iterator[Finding]:
-    """All that is to be imported, in one child of each Python; of envs also what their options and files show."""
+    """All that is to be imported, in one child of each Python; of envs also what their options and files show, of
+    samplers what they can do."""
     folders, found = folders_of(c.loaded.file), []
     found += wrong(list(_asked(c)), folders)
     for name, worker in c.workers.items():
@@ -336,8 +331,9 @@ def _asked(c: Context) -> Iterator[Asked]:
 
 
 def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[Asked]:
-    given: Mapping[str, Any] = {"sampler": worker.sampler, "options": worker.sampler_options}
-    yield Asked(f"worker.{name}", "rlbuffer.worker.samplers.options:check_options", given=given)
+    given: dict[str, Any] = {"name": worker.sampler, "options": worker.sampler_options}
+    given |= {"temperature": worker.temperature, "top_p": worker.top_p, "is_deterministic": c.settings.deterministic}
+    yield Asked(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
     yield _env(c, f"worker.{name}", worker)
 
 

@@ -10,7 +10,6 @@ from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, memory_bytes, steps_at_once
-from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.schedules import planned_updates
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.state.text import did_you_mean
@@ -22,28 +21,6 @@ LATE = 2**53
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
-@check(
-    "engine-sampling",
-    "with vLLM a top_p below 1 needs temperature 1, and no temperature is below its least",
-    *("worker.NAME.top_p", "worker.NAME.temperature", "worker.NAME.sampler"),
-)
-def engine_sampling(c: Context) -> Iterator[Finding]:
-    """vLLM gives logprobs of the whole vocabulary with the temperature, or of what the nucleus leaves."""
-    for name, options in c.settings.worker.items():
-        if options.sampler == "transformers":
-            continue
-        setting = f"worker.{name}.temperature"
-        if options.top_p < 1 and options.temperature != 1:
-            text = f"worker.{name}.top_p = {options.top_p:g} with sampler {options.sampler} and temperature"
-            why = "vLLM would give logprobs of what the nucleus leaves, and every ratio would be wrong by its mass"
-            yield failure(
-                f"{text} = {options.temperature:g}: {why}", f"worker.{name}.top_p", setting, fix="Set temperature = 1"
-            )
-        if options.temperature < LEAST_TEMPERATURE:
-            text = f"{setting} = {options.temperature:g} with sampler {options.sampler}"
-            yield failure(f"{text}: vLLM would sample at {LEAST_TEMPERATURE:g} without a word", setting)
-
-
 @check("temperatures", "workers sample at the trainer's temperature", "worker.NAME.temperature", "trainer.temperature")
 def temperatures(c: Context) -> Iterator[Finding]:
     """Logprobs of two temperatures are of two distributions."""
@@ -158,7 +135,7 @@ def schedule(c: Context) -> Iterator[Finding]:
     "deterministic: on policy, one worker, a step holds as many groups as it samples at once",
     *("deterministic", "batcher.max_age", "batcher.envs.NAME.max_age", "batcher.lookahead", "batcher.step_groups"),
     *("batcher.fill_timeout_seconds", "batcher.max_age_seconds", "worker.NAME.groups_per_batch"),
-    *("worker.NAME.sampler", "worker.NAME.replicas", "worker.NAME.env", "eval.NAME.env"),
+    *("worker.NAME.replicas", "worker.NAME.env", "eval.NAME.env"),
 )
 def deterministic(c: Context) -> Iterator[Finding]:
     """The settings that make two runs of the same settings differ."""
@@ -169,7 +146,6 @@ def deterministic(c: Context) -> Iterator[Finding]:
     must |= {f"batcher.envs.{env}.max_age": 0 for env in batcher.envs}
     must |= {"batcher.fill_timeout_seconds": None, "batcher.max_age_seconds": None}  # they go by the clock
     must |= {f"worker.{name}.groups_per_batch": batcher.step_groups for name in workers}
-    must |= {f"worker.{name}.sampler": "transformers" for name in workers}  # engines batch what comes first
     must |= {f"worker.{name}.replicas": 1 for name in workers}
     values = dict(c.loaded.values())
     for name, value in must.items():

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LEAST_TEMPERATURE = 0.01
-"""Below it vLLM samples with this one and says nothing in the answer (`_MAX_TEMP` of vLLM 0.32)."""
-
 _CUTS = "top_k min_p typical_p top_h epsilon_cutoff eta_cutoff"
 _BENDS = """repetition_penalty presence_penalty frequency_penalty encoder_repetition_penalty length_penalty
     diversity_penalty penalty_alpha exponential_decay_length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size

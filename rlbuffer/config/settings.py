@@ -92,10 +92,10 @@ class WorkerSettings(Table):
         "`package.module:factory`."
     )
     env_options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to the env's factory.")
-    sampler: Literal["transformers", "vllm", "openai"] = Field(
+    sampler: str = Field(
         "transformers",
-        description="What generates tokens: a Hugging Face model in process, vLLM in process, or OpenAI-compatible "
-        "servers.",
+        description="What generates tokens: `transformers` (a Hugging Face model in process), `vllm` (in process), "
+        "`openai` (vLLM's servers), or `package.module:Class`.",
     )
     sampler_options: Mapping[str, Any] = Field(default_factory=dict, description="The sampler's own options.")
     self_check: Literal["auto", "always", "never"] = Field(

@@ -21,7 +21,7 @@ MODULES = (
     "safetensors.torch",
     "rlbuffer.client.buffer",
     "rlbuffer.worker.loop",
-    "rlbuffer.worker.samplers.transformers",
+    "rlbuffer.worker.samplers.decoding",
     "rlbuffer.trainer.loop",
     "rlbuffer.trainer.launch.launcher",
 )

@@ -209,7 +209,7 @@ class _Worker:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
                 room = self._job.settings.groups_per_batch - len(flights)
-                if room <= 0 or (len(flights) and sampler.wants_batches):
+                if room <= 0 or (len(flights) and sampler.traits.takes_batches):
                     await flights.wait(watch)
                     continue
                 flights.refusal, pause = None, next(pauses)
@@ -287,7 +287,7 @@ class _Worker:
     async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
         choice, sampler = self._job.settings.self_check, self._job.sampler
-        if choice == "never" or (choice == "auto" and sampler.is_ours):
+        if choice == "never" or (choice == "auto" and sampler.traits.is_exact):
             return
         from rlbuffer.worker.selfcheck import check_sampler  # imports torch
 

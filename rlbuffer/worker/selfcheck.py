@@ -40,7 +40,7 @@ def logprobs_of(
 
     Over the whole vocabulary at the temperature of `sampling`. Shapes: prompt [P], tokens [C].
     """
-    from rlbuffer.worker.samplers.transformers import distribution_of
+    from rlbuffer.worker.samplers.decoding import distribution_of
 
     base = model_directory(directory)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

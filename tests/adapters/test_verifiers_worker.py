@@ -20,7 +20,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.loop import run_worker
-from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 
 PATIENCE_SECONDS = 120.0
 
@@ -28,7 +28,8 @@ PATIENCE_SECONDS = 120.0
 class Sampler:
     """Calls the tool in a conversation's first turn and answers in its second; away for one request."""
 
-    wants_batches, is_ours, version, vocab_size, context = False, True, -1, 10_000, 0
+    traits = SamplerTraits(is_exact=True)
+    version, vocab_size, context = -1, 10_000, 0
 
     def __init__(self, tokenizer: Path) -> None:
         self.calls, self.answers = Script(tokenizer, CALL), Script(tokenizer, "3")

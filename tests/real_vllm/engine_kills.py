@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from samplers_conformance import CONTEXT, policies
 from vllm_server import ENGINE
 from worker_run import WorkerRun
 
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.worker.samplers.conformance import CONTEXT, policies
 
 GROUPS_A_STEP = 2
 """Groups between two versions, as if each step trained so many."""

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from adapter_versions import adapters
-from samplers_conformance import CHECKS, CONTEXT, Check, Stage, check_name
+from sampler_ratios import check_name
 from vllm_server import ENGINE, VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.weights.layout import base_of
 from rlbuffer.worker.samplers import make_sampler
+from rlbuffer.worker.samplers.conformance import CHECKS, CONTEXT, Check, Stage
 
 
 @dataclass

@@ -11,19 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samplers_conformance import (
-    CHECKS,
-    CONTEXT,
-    PLAIN,
-    RATIO_TOLERANCE,
-    SETTINGS,
-    Check,
-    Stage,
-    check_name,
-    logprobs_are_those_that_a_trainer_computes,
-    policies,
-    ratios_to_the_trainer,
-)
+from sampler_ratios import RATIO_TOLERANCE, SETTINGS, check_name, ratios_to_the_trainer
 from vllm_server import ENGINE
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
@@ -31,6 +19,15 @@ from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.worker.samplers import make_sampler
+from rlbuffer.worker.samplers.conformance import (
+    CHECKS,
+    CONTEXT,
+    PLAIN,
+    Check,
+    Stage,
+    logprobs_are_those_that_a_trainer_computes,
+    policies,
+)
 
 OPTIONS = {**ENGINE, "max_model_len": CONTEXT}
 MEANINGLESS = {

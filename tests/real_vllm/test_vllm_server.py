@@ -10,24 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samplers_conformance import (
-    CHECKS,
-    CONTEXT,
-    OF_THE_MODEL,
-    RATIO_TOLERANCE,
-    SETTINGS,
-    Check,
-    Stage,
-    check_name,
-    policies,
-    ratios_to_the_trainer,
-)
+from sampler_ratios import RATIO_TOLERANCE, SETTINGS, check_name, ratios_to_the_trainer
 from vllm_server import VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
-from rlbuffer.worker.samplers.openai import OpenAISampler
+from rlbuffer.worker.samplers.conformance import CHECKS, CONTEXT, OF_THE_MODEL, Check, Stage, policies
+from rlbuffer.worker.samplers.openai import OpenAIOptions, OpenAISampler
 
 
 @dataclass
@@ -92,7 +82,7 @@ def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
     servers.wait(server)
 
     async def run() -> np.ndarray:
-        sampler = OpenAISampler({"servers": server.url})
+        sampler = OpenAISampler(OpenAIOptions(servers=(server.url,)))
         try:
             await sampler.load(servers.stage.policies[0])
             for used in sampler._endpoints:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from every_role import EveryRole
-from samplers_conformance import CONTEXT, TOLERANCE, expected_logprobs
 from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import connect
@@ -26,6 +25,7 @@ from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.vcopy import VCopy
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Sampling
+from rlbuffer.worker.samplers.conformance import CONTEXT, TOLERANCE, expected_logprobs
 
 SHORTEST, APART, LENGTHS = 120, 24, 6
 """New tokens of a completion: 120, 144, ... 240. Groups of one length end together, all in one step of the engine, and

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from samplers_conformance import CONFIG
 from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
+from rlbuffer.worker.samplers.conformance import CONFIG
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

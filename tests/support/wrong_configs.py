@@ -85,7 +85,6 @@ VALUES = [
     ("trainer.loss", "correction = { tiss = {} }", "trainer.loss.correction", 12),
     ("worker.a", "temperature = 0", "worker.a.temperature", 10),
     ("worker.a", "top_p = 1.1", "worker.a.top_p", 10),
-    ("worker.a", 'sampler = "sglang"', "worker.a.sampler", 10),
     ("worker.b", "group_size = 4", "worker.b.env", 12),
     ("server", 'appendfsync = "sometimes"', "server.appendfsync", 12),
     ("batcher", 'advantage = "grpo"\nadvantage_scale = "batch"', "batcher.advantage_scale", 4),

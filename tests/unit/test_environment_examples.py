@@ -46,7 +46,7 @@ def my_envs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Says:
     """A sampler that says the same turns in every rollout."""
 
-    wants_batches, is_ours, version, vocab_size, context = False, True, 0, 13, 0
+    version, vocab_size, context = 0, 13, 0
 
     def __init__(self, *turns: list[int] | Exception) -> None:
         self.turns = turns

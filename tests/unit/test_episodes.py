@@ -17,7 +17,7 @@ from rlbuffer.worker import group_maker
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.group_maker import GroupMaker
-from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 from rlbuffer.worker.samplers.batched import Batched
 
 PROMPT = Prompt(prompt_id="p", tokens=np.array([1, 2, 11], np.int32), answer="12")
@@ -36,8 +36,7 @@ def completion(tokens: list[int], *, reason: str = "stop", spans: tuple[tuple[in
 class Scripted:
     """A sampler that answers from a script and remembers what it was given."""
 
-    wants_batches = False
-    is_ours = True
+    traits = SamplerTraits(is_exact=True)
     version = 4
     vocab_size = 13
     context = 0

@@ -1,45 +1,106 @@
-"""Samplers by name. A sampler's module, and torch or vLLM with it, is imported only when it is made.
+"""Samplers by name: those of this project, or ``package.module:Class`` for the user's own.
 
-Open first: `base`, then `transformers`.
+What one can do says its class (:class:`rlbuffer.worker.samplers.base.SamplerTraits`); torch or vLLM are imported when
+one is made. Open first: `base`, then `transformers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlbuffer.config.imports import target
+from rlbuffer.config.refusal import refusal
+from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
-from rlbuffer.worker.samplers.options import check_options
+from rlbuffer.state.text import did_you_mean
+from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, SamplerTraits, Sampling
 
-__all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]
+__all__ = ["BatchSampler", "Completion", "Sampler", "SamplerTraits", "Sampling", "make_sampler", "wrong_sampler"]
+
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "transformers": "rlbuffer.worker.samplers.transformers:TransformersSampler",
+        "vllm": "rlbuffer.worker.samplers.vllm:VllmSampler",
+        "openai": "rlbuffer.worker.samplers.openai:OpenAISampler",
+    }
+)
+_MEMBERS = ("traits", "Options", "make", "load", "sample", "close")
 
 
 def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
     """Makes the sampler that a worker's settings name; it has no weights yet.
 
     Raises:
-        ConfigError: what it needs is not installed or not there, or an option is not one of it.
+        ConfigError: it is not there, or cannot do what the settings ask for.
     """
+    name, options = settings.sampler, settings.sampler_options
+    for setting, text, _ in wrong_sampler(name, options, temperature=settings.temperature, top_p=settings.top_p):
+        raise ConfigError(text, setting=setting)
+    sampler = _class_of(name)
     try:
-        return _make(settings, seed)
+        made: Sampler = sampler.make(settings, _options_of(sampler, options), seed=seed)
     except ImportError as error:
-        extra = "train" if settings.sampler == "transformers" else settings.sampler
-        raise ConfigError(
-            f"sampler {settings.sampler} cannot be imported ({error}): pip install 'rlbuffer[{extra}]'",
-            setting="sampler",
-        ) from error
+        raise ConfigError(f"sampler {name} cannot be imported: {error}", setting="sampler") from error
+    return made
 
 
-def _make(settings: WorkerSettings, seed: int) -> Sampler:
-    if settings.sampler == "vllm":
-        from rlbuffer.worker.samplers.vllm import VllmSampler
+def wrong_sampler(
+    name: str, options: Mapping[str, Any], *, temperature: float, top_p: float, is_deterministic: bool = False
+) -> Iterator[tuple[str, str, bool]]:
+    """What a worker's settings ask of a sampler that it cannot do. -> (setting of the worker, what is wrong, True: it
+    is fatal), as :mod:`rlbuffer.checks.imports` tells it from a process of its own.
 
-        return VllmSampler(seed=seed, top_p=settings.top_p, options=settings.sampler_options)
-    if settings.sampler == "openai":
-        from rlbuffer.worker.samplers.openai import OpenAISampler
+    Raises:
+        ConfigError: there is no such sampler, or it has no such options; behind all else.
+    """
+    sampler = _class_of(name)
+    traits: SamplerTraits = sampler.traits
+    if lacking := [module for module in traits.needs if find_spec(module) is None]:
+        install = f": pip install 'rlbuffer[{traits.extra}]'" if traits.extra else ""
+        yield "sampler", f"sampler {name} needs the module {', '.join(lacking)}{install}", True
+    if top_p < 1 and temperature != 1 and not traits.nucleus_at_any_temperature:
+        why = "its logprobs would be of what the nucleus leaves, and every ratio wrong by its mass"
+        yield "top_p", f"top_p = {top_p:g} needs temperature = 1 with sampler {name}, not {temperature:g}: {why}", True
+    if temperature < (least := traits.least_temperature):
+        yield "temperature", f"temperature = {temperature:g}: sampler {name} samples at {least:g} at least", True
+    if is_deterministic and not traits.is_reproducible:
+        yield "sampler", f"deterministic = true: sampler {name} gives other tokens for the same seed", True
+    _options_of(sampler, options)
 
-        return OpenAISampler(settings.sampler_options)
-    from rlbuffer.worker.samplers.batched import Batched
-    from rlbuffer.worker.samplers.transformers import TransformersSampler
 
-    check_options(settings.sampler, settings.sampler_options)
-    return Batched(TransformersSampler(seed=seed, device=settings.device))
+def _class_of(name: str) -> Any:
+    """The class that settings name, with ``traits``, ``Options`` and ``make``.
+
+    Raises:
+        ConfigError: there is none, it cannot be imported, or it is no sampler.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        hint = did_you_mean(name, BUILT_IN, otherwise=" Your own sampler is named as package.module:Class.")
+        raise ConfigError(f"sampler {name!r} is not one of {', '.join(BUILT_IN)}.{hint}", setting="sampler")
+    try:
+        found = target(BUILT_IN.get(name, name))
+    except ImportError as error:
+        raise ConfigError(f"sampler {name} {error}", setting="sampler") from error
+    if missing := [member for member in _MEMBERS if not hasattr(found, member)]:
+        raise ConfigError(f"sampler {name} lacks {', '.join(missing)}", setting="sampler")
+    return found
+
+
+def _options_of(sampler: Any, given: Mapping[str, Any]) -> Any:
+    """A worker's ``sampler_options`` as the sampler's record.
+
+    Raises:
+        ConfigError: an option is not one of it, or bends what is drawn from.
+    """
+    if refused := refused_option(given):
+        raise ConfigError(refused, setting="sampler_options")
+    try:
+        return sampler.Options(**given)
+    except ValidationError as error:
+        raise refusal(error, section="sampler_options", fields=tuple(sampler.Options.model_fields)) from None

@@ -19,6 +19,8 @@ from rlbuffer.records.spans import VersionSpan
 
 ADAPTER_NAME = "rlbuffer"
 """Name of the served LoRA adapter in engines and requests."""
+LEAST_TEMPERATURE = 0.01
+"""Below it vLLM samples with this one and says nothing in the answer (`_MAX_TEMP` of vLLM 0.32)."""
 
 
 def logprobs_mode(top_p: float) -> str:
@@ -59,8 +61,38 @@ class Completion:
     """Version that sampled each range of tokens: ascending, together [0, C)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerTraits:
+    """What the rest of the project must know of a kind of sampler: nothing else asks which one it is."""
+
+    extra: str = ""
+    """Extra of rlbuffer that brings what it needs, such as ``vllm``."""
+    needs: tuple[str, ...] = ()
+    """Modules that must be importable, such as ``torch``."""
+    is_exact: bool = False
+    """Its logprobs are of this project's own forward pass: ``self_check = "auto"`` has nothing to compare."""
+    is_reproducible: bool = False
+    """The same seed gives the same tokens, as ``deterministic`` wants it."""
+    least_temperature: float = 0.0
+    """Below it the engine samples at this one and says nothing."""
+    nucleus_at_any_temperature: bool = True
+    """False: with ``top_p`` below 1 its logprobs are of the whole vocabulary at temperature 1 alone."""
+    takes_batches: bool = False
+    """Prompts should come together, and the next ones after these are finished."""
+
+
 class Sampler(Protocol):
-    """Generates tokens. Used from one event loop; calls of `sample` overlap each other and `load`."""
+    """Generates tokens. Used from one event loop; calls of `sample` overlap each other and `load`.
+
+    One of your own is a class that ``sampler = "package.module:Class"`` names. It also has ``Options``, a record
+    (pydantic) of its ``sampler_options``, and a class method ``make(settings, options, *, seed)``, for a sampler
+    of a worker without weights yet. Its module is imported without its engine: `make` imports that.
+    :func:`rlbuffer.testing.check_sampler` tries one.
+    """
+
+    @property
+    def traits(self) -> SamplerTraits:
+        """What settings may ask of it; of the class, so that it is known before one is made."""
 
     @property
     def version(self) -> int:
@@ -73,14 +105,6 @@ class Sampler(Protocol):
     @property
     def context(self) -> int:
         """Tokens that prompt and completion may have together; 0: no limit, or not known yet."""
-
-    @property
-    def wants_batches(self) -> bool:
-        """True when prompts should come together, and the next ones after these are finished."""
-
-    @property
-    def is_ours(self) -> bool:
-        """True when the logprobs come from this project's own forward pass: nothing foreign to be checked."""
 
     async def load(self, policy: PolicyVersion) -> None:
         """Serves `policy` from now on. Requests in flight go on, with the new version from their next token on.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampling
+from rlbuffer.worker.samplers.base import BatchSampler, Completion, SamplerTraits, Sampling
 
 
 @dataclass(slots=True)
@@ -27,11 +27,11 @@ class _Request:
 class Batched:
     """Collects what is asked for until the event loop is idle, and samples it as one batch in a thread of its own.
 
-    A version is loaded between two batches: every completion is of one version.
+    A version is loaded between two batches: every completion is of one version. A sampler of this kind is a subclass
+    with an ``Options`` and a ``make`` of its own.
     """
 
-    wants_batches = True
-    is_ours = True
+    traits = SamplerTraits(is_exact=True, takes_batches=True)
 
     def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler

@@ -11,45 +11,60 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.table import Table, Url
 from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.adapters import model_directory, require_base
-from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers.base import Completion, Sampling
-from rlbuffer.worker.samplers.endpoint import Endpoint
-from rlbuffer.worker.samplers.options import check_options, servers_of
+from rlbuffer.worker.samplers.base import LEAST_TEMPERATURE, Completion, SamplerTraits, Sampling
+
+if TYPE_CHECKING:
+    from rlbuffer.worker.samplers.endpoint import Endpoint
 
 HEAL_SECONDS = 2.0
 """Seconds between two looks at a server that failed."""
-TIMEOUT_SECONDS = 600.0
-"""Longest that one request may take, unless `timeout_seconds` says otherwise."""
+
+
+def _listed(servers: Any) -> Any:
+    if not servers:
+        raise ValueError("must name a server, such as http://127.0.0.1:8000")
+    return [servers] if isinstance(servers, str) else servers
+
+
+class OpenAIOptions(Table):
+    """``sampler_options`` of a worker that asks servers."""
+
+    servers: Annotated[tuple[Annotated[Url, Field(min_length=1)], ...], BeforeValidator(_listed)]
+    """URLs, or one."""
+    timeout_seconds: float = Field(600.0, gt=0, strict=True)
+    """Longest that one request may take."""
+    updates_weights: bool = Field(True, strict=True)
+    """False: another worker changes the weights of these servers."""
 
 
 class OpenAISampler:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-        options: ``servers`` (one URL or a list), ``timeout_seconds``, ``updates_weights``.
+    traits = SamplerTraits(
+        extra="openai", needs=("httpx",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
+    )
+    Options = OpenAIOptions
 
-    Raises:
-        ConfigError: no server is named, or an option is unknown.
-    """
+    @classmethod
+    def make(cls, settings: WorkerSettings, options: OpenAIOptions, *, seed: int) -> Self:
+        return cls(options)
 
-    wants_batches = False
-    is_ours = False
+    def __init__(self, options: OpenAIOptions) -> None:
+        from rlbuffer.worker.samplers.endpoint import Endpoint
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        check_options("openai", options)
-        seconds = float(options.get("timeout_seconds", TIMEOUT_SECONDS))
-        self._updates = bool(options.get("updates_weights", True))
-        self._endpoints = [Endpoint(url, timeout_seconds=seconds) for url in servers_of(options)]
+        self._updates = options.updates_weights
+        self._endpoints = [Endpoint(url, timeout_seconds=options.timeout_seconds) for url in options.servers]
         self._up: set[str] = set()
         """URLs of the servers that may be used."""
         self._policy: PolicyVersion | None = None
@@ -76,6 +91,10 @@ class OpenAISampler:
         return min((e.context for e in self._endpoints if e.context), default=0)
 
     async def load(self, policy: PolicyVersion) -> None:
+        from rlbuffer.weights.adapters import model_directory, require_base
+        from rlbuffer.weights.files import open_weights, read_config
+        from rlbuffer.weights.shapes import differing, names_and_shapes
+
         directory = await asyncio.to_thread(open_weights, policy)
         shapes = await asyncio.to_thread(names_and_shapes, directory)
         wrong = differing(shapes, self._shapes or shapes)

@@ -1,209 +1,29 @@
-"""Sampling with a Hugging Face model: batched, with the model's own KV cache and a decode loop of our own.
-
-For small models and CPUs. The loop is ours because ``generate`` spends more time around a tiny model than inside it,
-and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)``
-in float32, computed once, used for both. A nucleus leaves out tokens; the logprobs of the others stay what they were.
-
-Prompts of unequal lengths are padded on the left, so that every row's next token is in the last column; position ids
-count real tokens only and a mask hides the padding. Every prompt is read once and its cache repeated for its group.
-
-Imports torch: reached only through :func:`rlbuffer.worker.samplers.make_sampler`.
-"""
+"""Sampling with a Hugging Face model in this process, batch after batch."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel
-
-from rlbuffer.errors import ConfigError
-from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.spans import VersionSpan
-from rlbuffer.weights.adapters import model_directory, state_of
-from rlbuffer.weights.files import load_state, open_weights, read_config
-from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.weights.model import load_into, model_from_config
-from rlbuffer.worker.samplers.base import Completion, Sampling
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.table import Table
+from rlbuffer.worker.samplers.base import SamplerTraits
+from rlbuffer.worker.samplers.batched import Batched
 
 
-class TransformersSampler:
-    """See the module's docstring. Always samples in float32, whatever the trainer's dtype."""
+class TransformersSampler(Batched):
+    """:class:`rlbuffer.worker.samplers.decoding.Decoder`, in a thread of its own."""
 
-    def __init__(self, *, seed: int, device: str = "cpu") -> None:
-        if device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"device {device!r} is not one of auto, cpu, cuda", setting="device")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device = cuda, but torch sees no CUDA device here", setting="device")
-        self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-        self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._model: PreTrainedModel | None = None
-        self._version = -1
-        self._base: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """Checksum and tensors of the model that adapters are merged into."""
+    traits = SamplerTraits(
+        extra="train",
+        needs=("torch", "transformers"),
+        is_exact=True,
+        is_reproducible=True,
+        takes_batches=True,
+    )
+    Options = Table
 
-    @property
-    def version(self) -> int:
-        return self._version
+    @classmethod
+    def make(cls, settings: WorkerSettings, options: Table, *, seed: int) -> Self:
+        from rlbuffer.worker.samplers.decoding import Decoder
 
-    @property
-    def vocab_size(self) -> int:
-        return 0 if self._model is None else int(self._model.config.vocab_size)
-
-    @property
-    def context(self) -> int:
-        return 0 if self._model is None else int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
-
-    def load(self, policy: PolicyVersion) -> None:
-        directory = open_weights(policy)
-        state = self._state(directory)
-        if self._model is None:
-            with torch.random.fork_rng(devices=[]):
-                model = model_from_config(read_config(model_directory(directory)))
-            load_into(model, state)
-            model.train(False).requires_grad_(False)
-            torch.nn.Module.to(model, self._device)
-            self._model = model
-        else:
-            load_into(self._model, state)
-        self._version = policy.version
-
-    def _state(self, directory: Path) -> dict[str, torch.Tensor]:
-        if not is_adapter(directory):
-            return load_state(directory)
-        checksum = base_of(directory).checksum
-        if self._base[0] != checksum:
-            self._base = checksum, load_state(model_directory(directory))
-        return state_of(directory, base=self._base[1])
-
-    @torch.inference_mode()
-    def sample(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        n: int,
-        sampling: Sampling,
-        stopped: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        if self._model is None:
-            raise ConfigError("the sampler has no weights yet: load a policy version first")
-        _check_request(prompts, n, sampling)
-        max_new_tokens = sampling.max_new_tokens
-        model, device = self._model, self._device
-        ids, mask = _left_padded(prompts, device)
-        rows = len(prompts) * n
-        is_padded = not bool(mask.all())
-        cache = DynamicCache(config=model.config)
-        # Without padding the model derives mask and positions from the cache, which is the faster path.
-        extra = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_padded else {}
-        always = {_name_of_cache(model): cache, "use_cache": True, "logits_to_keep": 1}
-        logits = model(input_ids=ids, **always, **extra).logits
-        cache.batch_repeat_interleave(n)
-        logits = logits.repeat_interleave(n, dim=0)
-        mask = mask.repeat_interleave(n, dim=0)
-        position = mask.sum(1, keepdim=True)
-
-        eos = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.long, device=device)
-        tokens = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
-        logprobs = torch.zeros(rows, max_new_tokens, dtype=torch.float32, device=device)
-        lengths = torch.full((rows,), max_new_tokens, device=device)
-        is_finished = torch.zeros(rows, dtype=torch.bool, device=device)
-        is_aborted = False
-        step = 0
-        while True:
-            distribution = distribution_of(logits[:, -1].float(), sampling.temperature)
-            drawn = torch.multinomial(nucleus(distribution.exp(), sampling.top_p), 1, generator=self._generator)
-            tokens[:, step] = drawn[:, 0]
-            logprobs[:, step] = distribution.gather(1, drawn)[:, 0]
-            ends = torch.isin(drawn[:, 0], eos) & ~is_finished
-            lengths[ends] = step + 1
-            is_finished |= ends
-            step += 1
-            if step == max_new_tokens or bool(is_finished.all()):
-                break
-            if stopped is not None and stopped():
-                is_aborted = True
-                lengths[~is_finished] = step
-                break
-            if is_padded:
-                mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-                extra = {"attention_mask": mask, "position_ids": position}
-                position = position + 1
-            logits = model(input_ids=drawn, **always, **extra).logits
-
-        reasons = ["stop" if finished else "abort" if is_aborted else "length" for finished in is_finished.tolist()]
-        completions = _completions(tokens, logprobs, lengths, reasons, self._version)
-        return [completions[start : start + n] for start in range(0, rows, n)]
-
-
-def _completions(
-    tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, reasons: Sequence[str], version: int
-) -> list[Completion]:
-    """One of each row, without what was drawn after its end."""
-    all_tokens = tokens.cpu().numpy().astype(np.int32)
-    all_logprobs = logprobs.cpu().numpy()
-    return [
-        Completion(
-            tokens=all_tokens[row, :length].copy(),
-            logprobs=all_logprobs[row, :length].copy(),
-            finish_reason=reason,
-            version_spans=(VersionSpan(version, 0, int(length)),),
-        )
-        for row, (length, reason) in enumerate(zip(lengths.tolist(), reasons, strict=True))
-    ]
-
-
-def _check_request(prompts: Sequence[NDArray[np.int32]], n: int, sampling: Sampling) -> None:
-    """Raises ConfigError for what nobody can sample."""
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-        raise ConfigError(
-            f"temperature = {sampling.temperature}, top_p = {sampling.top_p}: "
-            "sampling needs a temperature of 0 or more and 0 < top_p <= 1",
-            setting="temperature",
-        )
-    if n < 1 or sampling.max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
-
-
-def _name_of_cache(model: PreTrainedModel) -> str:
-    """The argument that takes the cache: transformers 5.24 renamed it in its own models, and warns of the old name."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities over the whole vocabulary. At temperature 0 the likeliest token has all of the mass.
-
-    Shapes: logits [rows, vocabulary] float32 -> the same.
-    """
-    if temperature == 0:
-        best = torch.full_like(logits, -torch.inf)
-        return best.scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
-def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The nucleus of a distribution, not renormalised: the smallest set of likeliest tokens with at least `top_p` of
-    the mass (Holtzman et al. 2020, arXiv:1904.09751).
-
-    Shapes: probabilities [rows, vocabulary] -> the same.
-    """
-    if top_p == 1:
-        return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True)
-    beyond = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before this token is enough already
-    return probabilities.masked_fill(beyond.gather(1, order.argsort(dim=-1)), 0.0)
-
-
-def _left_padded(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ids and mask, both [prompts, longest] int64; padding is token 0 and masked."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = np.zeros((len(prompts), longest), np.int64)
-    mask = np.zeros((len(prompts), longest), np.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+        return cls(Decoder(seed=seed, device=settings.device))

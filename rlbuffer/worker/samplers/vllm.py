@@ -7,7 +7,7 @@ token with the version that sampled it.
 A version that is a LoRA adapter makes the engine start with its base model and LoRA; each later one takes the place of
 the one before, so that requests in flight go on with it as they do with whole weights.
 
-Imports vllm: reached only through :func:`rlbuffer.worker.samplers.make_sampler`.
+Imports vllm only where an engine is at work.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ import asyncio
 import uuid
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from pydantic import ConfigDict, model_validator
 
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.table import Table
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_base
-from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, logprobs_mode
-from rlbuffer.worker.samplers.options import check_options
+from rlbuffer.worker.samplers.base import (
+    ADAPTER_NAME,
+    LEAST_TEMPERATURE,
+    Completion,
+    SamplerTraits,
+    Sampling,
+    logprobs_mode,
+)
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
+"""Engine arguments that the sampler sets itself."""
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """Name of the extension: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
@@ -50,23 +56,39 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `max_lora_rank` may have (vLLM 0.32)."""
 
 
+class VllmOptions(Table):
+    """``sampler_options`` of a worker with an engine: engine arguments of vLLM by name (``max_model_len``, ``dtype``,
+    ``gpu_memory_utilization``, ...)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        if taken := sorted(set(given) & set(OWN)):
+            raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
+        return given
+
+
 class VllmSampler:
     """See the module's docstring.
 
     Args:
         seed: of sampling.
         top_p: of what is trained; it decides which logprobs the engine gives.
-        options: engine arguments of vLLM by name (``max_model_len``, ``dtype``, ``gpu_memory_utilization``, ...).
-
-    Raises:
-        ConfigError: an option is one that the sampler sets itself.
+        options: engine arguments of vLLM by name.
     """
 
-    wants_batches = False
-    is_ours = False
+    traits = SamplerTraits(
+        extra="vllm", needs=("vllm",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
+    )
+    Options = VllmOptions
+
+    @classmethod
+    def make(cls, settings: WorkerSettings, options: VllmOptions, *, seed: int) -> Self:
+        return cls(seed=seed, top_p=settings.top_p, options=options.model_extra or {})
 
     def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any]) -> None:
-        check_options("vllm", options)
         self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
         self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
@@ -94,6 +116,8 @@ class VllmSampler:
         return 0 if self._engine is None else int(self._engine.model_config.max_model_len)
 
     async def load(self, policy: PolicyVersion) -> None:
+        from rlbuffer.weights.files import open_weights
+
         directory = await asyncio.to_thread(open_weights, policy)
         async with self._loading:
             if self._engine is None:
@@ -102,6 +126,10 @@ class VllmSampler:
                 await self._replace(self._engine, directory, policy)
 
     async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         engine = await self._alive()
         room = engine.model_config.max_model_len - len(prompt)
         if room < 1:
@@ -147,6 +175,8 @@ class VllmSampler:
         A start that fails is the answer to all who waited for it: each would try another one, one after the other, and
         nobody would hear of it meanwhile.
         """
+        from rlbuffer.weights.files import open_weights
+
         if self._engine is not None and not self._loading.locked():
             return self._engine
         starts = self._starts
@@ -163,6 +193,14 @@ class VllmSampler:
         return engine
 
     async def _start(self, directory: Path, policy: PolicyVersion) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rlbuffer.weights.adapters import model_directory, rank_and_scale
+        from rlbuffer.weights.files import read_config
+        from rlbuffer.weights.shapes import names_and_shapes
+
         shapes = await asyncio.to_thread(names_and_shapes, directory)
         model = await asyncio.to_thread(model_directory, directory)
         adapter, base, options = None, "", self._options
@@ -239,6 +277,8 @@ async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
         EngineDeadError: it died meanwhile.
         TimeoutError: no answer within :data:`CONTROL_SECONDS` beyond what a load may take.
     """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     task = asyncio.create_task(calls)
     looks = round((LOAD_SECONDS + CONTROL_SECONDS) / ENGINE_LOOK_SECONDS)
     try:
@@ -254,6 +294,9 @@ async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
 
 def _check(directory: Path, shapes: dict[str, list[int]], base: str) -> None:
     """Raises WeightsError unless the file has the names and shapes of what runs, for the same base model."""
+    from rlbuffer.weights.adapters import require_base
+    from rlbuffer.weights.shapes import differing, names_and_shapes
+
     wrong = differing(names_and_shapes(directory), shapes)
     if wrong:
         raise WeightsError(f"the weights do not fit the model: {wrong} differ")

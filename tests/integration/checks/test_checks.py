@@ -18,15 +18,8 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.store.server.binary import SERVER_BIN
 
 WARNING, FAILURE = Level.WARNING, Level.FAILURE
-VLLM = 'sampler = "vllm"\nsampler_options = {}\n'
 
 SETTINGS = [
-    (
-        "engine-sampling",
-        FAILURE,
-        [("worker.a", f"{VLLM}top_p = 0.9\ntemperature = 0.5"), ("trainer", "temperature = 0.5")],
-    ),
-    ("engine-sampling", FAILURE, [("worker.a", f"{VLLM}temperature = 0.005"), ("trainer", "temperature = 0.005")]),
     ("temperatures", WARNING, [("worker.a", "temperature = 0.5")]),
     ("group-size", FAILURE, [("batcher", "min_group_size = 99")]),
     ("group-size", FAILURE, [("batcher.envs.vcopy", "min_group_size = 99")]),
@@ -54,7 +47,6 @@ SETTINGS = [
         FAILURE,
         [("", "deterministic = true"), ("worker.a", "groups_per_batch = 3"), ("batcher", "step_groups = 4")],
     ),
-    ("deterministic", FAILURE, [("", "deterministic = true"), ("worker.a", VLLM)]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
@@ -83,7 +75,7 @@ HOST = [
     ("model", [("model.config", 'model_type = ""')]),
     *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
     ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
-    ("packages", [("worker.b", 'env = "vcopy"\npython = ""\nsampler = "vllm"')]),
+    ("packages", [("worker.b", 'env = "verifiers"')]),
     ("workers", [("-worker.a", "")]),
     ("scorer-models", [("score.s", 'model = "nowhere"')]),
 ]

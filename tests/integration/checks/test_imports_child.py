@@ -33,7 +33,8 @@ WORKERS = {
     f'jsonl"\nenv_options = {{ path = "ids.jsonl", {IDS} }}\n#': ("env_options.path", "ids.jsonl:2"),
     f'jsonl"\nenv_options = {{ path = "blank", {IDS} }}\n#': ("env_options.path", ""),
     f'jsonl"\nenv_options = {{ path = "long.jsonl", {IDS} }}\n#': ("env", "warning"),
-    'vcopy"\nsampler_options = { seed = 5 }\n#': ("sampler_options", ""),
+    'vcopy"\nsampler_options = { seed = 5 }\n#': ("sampler_options.seed", ""),
+    'vcopy"\nsampler = "sglang"\n#': ("sampler", ""),
     'vcopy"\nsampler = "openai"\n#': ("sampler_options.servers", ""),
 }
 """The env of a worker, and lines behind it -> (the setting below the worker that is wrong, what the text has)"""
@@ -69,6 +70,16 @@ def test_a_model_that_is_too_small_and_a_row_that_is_too_short_for_a_built_in_en
     loaded = loading.load(written(*changes), environ={})
     found = list(functions(Context(loaded=loaded, parts=frozenset({"worker"}))))
     assert [finding.settings for finding in found] == [("worker.a.env",), ("worker.a.env",)]
+
+
+def test_a_sampler_is_asked_for_all_that_its_worker_needs_of_it() -> None:
+    asked = 'env = "vcopy"\nsampler = "openai"\nsampler_options = { servers = "http://h:1" }'
+    cold = "top_p = 0.9\ntemperature = 0.005"
+    loaded = loading.load(written(("", "deterministic = true"), ("worker.a", f"{asked}\n{cold}")), environ={})
+    found = functions(Context(loaded=loaded, parts=frozenset({"worker"})))
+    assert {name for finding in found for name in finding.settings} == {
+        f"worker.a.{name}" for name in ("sampler", "top_p", "temperature")
+    }
 
 
 def test_a_module_that_ends_its_process_or_writes_on_stdout_is_named(capfd: pytest.CaptureFixture[str]) -> None:

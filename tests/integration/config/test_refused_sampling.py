@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from rlbuffer.checks.loading import load
 from rlbuffer.config.sampling import REFUSED_SAMPLING
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.samplers.options import check_options
+from rlbuffer.worker.samplers import wrong_sampler
 
 ALLOWED = ("temperature", "top_p", "max_new_tokens")
 OF_A_MODEL = sorted(set(GenerationConfig().to_dict()) - set(ALLOWED))
@@ -43,6 +43,6 @@ def test_a_worker_has_no_other_setting_of_sampling(tmp_path: Path) -> None:
 def test_a_samplers_options_are_no_way_round(sampler: str) -> None:
     for name in (*ALLOWED, *REFUSED_SAMPLING):
         with pytest.raises(ConfigError) as refused:
-            check_options(sampler, {name: 1})
+            list(wrong_sampler(sampler, {name: 1}, temperature=1.0, top_p=1.0))
         own = f"sampler_options.{name} is a setting of the worker itself: worker.NAME.{name}"
         assert str(refused.value) == (own if name in ALLOWED else f"sampler_options.{name}: {REFUSED_SAMPLING[name]}")

@@ -14,17 +14,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_versions import adapters, changed, drawn_factors, published_base, write_adapter
-from samplers_conformance import (
-    CHECKS,
-    PLAIN,
-    PROMPTS,
-    TOLERANCE,
-    Check,
-    Stage,
-    check_name,
-    expected_logprobs,
-    policies,
-)
+from sampler_ratios import check_name
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, WeightsError
@@ -33,6 +23,16 @@ from rlbuffer.weights.files import open_weights
 from rlbuffer.weights.layout import base_of
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import make_sampler
+from rlbuffer.worker.samplers.conformance import (
+    CHECKS,
+    PLAIN,
+    PROMPTS,
+    TOLERANCE,
+    Check,
+    Stage,
+    expected_logprobs,
+    policies,
+)
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
 from rlbuffer.worker.selfcheck import check_sampler, logprobs_of

@@ -27,7 +27,7 @@ from rlbuffer.store.member import Member
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 from rlbuffer_cli.render.run import run_lines
 
 OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
@@ -36,8 +36,7 @@ OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, ev
 class Greedy:
     """Answers every prompt with its own first token and the end; its version is up to the test."""
 
-    wants_batches = False
-    is_ours = True
+    traits = SamplerTraits(is_exact=True)
     vocab_size = 13
     context = 0
 

@@ -19,7 +19,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.samplers import Completion, Sampling, make_sampler
-from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.samplers.decoding import Decoder
 
 EOS = 12
 
@@ -44,14 +44,14 @@ def published(
     return model, publish(directory, version, state=model.state_dict(), config=config_of(model), keep=4)
 
 
-def sampler_of(policy: PolicyVersion, seed: int = 0) -> TransformersSampler:
-    sampler = TransformersSampler(seed=seed)
+def sampler_of(policy: PolicyVersion, seed: int = 0) -> Decoder:
+    sampler = Decoder(seed=seed)
     sampler.load(policy)
     return sampler
 
 
 def sample(
-    sampler: TransformersSampler,
+    sampler: Decoder,
     prompts: list[np.ndarray] = UNEQUAL,
     *,
     n: int = 8,
@@ -263,7 +263,7 @@ def test_weights_that_are_not_right_are_refused_and_the_old_version_serves_on(
 
 def test_a_first_load_that_fails_leaves_a_sampler_without_weights(tmp_path: Path) -> None:
     policy = truncated(published(tmp_path)[1], tmp_path)
-    sampler = TransformersSampler(seed=0)
+    sampler = Decoder(seed=0)
     with pytest.raises(WeightsError):
         sampler.load(policy)
     assert (sampler.version, sampler.vocab_size) == (-1, 0)
@@ -297,7 +297,7 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
 def test_options_that_a_sampler_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         make_sampler(WorkerSettings(env="vcopy", sampler_options={"port": 1}))
-    assert str(error.value) == "sampler_options: port: the transformers sampler has no options"
+    assert error.value.setting == "sampler_options.port"
 
 
 def test_the_nucleus_is_what_is_drawn_from_and_the_whole_vocabulary_what_is_reported(tmp_path: Path) -> None:

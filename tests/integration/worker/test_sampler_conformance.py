@@ -11,20 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samplers_conformance import (
-    CHECKS,
-    PLAIN,
-    RATIO_TOLERANCE,
-    SETTINGS,
-    Check,
-    Stage,
-    check_name,
-    policies,
-    ratios_to_the_trainer,
-)
+from sampler_ratios import RATIO_TOLERANCE, SETTINGS, check_name, ratios_to_the_trainer
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
+from rlbuffer.worker.samplers.conformance import CHECKS, PLAIN, Check, Stage, policies
 
 
 @pytest.fixture(autouse=True, scope="module")

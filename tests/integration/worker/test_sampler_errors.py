@@ -27,9 +27,9 @@ from rlbuffer.weights.model import TINY_QWEN3, build_model
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import Sampling, make_sampler
 from rlbuffer.worker.samplers.base import Completion
+from rlbuffer.worker.samplers.decoding import Decoder
 from rlbuffer.worker.samplers.endpoint import GENERATE, Endpoint
-from rlbuffer.worker.samplers.openai import OpenAISampler
-from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.samplers.openai import OpenAIOptions, OpenAISampler
 from rlbuffer.worker.selfcheck import check
 
 URL = "http://vllm:8000"
@@ -88,7 +88,7 @@ def test_a_server_that_answers_wrongly_is_named_with_what_it_said(answer: Answer
 )
 def test_options_that_name_no_server_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        OpenAISampler(options)
+        make_sampler(WorkerSettings(env="vcopy", sampler="openai", sampler_options=options))
 
 
 class Server:
@@ -154,7 +154,7 @@ def published(directory: Path, version: int, size: int = 2) -> PolicyVersion:
 
 def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
-        sampler = OpenAISampler({"servers": url})
+        sampler = OpenAISampler(OpenAIOptions(servers=(url,)))
         try:
             await sampler.load(published(tmp_path, 0))
             await sampler.sample(PROMPT, n=1, sampling=ONE)
@@ -171,7 +171,7 @@ def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
 
 def test_a_connection_that_is_closed_as_it_is_used_again_takes_no_server_down(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
-        sampler = OpenAISampler({"servers": url})
+        sampler = OpenAISampler(OpenAIOptions(servers=(url,)))
         try:
             await sampler.load(published(tmp_path, 0))
             for _ in range(3):
@@ -186,7 +186,7 @@ def test_a_connection_that_is_closed_as_it_is_used_again_takes_no_server_down(tm
 
 def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
-        sampler = OpenAISampler({"servers": url})
+        sampler = OpenAISampler(OpenAIOptions(servers=(url,)))
         try:
             await sampler.load(published(tmp_path, 0))
         finally:
@@ -202,7 +202,7 @@ def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
 
 def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
-        sampler = OpenAISampler({"servers": url, "updates_weights": False})
+        sampler = OpenAISampler(OpenAIOptions(servers=(url,), updates_weights=False))
         try:
             await sampler.load(published(tmp_path, 0))
         finally:
@@ -218,7 +218,7 @@ def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_refused_before_a_server_is_asked(tmp_path: Path) -> None:
     async def ask(server: Server) -> None:
-        sampler = OpenAISampler({"servers": server.url})
+        sampler = OpenAISampler(OpenAIOptions(servers=(server.url,)))
         try:
             await sampler.load(published(tmp_path, 0))
             server.asked.clear()
@@ -241,13 +241,13 @@ def test_weights_that_are_no_weights_are_named(tmp_path: Path) -> None:
 
 # -- our own -----------------------------------------------------------------------------------------------------------
 def test_a_sampler_without_its_libraries_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rlbuffer.worker.samplers.transformers", None)
+    monkeypatch.setitem(sys.modules, "rlbuffer.worker.samplers.decoding", None)
     with pytest.raises(ConfigError):
         make_sampler(WorkerSettings(env="vcopy"))
 
 
 def test_a_sampler_says_what_it_cannot_sample(tmp_path: Path) -> None:
-    sampler = TransformersSampler(seed=0)
+    sampler = Decoder(seed=0)
 
     def said(prompt: Any = PROMPT, *, n: int = 1, **drawn: Any) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -267,7 +267,7 @@ def test_a_sampler_says_what_it_cannot_sample(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants to miss")
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError):
-        TransformersSampler(seed=0, device="cuda")
+        Decoder(seed=0, device="cuda")
 
 
 def test_logprobs_that_are_not_the_weights_are_told_with_both_numbers(tmp_path: Path) -> None:

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samplers_conformance import PLAIN, PROMPTS, policies
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.batched import Batched
-from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.samplers.conformance import PLAIN, PROMPTS, policies
+from rlbuffer.worker.samplers.decoding import Decoder
 from rlbuffer.worker.selfcheck import check_sampler
 
 
 class Lying(Batched):
     """Says other logprobs than those that it drew with."""
 
-    def __init__(self, sampler: TransformersSampler, lie: str) -> None:
+    def __init__(self, sampler: Decoder, lie: str) -> None:
         super().__init__(sampler)
         self.lie = lie
 
@@ -38,7 +38,7 @@ class Lying(Batched):
 
 def difference(lie: str, serves: PolicyVersion, says: PolicyVersion, sampling: Sampling) -> float:
     async def run() -> float:
-        sampler = Lying(TransformersSampler(seed=0), lie)
+        sampler = Lying(Decoder(seed=0), lie)
         await sampler.load(serves)
         try:
             return await check_sampler(sampler, says, PROMPTS[0], sampling)

@@ -30,6 +30,7 @@ from rlbuffer.worker import faults, flights, loop
 from rlbuffer.worker.envs import Score, make_env
 from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
+from rlbuffer.worker.samplers import SamplerTraits
 from rlbuffer.worker.samplers.batched import Batched
 
 
@@ -232,7 +233,7 @@ def test_an_idle_worker_that_is_given_a_ticket_beats_for_itself_again(stage: Sta
 def test_a_worker_with_groups_in_flight_beats_for_itself_however_long_it_waits_for_more(
     stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Batched, "wants_batches", False)
+    monkeypatch.setattr(Batched, "traits", SamplerTraits(is_exact=True))
     stage.sampler.gate.clear()
     stage.allow(1)
     stage.start()
