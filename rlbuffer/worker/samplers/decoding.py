@@ -35,8 +35,6 @@ class Decoder:
     """See the module's docstring. Always samples in float32, whatever the trainer's dtype."""
 
     def __init__(self, *, seed: int, device: str = "cpu") -> None:
-        if device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"device {device!r} is not one of auto, cpu, cuda", setting="device")
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = cuda, but torch sees no CUDA device here", setting="device")
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

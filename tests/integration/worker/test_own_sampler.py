@@ -67,6 +67,7 @@ def test_a_sampler_that_does_not_say_the_truth_is_told_what_is_wrong(
         ({"sampler": "no_such_module:Sampler"}, "sampler"),
         ({"sampler": "own_sampler:NoSuchClass"}, "sampler"),
         ({"sampler": "own_sampler:SamplerTraits"}, "sampler"),
+        ({"sampler_options": {"port": 1}}, "sampler_options.port"),
         ({"sampler": OWN, "sampler_options": {"thread": 1}}, "sampler_options.thread"),
         ({"sampler": OWN, "sampler_options": {"threads": "many"}}, "sampler_options.threads"),
         ({"sampler": OWN, "sampler_options": {"top_k": 3}}, "sampler_options"),

@@ -69,10 +69,5 @@ def test_another_model_than_the_published_one_is_refused(tmp_path: Path) -> None
 
 def test_a_token_that_the_model_does_not_have_is_the_samplers_fault(tmp_path: Path) -> None:
     _, published = policies(tmp_path)
-    with pytest.raises(WrongLogprobs) as refused:
+    with pytest.raises(WrongLogprobs, match="does it serve this model"):
         difference("token", published[0], published[0], PLAIN)
-    said = "index out of range in self"
-    assert str(refused.value) == (
-        f"the sampler's tokens cannot be compared with the published weights (IndexError: {said}): does it serve this "
-        'model? (worker.*.self_check = "never" leaves this check out)'
-    )
