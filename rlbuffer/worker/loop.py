@@ -289,7 +289,7 @@ class _Worker:
         choice, sampler = self._job.settings.self_check, self._job.sampler
         if choice == "never" or (choice == "auto" and sampler.traits.is_exact):
             return
-        from rlbuffer.worker.selfcheck import check_sampler  # imports torch
+        from rlbuffer.worker.samplers.selfcheck import check_sampler  # imports torch
 
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)

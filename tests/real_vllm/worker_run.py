@@ -25,7 +25,8 @@ from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.vcopy import VCopy
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Sampling
-from rlbuffer.worker.samplers.conformance import CONTEXT, TOLERANCE, expected_logprobs
+from rlbuffer.worker.samplers.conformance import CONTEXT, TOLERANCE
+from rlbuffer.worker.samplers.selfcheck import logprobs_of
 
 SHORTEST, APART, LENGTHS = 120, 24, 6
 """New tokens of a completion: 120, 144, ... 240. Groups of one length end together, all in one step of the engine, and
@@ -142,7 +143,7 @@ class WorkerRun:
                 prompt, tokens = rollout.tokens[:first], rollout.tokens[first:]
                 crossed.update(pairwise(span.policy_version for span in rollout.version_spans))
                 for version, start, end in rollout.version_spans:
-                    expected = expected_logprobs(models[version], prompt, tokens, sampling)[start - first : end - first]
+                    expected = logprobs_of(models[version], prompt, tokens, sampling)[start - first : end - first]
                     worst = max(worst, float(np.abs(rollout.logprobs[start:end] - expected).max()))
                     versions[version] += end - start
         print(f"tokens by version {dict(versions)}, rollouts across {dict(crossed)}, largest difference {worst:.1e}")

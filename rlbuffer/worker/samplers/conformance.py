@@ -24,6 +24,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+from rlbuffer.worker.samplers.selfcheck import logprobs_of
 
 CONTEXT = 256
 CONFIG = {**TINY_QWEN3, "head_dim": 32, "max_position_embeddings": CONTEXT}
@@ -76,22 +77,13 @@ def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], li
     return models, published
 
 
-def expected_logprobs(model: PreTrainedModel, prompt: Ids, tokens: Ids, sampling: Sampling) -> NDArray[np.float32]:
-    """Logprobs of the sampled tokens by one forward pass, over the whole vocabulary at the temperature."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / sampling.temperature
-    out: NDArray[np.float32] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return out
-
-
 def must_be_true(stage: Stage, prompt: Ids, completion: Completion, sampling: Sampling) -> None:
     """Each token's logprob is that of the version that its span names."""
     position, spans = 0, completion.version_spans
     for version, start, end in spans:
         assert start == position < end, f"version spans are ascending and leave nothing out: {spans}"
         position = end
-        expected = expected_logprobs(stage.models[version], prompt, completion.tokens, sampling)[start:end]
+        expected = logprobs_of(stage.models[version], prompt, completion.tokens, sampling)[start:end]
         worst = float(np.abs(completion.logprobs[start:end] - expected).max())
         assert worst < TOLERANCE, f"logprobs are those of the published weights, to {TOLERANCE:g}: {worst:g} off"
     assert position == len(completion.tokens), f"version spans cover all tokens: {spans}"

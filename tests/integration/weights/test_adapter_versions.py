@@ -30,12 +30,11 @@ from rlbuffer.worker.samplers.conformance import (
     TOLERANCE,
     Check,
     Stage,
-    expected_logprobs,
     policies,
 )
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
+from rlbuffer.worker.samplers.selfcheck import check_sampler, logprobs_of, model_of
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
-from rlbuffer.worker.selfcheck import check_sampler, logprobs_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,8 +64,8 @@ def test_the_self_check_merges_an_adapter_too(tmp_path: Path) -> None:
     models, published = adapters(tmp_path, 2)
     tokens = np.array([3, 4, 12], np.int32)
     for model, version in zip(models, published, strict=True):
-        told = logprobs_of(Path(version.location), PROMPTS[0], tokens, PLAIN)
-        assert np.abs(told - expected_logprobs(model, PROMPTS[0], tokens, PLAIN)).max() < TOLERANCE
+        told = logprobs_of(model_of(Path(version.location)), PROMPTS[0], tokens, PLAIN)
+        assert np.abs(told - logprobs_of(model, PROMPTS[0], tokens, PLAIN)).max() < TOLERANCE
 
     async def run() -> float:
         sampler = make_sampler(WorkerSettings(env="vcopy"))

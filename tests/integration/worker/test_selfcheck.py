@@ -15,7 +15,7 @@ from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.batched import Batched
 from rlbuffer.worker.samplers.conformance import PLAIN, PROMPTS, policies
 from rlbuffer.worker.samplers.decoding import Decoder
-from rlbuffer.worker.selfcheck import check_sampler
+from rlbuffer.worker.samplers.selfcheck import check_sampler
 
 
 class Lying(Batched):

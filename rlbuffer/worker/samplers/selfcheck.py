@@ -9,6 +9,7 @@ Imports torch and transformers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.model import load_into
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling, logprobs_mode
+from rlbuffer.worker.samplers.decoding import distribution_of
 
 SELFCHECK_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest difference of one logprob, by the sampler's dtype. Measured with vLLM on the CPU: 5e-6 in float32, 0.1 in
@@ -33,21 +35,24 @@ PROMPT_TOKENS = 64
 """Tokens of a prompt that are used, its last ones: the pass runs in this process, on the CPU, in float32."""
 
 
-def logprobs_of(
-    directory: Path, prompt: NDArray[np.int32], tokens: NDArray[np.int32], sampling: Sampling
-) -> NDArray[np.float32]:
-    """Logprobs [C] of `tokens` after `prompt` by one forward pass of a published version, on the CPU in float32.
-
-    Over the whole vocabulary at the temperature of `sampling`. Shapes: prompt [P], tokens [C].
-    """
-    from rlbuffer.worker.samplers.decoding import distribution_of
-
+def model_of(directory: Path) -> PreTrainedModel:
+    """The model of a published version, on the CPU in float32."""
     base = model_directory(directory)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     if base != directory:
         load_into(model, state_of(directory))
+    return model
+
+
+def logprobs_of(
+    model: PreTrainedModel, prompt: NDArray[np.int32], tokens: NDArray[np.int32], sampling: Sampling
+) -> NDArray[np.float32]:
+    """Logprobs [C] of `tokens` after `prompt` by one forward pass: over the whole vocabulary, at the temperature.
+
+    Shapes: prompt [P], tokens [C].
+    """
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -65,43 +70,37 @@ async def check_sampler(
     tolerance is that of the dtype in the published config: engines use it unless they are set otherwise.
 
     Raises:
-        WrongLogprobs: as :func:`check`.
+        WrongLogprobs: it is beyond the tolerance; the message names what usually causes it.
     """
     sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
     prompt = prompt[-PROMPT_TOKENS:]
     completions = await sampler.sample(prompt, n=2, sampling=sampling)
-    directory = await asyncio.to_thread(open_weights, policy)
-    config = read_config(await asyncio.to_thread(model_directory, directory))
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    differences = [await asyncio.to_thread(check, directory, prompt, c, sampling, dtype=dtype) for c in completions]
-    return max(differences)
+    return await asyncio.to_thread(_compared, policy, prompt, completions, sampling)
 
 
-def check(
-    directory: Path, prompt: NDArray[np.int32], completion: Completion, sampling: Sampling, *, dtype: str = "float32"
+def _compared(
+    policy: PolicyVersion, prompt: NDArray[np.int32], completions: Sequence[Completion], sampling: Sampling
 ) -> float:
-    """Compares a completion with the weights that it should come from. -> the largest difference of a logprob.
-
-    Raises:
-        WrongLogprobs: it is beyond the tolerance of `dtype`; the message names what usually causes it.
-    """
+    directory = open_weights(policy)
+    config = read_config(model_directory(directory))
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    limit = SELFCHECK_TOLERANCES.get(dtype, SELFCHECK_TOLERANCES["bfloat16"])
     try:
-        expected = logprobs_of(directory, prompt, completion.tokens, sampling)
+        model = model_of(directory)
+        expected = np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
     except (RuntimeError, IndexError) as error:  # a token that the model does not have, a model that cannot be mapped
         raise WrongLogprobs(
             f"the sampler's tokens cannot be compared with the published weights ({type(error).__name__}: {error}): "
             'does it serve this model? (worker.*.self_check = "never" leaves this check out)'
         ) from error
-    worst = float(np.abs(expected - completion.logprobs).max())
-    limit = SELFCHECK_TOLERANCES.get(dtype, SELFCHECK_TOLERANCES["bfloat16"])
+    told = np.concatenate([c.logprobs for c in completions])
+    at = int(np.abs(expected - told).argmax())
+    worst = float(np.abs(expected - told)[at])
     if not worst <= limit:
-        at = int(np.abs(expected - completion.logprobs).argmax())
         raise WrongLogprobs(
-            f"the sampler's logprobs are not those of the published weights: token {at} of a completion has "
-            f"{completion.logprobs[at]:.4f}, a forward pass gives {expected[at]:.4f} "
-            f"(tolerance {limit:g} for {dtype}). "
-            f"Is the server started with --logprobs-mode {logprobs_mode(sampling.top_p)}, and does it serve this "
-            "model? "
+            f"the sampler's logprobs are not those of the published weights: a token has {told[at]:.4f}, a forward "
+            f"pass gives {expected[at]:.4f} (tolerance {limit:g} for {dtype}). Is the server started with "
+            f"--logprobs-mode {logprobs_mode(sampling.top_p)}, and does it serve this model? "
             '(worker.*.self_check = "never" leaves this check out)'
         )
     return worst
