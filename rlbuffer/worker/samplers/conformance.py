@@ -67,7 +67,7 @@ class Stage:
 
 def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
     """Models that differ in every weight, published."""
-    models = [build_model(ModelSettings(config=dict(CONFIG)), seed=seed).eval() for seed in range(count)]
+    models = [build_model(ModelSettings(config=dict(CONFIG)), seed=seed).train(False) for seed in range(count)]
     published = [
         publish(directory, version, state=model.state_dict(), config=config_of(model), keep=count)
         for version, model in enumerate(models)
@@ -80,7 +80,8 @@ def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], li
 def must_be_true(stage: Stage, prompt: Ids, completion: Completion, sampling: Sampling) -> None:
     """Each token's logprob is that of the version that its span names."""
     tokens, logprobs = completion.tokens, completion.logprobs
-    assert (tokens.dtype, logprobs.dtype) == (np.int32, np.float32), "tokens are int32, logprobs float32"
+    assert tokens.dtype == np.int32, "tokens are int32"
+    assert logprobs.dtype == np.float32, "logprobs are float32"
     assert tokens.shape == logprobs.shape, "a token has a logprob"
     position, spans = 0, completion.version_spans
     for version, start, end in spans:

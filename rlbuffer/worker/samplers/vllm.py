@@ -64,7 +64,7 @@ class VllmOptions(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _check(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _leaves_our_own(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         if taken := sorted(set(given) & set(OWN)):
             raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
         return given
