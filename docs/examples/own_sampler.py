@@ -66,7 +66,9 @@ class OwnSampler:
         from rlbuffer.weights.files import open_weights
 
         directory = open_weights(policy)  # checks size and digest
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="float32", trust_remote_code=False, use_safetensors=True
+        ).eval()
         if self._model is not None and _shapes(model) != _shapes(self._model):
             raise WeightsError(f"the weights at {directory} are of another model")
         return model
