@@ -39,15 +39,15 @@ def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = P
     return None if any((devices / name).exists() for name in others) or shutil.which("nvidia-smi") else 0
 
 
-def is_apart(options: WorkerSettings) -> bool:
-    """The worker needs an interpreter of its own: one that has imported torch may have asked for GPUs, and has made its
-    thread pools.
+def is_apart(options: WorkerSettings | ScoreSettings) -> bool:
+    """The process needs an interpreter of its own: one that has imported torch may have asked for GPUs, and has made
+    its thread pools.
     """
-    return bool(options.python or options.gpus)
+    return bool(options.gpus or getattr(options, "python", ""))
 
 
-def python_of(name: str, options: WorkerSettings, own: str) -> str:
-    """The program that runs ``[worker.NAME]``; `own` when it names none.
+def python_of(name: str, options: WorkerSettings | ScoreSettings, own: str) -> str:
+    """The program that runs ``[worker.NAME]``; `own` when it names none, as a scorer does.
 
     Raises:
         ConfigError: there is no such program.
@@ -59,7 +59,7 @@ def python_of(name: str, options: WorkerSettings, own: str) -> str:
         Traceback (most recent call last):
         rlbuffer.errors.ConfigError: worker.math.python = 'no-such-python' is not a program on this host
     """
-    if not options.python:
+    if not isinstance(options, WorkerSettings) or not options.python:
         return own
     program = shutil.which(Path(options.python).expanduser())
     if program is None:
@@ -69,8 +69,8 @@ def python_of(name: str, options: WorkerSettings, own: str) -> str:
     return os.path.abspath(program)  # noqa: PTH100 - a link is not followed: a virtual environment's Python is one
 
 
-def environment_of(options: WorkerSettings, replica: int, python: str) -> dict[str, str]:
-    """The whole environment of a worker with an interpreter of its own. Programs beside `python` come first on PATH:
+def environment_of(options: WorkerSettings | ScoreSettings, replica: int, python: str) -> dict[str, str]:
+    """The whole environment of a process with an interpreter of its own. Programs beside `python` come first on PATH:
     engines that compile at run time look for their tools there.
     """
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])

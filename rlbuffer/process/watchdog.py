@@ -8,12 +8,9 @@ regular expression may for hours, and it does not any more once the process was 
 from __future__ import annotations
 
 import faulthandler
-import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-from rlbuffer.process.threads import Place
 
 GRACE_SECONDS = 15.0
 """Time that a process has to end once it was asked to."""
@@ -21,9 +18,6 @@ HELD_SECONDS = 60.0
 """Time that the interpreter may be held. Reading a large file of weights from a slow disk holds it for tens of seconds;
 nobody hears of the process meanwhile, and what it had taken has lapsed."""
 WIND_SECONDS = 1.0
-
-_HEAD = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 @contextmanager
@@ -48,18 +42,3 @@ def ended_when_stuck(stop: threading.Event, *, held_seconds: float | None = None
         is_over.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
-
-
-def threads_at_the_end(output: Iterable[str]) -> list[list[Place]]:
-    """The places of each thread, the innermost one last, that a process printed which was ended so; none of another."""
-    threads: list[list[Place]] | None = None
-    for line in output:
-        if _HEAD.fullmatch(line.rstrip()):
-            threads = []
-        elif threads is not None and line.startswith("Thread 0x"):
-            threads.append([])
-        elif line.strip() and not line.startswith(" "):
-            threads = None
-        elif threads and (frame := _FRAME.match(line)):
-            threads[-1].insert(0, (frame["file"], int(frame["line"]), frame["name"].rstrip()))
-    return threads or []

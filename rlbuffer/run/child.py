@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -21,11 +21,8 @@ class Child:
     started: float = 0.0
     failures: int = 0
     restart_at: float = 0.0
-    restarts: int = field(default=0)
     is_finished: bool = False
     """It has done all that it had to do."""
-    env: str = ""
-    """Of a worker."""
     is_forked: bool = True
     """It comes from the forkserver, which gives none before it has loaded torch."""
 

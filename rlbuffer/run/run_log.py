@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import IO
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
-TAIL_LINES = 2000
-"""Last lines of a process that are kept: the places of all of its threads."""
 
 
 class RunLog:
@@ -42,8 +39,6 @@ class RunLog:
         self._lock = threading.Lock()
         self._is_broken = False
         self._readers: list[threading.Thread] = []
-        self._newest: dict[str, tuple[threading.Thread, deque[str]]] = {}
-        """Process -> reader and last lines of the newest one of the name."""
 
     def open(self) -> None:
         """Appends to the file from now on."""
@@ -67,27 +62,15 @@ class RunLog:
     def follow(self, name: str, stream: IO[str]) -> None:
         """Takes in the lines of a process's output as they come, in a thread, and closes it at its end."""
 
-        tail = deque[str](maxlen=TAIL_LINES)
-
         def copy() -> None:
             with stream:
                 for line in stream:
-                    tail.append(line)
                     if line.strip():
                         self.say(name, line.rstrip())
 
         thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
         thread.start()
         self._readers.append(thread)
-        self._newest[name] = thread, tail
-
-    def tail(self, name: str) -> list[str]:
-        """The last lines of a process that has ended, the newest one of the name."""
-        if name not in self._newest:
-            return []
-        reader, tail = self._newest[name]
-        reader.join(timeout=1.0)
-        return list(tail)
 
     def close(self) -> None:
         """Waits a second for each output to end, and closes the file."""

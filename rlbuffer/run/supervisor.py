@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -27,14 +28,13 @@ from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.step_plan import load_estimators
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.models import model_modules
-from rlbuffer.config.placement import environment_of, gpus_of, is_apart, python_of, visible
-from rlbuffer.config.settings import RunSettings, to_json
+from rlbuffer.config.placement import environment_of, is_apart, python_of
+from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
 from rlbuffer.process.identity import may_live, visible_from
-from rlbuffer.process.watchdog import threads_at_the_end
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.run import members
 from rlbuffer.run.child import Child, send, signal_name
@@ -44,7 +44,6 @@ from rlbuffer.run.silence import SILENT_SECONDS, Silence
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.operator import OperatorStore
-from rlbuffer.worker.failures import own_places
 
 CHILD_POLL_SECONDS = 0.1
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
@@ -154,54 +153,31 @@ class Supervisor:
 
     def _children(self) -> list[Child]:
         children = [Child(name="serve", start=self._start_serve, is_forked=False)]
-        for key, options in self.settings.worker.items():
+        sections: list[tuple[str, str, WorkerSettings | ScoreSettings]] = []
+        sections += [("worker", key, options) for key, options in self.settings.worker.items()]
+        sections += [("score", key, options) for key, options in self.settings.score.items()]
+        for kind, key, options in sections:
             for replica in range(options.replicas):
                 title = key if options.replicas == 1 else f"{key}-{replica}"
-                name = f"worker {title}"
-                children.append(
-                    Child(
-                        name=name,
-                        start=lambda key=key, replica=replica, title=title: self._start_worker(  # type: ignore[misc]
-                            key, replica, title
-                        ),
-                        env=options.env,
-                        is_forked=not is_apart(options),
-                    )
-                )
-        for key, scoring in self.settings.score.items():
-            for replica in range(scoring.replicas):
-                title = key if scoring.replicas == 1 else f"{key}-{replica}"
-                children.append(
-                    Child(
-                        name=f"score {title}",
-                        start=lambda key=key, replica=replica, title=title: self._start_scorer(  # type: ignore[misc]
-                            key, replica, title
-                        ),
-                        is_forked=not scoring.gpus,
-                    )
-                )
-        children.append(Child(name="train", start=lambda: self._fork("train", members.trainer_main, (self._json,))))
-        return children
+                start = partial(self._start_member, kind, key, replica, title, options)
+                children.append(Child(name=f"{kind} {title}", start=start, is_forked=not is_apart(options)))
+        train = partial(self._fork, "train", members.trainer_main, (self._json,))
+        return [*children, Child(name="train", start=train)]
 
     def _start_serve(self) -> subprocess.Popen[str]:
         process = self._start_apart("serve", sys.executable, ["serve", *["--again"] * self._has_served], None)
         self._has_served = True
         return process
 
-    def _start_worker(self, key: str, replica: int, title: str) -> Any:
-        name, options = f"worker {title}", self.settings.worker[key]
+    def _start_member(
+        self, kind: str, key: str, replica: int, title: str, options: WorkerSettings | ScoreSettings
+    ) -> subprocess.Popen[str] | ForkServerProcess:
+        name = f"{kind} {title}"
         if not is_apart(options):
-            return self._fork(name, members.member_main, (self._json, "worker", key, replica, title))
+            return self._fork(name, members.member_main, (self._json, kind, key, replica, title))
         python = python_of(key, options, sys.executable)
         environment = environment_of(options, replica, python)
-        return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
-
-    def _start_scorer(self, key: str, replica: int, title: str) -> Any:
-        name, options = f"score {title}", self.settings.score[key]
-        if not options.gpus:
-            return self._fork(name, members.member_main, (self._json, "score", key, replica, title))
-        environment = {**os.environ, **visible(gpus_of(options, replica))}
-        return self._start_apart(name, sys.executable, ["score", key, str(replica), title], environment)
+        return self._start_apart(name, python, [kind, key, str(replica), title], environment)
 
     def _start_apart(
         self, name: str, python: str, arguments: list[str], environment: Mapping[str, str] | None
@@ -313,9 +289,7 @@ class Supervisor:
             child.is_finished = True
             return None
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
-        how = self._stuck(child) or (
-            f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        )
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
             self.log.say(
                 "run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log.path}"
@@ -323,19 +297,9 @@ class Supervisor:
             return code if code > 0 else 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
         child.restart_at = now + pause
-        child.restarts += 1
         self.restarts += 1
         self.log.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
         return None
-
-    def _stuck(self, child: Child) -> str:
-        """How a process ended that its watchdog has ended; "" for any other."""
-        threads = threads_at_the_end(self.log.tail(child.name))
-        if not threads:
-            return ""
-        env = f" in env {child.env}" if child.env else ""
-        where = ", ".join(own_places(threads)) or "none of its threads was in a file of yours"
-        return f"was ended, because it held the interpreter or did not stop{env} ({where})"
 
     def _how_it_ended(self, buffer: Buffer) -> str:
         """ "" while the run has something to do, or nobody can tell."""
@@ -369,8 +333,6 @@ class Supervisor:
                         send(child.pid, signal.SIGKILL)
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)
-                if child.process is not None and (how := self._stuck(child)):
-                    self.log.say("run", f"{child.name} {how}")
                 if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError):  # it ended before it had read its settings
                         child.process.stdin.close()

@@ -169,13 +169,6 @@ def _chosen(places: Iterable[Place]) -> Place | None:
     return (own or outside)[-1] if outside else None
 
 
-def own_places(threads: Iterable[Iterable[Place]]) -> list[str]:
-    """Where threads are in the user's own files, each place once; in a library's where they are in none."""
-    chosen = [place for thread in threads if (place := _chosen(thread)) is not None]
-    own = [place for place in chosen if not place[0].startswith(_LIBRARIES)]
-    return list(dict.fromkeys(map(_shown, own or chosen)))
-
-
 def _is_pythons(file: str) -> bool:
     return file.startswith(_PYTHON) and not file.startswith(_LIBRARIES)
 
