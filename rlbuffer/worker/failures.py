@@ -68,12 +68,11 @@ class Failures:
         self.traceback = ""
         """Its innermost lines, at most :data:`MOST_TRACEBACK` characters."""
 
-    def note(self, kind: str, sentence: str, traceback: str = "") -> bool:
-        """Counts one. -> whether it is the first of its kind."""
+    def note(self, kind: str, sentence: str, traceback: str = "") -> None:
+        """Counts one."""
         kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else OTHERS
         self._counts[kind] += 1
         self.last, self.traceback = sentence, traceback[-MOST_TRACEBACK:]
-        return self._counts[kind] == 1
 
     def all_of(self, env: str) -> ConfigError:
         """The error with which a worker ends that has made no group."""

@@ -354,8 +354,8 @@ class Flights:
         if is_last:
             sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"
         trace = traceback_of(error)
-        is_first = self._pulse.failures.note(kind, what, trace)
-        self._messages.given_up(sentence, kind, trace if is_first else "", is_first=is_first)
+        self._pulse.failures.note(kind, what, trace)
+        self._messages.given_up(sentence, kind, trace)
         if not self._pulse.groups and self._pulse.failed_groups >= MOST_FAILURES:
             raise self._pulse.failures.all_of(self._env.name)
         if is_last:  # one prompt that can never be sampled must not keep the run from its end

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from dataclasses import replace
 
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.process.logs import AGAIN_SECONDS, Lasting, fields
+from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.process.progress import Progress
 from rlbuffer.records.group import Group
 from rlbuffer.records.waiting import Waiting
-from rlbuffer.state.text import counted, plural
+from rlbuffer.state.text import plural
 from rlbuffer.worker.heartbeat import Pulse
 
 SAY_WAITING_SECONDS = 5.0
@@ -26,10 +25,7 @@ class Messages:
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
         self._progress = Progress(_log, "pushed")
-        self._lasting = Lasting()
-        self._failed: Counter[str] = Counter()
-        """Kind -> groups given up since that was last said."""
-        self._failed_said = float("-inf")
+        self._lasting, self._failing = Lasting(), Lasting()
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
 
@@ -70,23 +66,16 @@ class Messages:
         level = logging.WARNING if self._lasting.is_due(sentence, time.monotonic()) else logging.DEBUG
         _log.log(level, "%s", sentence, extra=fields("trouble"))
 
-    def given_up(self, sentence: str, kind: str, trace: str = "", *, is_first: bool = True) -> None:
-        """A group could not be made: the first of a kind of error is said, with its traceback; others are counted."""
+    def given_up(self, sentence: str, kind: str, trace: str = "") -> None:
+        """A group could not be made: said with its traceback, for each kind of error once a minute."""
         self._pulse.error = sentence
-        text, level = f"{sentence}\n{trace}" if trace else sentence, logging.WARNING if is_first else logging.DEBUG
-        _log.log(level, "%s", text, extra=fields("trouble", kind=kind))
-        if is_first:
-            self._failed_said = max(self._failed_said, time.monotonic())
-            return
-        self._failed[kind] += 1
-        if time.monotonic() - self._failed_said >= AGAIN_SECONDS:
-            self._say_failed()
+        self._say_failure(sentence, kind, trace)
 
     def left_out(self, error: PromptTooLong) -> None:
-        """A prompt is skipped: nothing can be sampled for it. Counted by kind; the first one is said."""
+        """A prompt is skipped: nothing can be sampled for it."""
         sentence, kind = f"{error}; such prompts are skipped and counted", type(error).__name__
-        if self._pulse.failures.note(kind, sentence):
-            self.given_up(sentence, kind)
+        self._pulse.failures.note(kind, sentence)
+        self._say_failure(sentence, kind)
 
     def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
@@ -109,16 +98,16 @@ class Messages:
     def ended(self) -> None:
         """The worker has ended: counts since its start."""
         self._progress.say()
-        if self._failed:
-            self._say_failed()
         pulse = self._pulse
         failed = f", {pulse.failed_groups} given up" if pulse.failed_groups else ""
         text = f"stopped after {plural(pulse.groups, 'group')}, {plural(pulse.rollouts, 'rollout')}{failed}"
         counts = {"groups": pulse.groups, "rollouts": pulse.rollouts, "failed_groups": pulse.failed_groups}
         _log.info("%s", text, extra=fields("stopped", **counts))
 
-    def _say_failed(self) -> None:
-        count, kinds = sum(self._failed.values()), counted(self._failed)
-        _log.warning("%s given up (%s), the last: %s", plural(count, "more group"), kinds, self._pulse.error)
-        self._failed.clear()
-        self._failed_said = time.monotonic()
+    def _say_failure(self, sentence: str, kind: str, trace: str = "") -> None:
+        level = logging.DEBUG
+        if self._failing.is_due(kind, time.monotonic()):
+            level, count = logging.WARNING, self._pulse.failures.record().get(kind, 0)
+            again = f" ({kind}: {plural(count, 'time')} so far)" if count > 1 else ""
+            sentence = "\n".join(filter(None, (sentence + again, trace)))
+        _log.log(level, "%s", sentence, extra=fields("trouble", kind=kind))

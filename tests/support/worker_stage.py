@@ -110,10 +110,9 @@ class Stage:
         self.store.lease("batcher", ttl_seconds=600)
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
         self.stop = threading.Event()
-        self.logged = Logged("rlbuffer.worker", take=self._hear)
+        self.logged = Logged("rlbuffer.worker")
         self.told = self.logged.told
         self.sampler, self.env = FakeSampler(), Counting()
-        self._last: dict[str, int] = {}
         self.raised: BaseException | None = None
         self.thread: threading.Thread | None = None
 
@@ -142,14 +141,6 @@ class Stage:
 
         self.thread = threading.Thread(target=work)
         self.thread.start()
-
-    def stop_after(self, **events: int) -> None:
-        """Asks the worker to stop in the moment in which it has said so many of each of these events."""
-        self._last = events
-
-    def _hear(self, line: dict[str, Any]) -> None:
-        if self._last and all(len(self.told(kind)) >= count for kind, count in self._last.items()):
-            self.stop.set()
 
     def finish(self) -> None:
         self.stop.set()

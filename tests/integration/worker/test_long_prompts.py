@@ -56,7 +56,7 @@ def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_env_ends(
     beat = stage.heartbeat()
     assert beat["failures"] == {"PromptTooLong": 3}
     assert "line-6" in beat["problems"][0]["detail"]
-    (said,) = stage.troubles()
+    (said,) = [line.text for line in stage.told("trouble") if line.level == "WARNING"]
     assert "line-2 (" in said
     assert "data.jsonl:2) of 7 tokens" in said
 
