@@ -145,16 +145,12 @@ async def judge(_: Answered) -> float:
         ({"mine": {"kind": f"{__name__}:half", "x": 1}}, {}, "reward mine: a function of your own takes no options"),
         ({"mine": {"kind": f"{__name__}:judge"}}, {}, "reward mine: a coroutine; "),
         ({"exact": 1.0}, {"on_error": "ignore"}, "rewards: on_error = 'ignore' is not one of fail, zero"),
-        ({"exact": 1.0}, {"length": {"form": "max"}}, "length: form and target are needed"),
-        ({"exact": 1.0}, {"length": {"form": "min", "target": 3}}, "length reward form = 'min' is not one of exact, "),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 0}}, "length reward target = 0 must be at least 1 token"),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "slack": 2}}, "length reward slack = 2 must be in"),
-        (
-            {"exact": 1.0},
-            {"length": {"form": "exact", "target": 1, "coefficient": -1}},
-            "length reward coefficient = -1 must be finite and not negative",
-        ),
-        ({"exact": 1.0}, {"length": {"form": "max", "tagret": 1}}, "length: tagret is not an option. Did you mean tar"),
+        ({"exact": 1.0}, {"length": {"form": "max"}}, "env_options.length.target is required"),
+        ({"exact": 1.0}, {"length": {"form": "min", "target": 3}}, "env_options.length.form = 'min': "),
+        ({"exact": 1.0}, {"length": {"form": "max", "target": 0}}, "env_options.length.target = 0: "),
+        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "slack": 2}}, "env_options.length.slack = 2: "),
+        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "coefficient": -1}}, "env_options.length.coefficient"),
+        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "tagret": 1}}, "env_options.length.tagret is not a "),
     ],
 )
 def test_rewards_that_cannot_be_are_refused(options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:

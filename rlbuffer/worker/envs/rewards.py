@@ -12,20 +12,21 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
 from rlbuffer.config.imports import target
+from rlbuffer.config.refusal import refusal
+from rlbuffer.config.table import Count, Share, Table
 from rlbuffer.errors import ConfigError, RewardFailed
 from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.prompt import Prompt, Score
 
-Form = Literal["exact", "max", "clip"]
-"""Effect of a length on a reward: see :class:`Length`."""
 OnError = Literal["fail", "zero"]
 """Cost of an exception in a reward function: the rollout, or that function's share."""
 
@@ -117,8 +118,7 @@ def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> Re
     return Compared(holds) if compare else lambda answered: float(compiled.search(answered.text) is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
+class Length(Table):
     """The effect of a completion's length, in tokens, on its reward R; L is the target, n the length.
 
     ==========  ==================================================
@@ -130,9 +130,6 @@ class Length:
     Source: ``exact`` and ``max`` are LCPO's (Aggarwal and Welleck 2025, "L1: Controlling How Long A Reasoning Model
     Thinks With Reinforcement Learning", section 3; there R is 0 or 1); ``clip`` is the hard limit.
 
-    Raises:
-        ConfigError: a value is out of range.
-
     Example:
         >>> Length(form="exact", target=10, coefficient=0.01).applied(1.0, 30)
         0.8
@@ -140,23 +137,13 @@ class Length:
         [1.0, 0.5, 0.3, 0.0]
     """
 
-    form: Form
-    target: int
+    form: Literal["exact", "max", "clip"]
+    target: Count
     """Tokens; a prompt's metadata may name another one as ``target_length``."""
-    coefficient: float = 0.0003
+    coefficient: float = Field(0.0003, ge=0)
     """Reward per token."""
-    slack: float = 0.5
-    """Share of the reward that ``max`` leaves at the target itself, 0-1."""
-
-    def __post_init__(self) -> None:
-        if self.form not in get_args(Form):
-            raise ConfigError(f"length reward form = {self.form!r} is not one of {', '.join(get_args(Form))}")
-        if not self.target >= 1:
-            raise ConfigError(f"length reward target = {self.target} must be at least 1 token")
-        if not 0 <= self.coefficient < math.inf:
-            raise ConfigError(f"length reward coefficient = {self.coefficient} must be finite and not negative")
-        if not 0 <= self.slack <= 1:
-            raise ConfigError(f"length reward slack = {self.slack} must be in 0-1")
+    slack: Share = 0.5
+    """Share of the reward that ``max`` leaves at the target itself."""
 
     def applied(self, reward: float, tokens: int, *, target: int | None = None) -> float:
         """The reward of a completion of `tokens` tokens; `target` instead of the setting's own."""
@@ -268,14 +255,10 @@ def make_length(options: Mapping[str, Any] | None) -> Length | None:
     Raises:
         ConfigError: an unknown option, one that is missing, or a value out of range.
     """
-    if not options:
-        return None
-    unknown = no_such_option("length", options, (field.name for field in fields(Length)))
-    if unknown:
-        raise ConfigError(unknown, setting="env_options.length")
-    if not {"form", "target"} <= set(options):
-        raise ConfigError("length: form and target are needed", setting="env_options.length")
-    return Length(**options)
+    try:
+        return Length.model_validate(options) if options else None
+    except ValidationError as error:
+        raise refusal(error, section="env_options.length", fields=tuple(Length.model_fields)) from None
 
 
 def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
