@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer_cli.options import writing
+from rlbuffer_cli.options import redis_origin, writing
 from rlbuffer_cli.starting import starting
+
+if TYPE_CHECKING:
+    from rlbuffer.config.loading import Loaded
 
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
@@ -41,25 +45,20 @@ def check(kind: str, key: str, known: Iterable[str], file: Path | None, flags: s
         raise ConfigError(f"{file} has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
 
 
-def run_alone(
-    kind: str,
-    key: str,
-    replica: int,
-    replicas: int,
-    display: str,
-    work: Callable[[str, threading.Event], int],
-) -> int:
-    """Runs `work` (process name, stop) until a signal sets `stop`. -> its exit code."""
+def run_alone(kind: str, key: str, replica: int, loaded: Loaded, display: str) -> int:
+    """Runs one process of ``[KIND.KEY]`` until a signal. -> its exit code."""
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.process.watchdog import ended_when_stuck
     from rlbuffer.run import members
 
+    settings = loaded.settings
+    replicas = settings.worker[key].replicas if kind == "worker" else settings.score[key].replicas
     title = f"{key}-{replica}" if replica or replicas > 1 else key
     name_process(f"{kind} {title}")
     share_cores(SHARING)
     stop = threading.Event()
     starting(f"{kind} {title}: loading what it works with (torch, the model)")
     with stop_on_signals(stop), ended_when_stuck(stop), writing(display):
-        code = work(title, stop)
+        code = members.member(settings, kind, key, replica, title, stop, origin=redis_origin(loaded))
     return 0 if code == members.DONE else code

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.placement import gpus_of, visible
-from rlbuffer.config.settings import RunSettings, from_json
+from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, from_json
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process
@@ -29,61 +29,30 @@ DONE = 10
 """Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""
 
 
-# -- worker ----------------------------------------------------------------------------------------------------------
-def sample(
-    settings: RunSettings,
-    key: str,
-    replica: int,
-    name: str,
-    stop: threading.Event,
-    *,
-    origin: str = "",
+# -- workers and scorers ---------------------------------------------------------------------------------------------
+def member(
+    settings: RunSettings, kind: str, key: str, replica: int, name: str, stop: threading.Event, *, origin: str = ""
 ) -> int:
-    """Runs one worker until `stop` is set. -> exit code, or DONE when its env is done."""
+    """Runs one process of ``[KIND.KEY]``, a worker or a scorer, until `stop` is set. -> exit code, or DONE."""
     from rlbuffer.client.buffer import connect
-    from rlbuffer.worker.loop import run_worker
 
-    options = settings.worker[key]
+    sections: Mapping[str, WorkerSettings | ScoreSettings] = settings.worker if kind == "worker" else settings.score
+    options = sections[key]
     os.environ.update(visible(gpus_of(options, replica)))
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer:
-        is_done = run_worker(
-            buffer,
-            name,
-            options,
-            stop=stop,
-            evaluations=settings.eval,
-            section=key,
-        )
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"{kind}-{name}", origin=origin) as buffer:
+        if isinstance(options, WorkerSettings):
+            from rlbuffer.worker.loop import run_worker
+
+            is_done = run_worker(buffer, name, options, stop=stop, evaluations=settings.eval, section=key)
+        else:
+            from rlbuffer.scorer.loop import run_scorer
+
+            is_done = run_scorer(buffer, name, key, settings, stop=stop)
     return DONE if is_done else 0
 
 
-# -- scorer ----------------------------------------------------------------------------------------------------------
-def score(
-    settings: RunSettings,
-    key: str,
-    replica: int,
-    name: str,
-    stop: threading.Event,
-    *,
-    origin: str = "",
-) -> int:
-    """Runs one scorer until `stop` is set. -> exit code, or DONE when the run has ended."""
-    from rlbuffer.client.buffer import connect
-    from rlbuffer.scorer.loop import run_scorer
-
-    os.environ.update(visible(gpus_of(settings.score[key], replica)))
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer:
-        has_ended = run_scorer(buffer, name, key, settings, stop=stop)
-    return DONE if has_ended else 0
-
-
-# -- either ----------------------------------------------------------------------------------------------------------
-MEMBERS: Mapping[str, Callable[..., int]] = {"worker": sample, "score": score}
-"""Kind of a section (``[worker.KEY]``, ``[score.KEY]``) -> entry point of one process of it."""
-
-
 def member_main(settings_json: str, kind: str, key: str, replica: int, name: str, log: Connection) -> None:
-    """One process of ``[KIND.KEY]``."""
+    """:func:`member` in a process that was forked."""
     _enter(log, f"{kind} {name}")
     _work(from_json(settings_json), kind, key, replica, name, threading.Event())
 
@@ -98,7 +67,7 @@ def member_apart_main(kind: str, key: str, replica: int, name: str) -> None:
 def _work(settings: RunSettings, kind: str, key: str, replica: int, name: str, stop: threading.Event) -> None:
     with stop_on_signals(stop), ended_when_stuck(stop):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
-        _leave_with(lambda: MEMBERS[kind](settings, key, replica, name, stop))
+        _leave_with(lambda: member(settings, kind, key, replica, name, stop))
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------------
@@ -159,11 +128,11 @@ def main() -> None:
     """``python -m rlbuffer.run.members WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin
     as `_begin` says."""
     what, *rest = sys.argv[1:]
-    if what in MEMBERS:
+    if what == "serve":
+        serve_main()
+    else:
         key, replica, name = rest
         member_apart_main(what, key, int(replica), name)
-    else:
-        serve_main()
 
 
 def _begin(title: str) -> tuple[RunSettings, threading.Event]:

@@ -50,19 +50,9 @@ def command(
     }
     named = {f"score.{key}.{k}": v for k, v in flags.items()}
     loaded = given.load(named, parts=(f"score.{key}",))
-    settings = loaded.settings
-    sections.check("score", key, settings.score, loaded.file, "--model or --reward")
+    sections.check("score", key, loaded.settings.score, loaded.file, "--model or --reward")
 
-    from rlbuffer.run import members
-
-    return sections.run_alone(
-        "score",
-        key,
-        replica,
-        settings.score[key].replicas,
-        display,
-        lambda title, stop: members.score(settings, key, replica, title, stop, origin=options.redis_origin(loaded)),
-    )
+    return sections.run_alone("score", key, replica, loaded, display)
 
 
 def _only_scorer(config: str | None, model: str | None, reward: str | None) -> str:

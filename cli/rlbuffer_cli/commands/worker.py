@@ -55,19 +55,9 @@ def command(
     except ConfigError as error:
         _tell_run(given, named, key, str(error))
         raise
-    settings = loaded.settings
-    sections.check("worker", key, settings.worker, loaded.file, "--env")
+    sections.check("worker", key, loaded.settings.worker, loaded.file, "--env")
 
-    from rlbuffer.run import members
-
-    return sections.run_alone(
-        "worker",
-        key,
-        replica,
-        settings.worker[key].replicas,
-        display,
-        lambda title, stop: members.sample(settings, key, replica, title, stop, origin=options.redis_origin(loaded)),
-    )
+    return sections.run_alone("worker", key, replica, loaded, display)
 
 
 def _tell_run(
