@@ -11,9 +11,9 @@ import pytest
 from rlbuffer.errors import ConfigError, PromptTooLong
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import Score, make_env
-from rlbuffer.worker.envs.arithmetic import ARITHMETIC_SYMBOLS, calculate, encode
+from rlbuffer.worker.envs.arithmetic import calculate
 from rlbuffer.worker.envs.episode import Episode
-from rlbuffer.worker.envs.vocabulary import SYMBOLS
+from rlbuffer.worker.envs.vocabulary import SYMBOLS, encode
 from rlbuffer.worker.samplers import Completion, Sampling
 
 
@@ -70,8 +70,7 @@ def played(*turns: str | Exception, number: int = 0, **options: Any) -> tuple[Sc
 
 def test_prompts_are_sums_with_their_answer_and_share_the_symbols_of_the_other_envs() -> None:
     env = make_env("arithmetic")
-    assert env.vocab_size == len(ARITHMETIC_SYMBOLS) == 18
-    assert ARITHMETIC_SYMBOLS.startswith(SYMBOLS)
+    assert env.vocab_size == len(SYMBOLS) == 18
     assert [env.prompt(n).prompt_id for n in range(4)] == ["51*26=", "99-55=", "2*4=", "95-86="]
     for number in range(200):
         prompt = env.prompt(number)
@@ -89,7 +88,7 @@ def test_an_answer_without_a_call_is_scored_at_once() -> None:
         metadata={"calls": 0, "bad_calls": 0},
     )
     assert make_env("arithmetic").render(episode.tokens) == "51*26=1326$"
-    assert samplings[0].stop_token_ids == (12, ARITHMETIC_SYMBOLS.index(">"))
+    assert samplings[0].stop_token_ids == (12, SYMBOLS.index(">"))
 
 
 def test_a_call_is_answered_and_only_what_was_sampled_is_trained() -> None:

@@ -18,23 +18,16 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, positions_right
+from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, encode, positions_right, render
 
 if TYPE_CHECKING:
     from rlbuffer.worker.envs.episode import Episode
 
-ARITHMETIC_SYMBOLS = SYMBOLS + "+-*<>"
-"""The 13 symbols of the other envs and five more: one model may learn them all."""
-CALL, CLOSE = ARITHMETIC_SYMBOLS.index("<"), ARITHMETIC_SYMBOLS.index(">")
+CLOSE = SYMBOLS.index(">")
 ERROR = "_="
 """Answer of the calculator when it understands nothing."""
 EXPRESSION = re.compile(r"-?[0-9]{1,9}(?:[+*-][0-9]{1,9}){0,7}")
 OPERATORS = ("+", "-", "*")
-
-
-def encode(text: str) -> NDArray[np.int32]:
-    """Text in :data:`ARITHMETIC_SYMBOLS` as token ids [n]; raises ValueError at another character."""
-    return np.array([ARITHMETIC_SYMBOLS.index(character) for character in text], np.int32)
 
 
 def calculate(expression: str) -> int:
@@ -98,7 +91,7 @@ class Arithmetic:
         if max_calls < 0:
             raise ConfigError(f"arithmetic: max_calls = {max_calls} is negative", setting="env_options.max_calls")
         self.name, self.seed = name, seed
-        self.vocab_size = len(ARITHMETIC_SYMBOLS)
+        self.vocab_size = len(SYMBOLS)
         self.eos_token_ids = (END,)
         self.max_new_tokens = 2 * digits + 5
         """Of one turn: the longest call, ``<99*99>``, with one to spare; the longest answer is shorter."""
@@ -138,8 +131,7 @@ class Arithmetic:
         )
 
     def render(self, tokens: NDArray[np.int32]) -> str:
-        size = len(ARITHMETIC_SYMBOLS)
-        return "".join(ARITHMETIC_SYMBOLS[t] if 0 <= t < size else "?" for t in tokens.tolist())
+        return render(tokens)
 
     def _calculator(self, turn: str) -> str:
         """The calculator's answer to a turn that ends with ``>``."""

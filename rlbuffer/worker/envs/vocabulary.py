@@ -1,5 +1,5 @@
-"""The vocabulary of the built-in envs: 13 symbols (ten digits, filler, equals, end), so that one tiny model learns
-both, and how an answer in them is scored.
+"""The vocabulary of the built-in envs, so that one tiny model may learn them all, and how an answer in it is scored:
+13 symbols (ten digits, filler, equals, end), and five more of ``arithmetic``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from rlbuffer.worker.envs.prompt import Score
 
-SYMBOLS = "0123456789_=$"
+SYMBOLS = "0123456789_=$+-*<>"
 """Token id i is written as ``SYMBOLS[i]``: a digit is its own id."""
-VOCAB_SIZE = len(SYMBOLS)
+VOCAB_SIZE = 13
+"""Of the envs that need no more."""
 FILLER = SYMBOLS.index("_")
 EQUALS = SYMBOLS.index("=")
 END = SYMBOLS.index("$")
@@ -39,7 +40,7 @@ def render(tokens: Iterable[int]) -> str:
         >>> render([1, 2, 11, 12, 40])
         '12=$?'
     """
-    return "".join(SYMBOLS[t] if 0 <= t < VOCAB_SIZE else "?" for t in map(int, tokens))
+    return "".join(SYMBOLS[t] if 0 <= t < len(SYMBOLS) else "?" for t in map(int, tokens))
 
 
 def positions_right(target: NDArray[np.int32], answer: NDArray[np.int32]) -> float:
