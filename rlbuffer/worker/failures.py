@@ -26,12 +26,11 @@ from rlbuffer.state.text import counted, plural
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
 MOST_KINDS = 16
-"""Kinds of failures that are counted apart."""
+"""Kinds of failures that a heartbeat has: the most frequent ones."""
 SHOWN_FRAMES = 6
 """Innermost frames of a traceback that are shown."""
 MOST_TRACEBACK = 4000
 """Characters of a traceback that a heartbeat carries: the last ones."""
-OTHERS = "others"
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
@@ -70,22 +69,20 @@ class Failures:
 
     def note(self, kind: str, sentence: str, traceback: str = "") -> None:
         """Counts one."""
-        kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else OTHERS
         self._counts[kind] += 1
         self.last, self.traceback = sentence, traceback[-MOST_TRACEBACK:]
 
     def all_of(self, env: str) -> ConfigError:
         """The error with which a worker ends that has made no group."""
-        counts = self.record()
+        kinds, groups = counted(self.record()), plural(self._counts.total(), "group")
         return ConfigError(
-            f"env {env}: none of {plural(sum(counts.values()), 'group')} could be made ({counted(counts)}), the last: "
-            f"{self.last}. Mend the env",
+            f"env {env}: none of {groups} could be made ({kinds}), the last: {self.last}. Mend the env",
             setting="env",
         )
 
     def record(self) -> dict[str, int]:
-        """Kind -> groups, the most frequent first."""
-        return dict(self._counts.copy().most_common())
+        """Kind -> groups, the most frequent first, of so many kinds."""
+        return dict(self._counts.copy().most_common(MOST_KINDS))
 
 
 def exited(error: SystemExit) -> RuntimeError:

@@ -59,8 +59,6 @@ MOST_FAILURES = 50
 """Groups that cannot be made, with none made before, after which the worker ends."""
 LAST_FAILURE = 3
 """Times that a group fails before its prompt is left out."""
-SAY_SECONDS = 60.0
-"""Seconds between two sentences about a sampler that is waited for."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,10 +94,6 @@ class Flights:
         """Ticket number -> times that the sampler turned it away, counted where groups were made in between, and the
         groups that were made by then."""
         self._patience = Patience()
-        self._waits, self._said_at = 0, float("-inf")
-        """Requests that waited for their server, and when that was last said."""
-        self._is_away = False
-        """A sampler that has worked does not; that is said."""
         self._ready: deque[tuple[Group, Future[None]]] = deque()
         """Groups that wait to be pushed: all of them go in one call."""
         # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
@@ -253,14 +247,9 @@ class Flights:
             await self._give_up(ticket, prompt, reason, cause, function)
         elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
             seconds = self._patience.pause(error)
-            self._waits += 1
             self._pulse.failures.note(type(error).__name__, f"{error}; it was waited for")
-            was_away = self._is_away
-            self._is_away |= not isinstance(error, SamplerBusy | Aborted)
-            if time.monotonic() - self._said_at >= SAY_SECONDS or self._is_away > was_away:
-                self._said_at = time.monotonic()
-                waited = plural(self._waits, "request")
-                self._messages.trouble(f"{error}; asked again in {seconds:g} s ({waited} waited)")
+            passes = not isinstance(error, SamplerBusy | Aborted)  # those come again and again while others are served
+            self._messages.trouble(f"{error}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes)
             await asyncio.sleep(seconds)
             await self.release([ticket])
 
@@ -285,7 +274,6 @@ class Flights:
         self._failures.pop(ticket.number, None)
         self._refusals.pop(ticket.number, None)
         self._patience.works()
-        self._is_away = False
         self._messages.pushed(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""

@@ -60,11 +60,17 @@ class Messages:
         _log.debug("group %s is pushed", group.group_id, extra=own)
         self._progress.add(count, tokens, reward=mean * count, more=f"version {version}")
 
-    def trouble(self, sentence: str) -> None:
-        """Something is wrong, and the worker goes on."""
-        self._pulse.error = sentence
-        level = logging.WARNING if self._lasting.is_due(sentence, time.monotonic()) else logging.DEBUG
-        _log.log(level, "%s", sentence, extra=fields("trouble"))
+    def trouble(self, sentence: str, *, kind: str = "", passes: bool = True) -> None:
+        """Something is wrong, and the worker goes on. Said at once, and each minute while it lasts.
+
+        Args:
+            kind: what of it is always the same; "": all of the sentence.
+            passes: it is over when a group is pushed, and said at once the next time.
+        """
+        is_due = (self._lasting if passes else self._failing).is_due(kind or sentence, time.monotonic())
+        if is_due:
+            self._pulse.error = sentence
+        _log.log(logging.WARNING if is_due else logging.DEBUG, "%s", sentence, extra=fields("trouble"))
 
     def given_up(self, sentence: str, kind: str, trace: str = "") -> None:
         """A group could not be made: said with its traceback, for each kind of error once a minute."""
