@@ -19,9 +19,9 @@ from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.state.text import did_you_mean
-from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, SamplerTraits, Sampling
+from rlbuffer.worker.samplers.base import Completion, Sampler, SamplerTraits, Sampling
 
-__all__ = ["BatchSampler", "Completion", "Sampler", "SamplerTraits", "Sampling", "make_sampler", "wrong_sampler"]
+__all__ = ["Completion", "Sampler", "SamplerTraits", "Sampling", "make_sampler", "wrong_sampler"]
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {

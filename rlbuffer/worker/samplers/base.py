@@ -1,13 +1,10 @@
 """The sampler as a worker uses it: policy versions in, token ids with the logprobs they were really sampled with out.
 
-Two protocols. A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a newer version is loaded
-while they are. A :class:`BatchSampler` is the simple kind, one batch after the other in one thread;
-:class:`rlbuffer.worker.samplers.batched.Batched` makes a Sampler of it.
+A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a newer version is loaded while they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,37 +122,3 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """Frees what the sampler holds. Safe to repeat."""
-
-
-class BatchSampler(Protocol):
-    """Generates tokens with one policy version at a time, batch after batch. Used from one thread at a time."""
-
-    @property
-    def version(self) -> int:
-        """The same as :attr:`Sampler.version`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The same as :attr:`Sampler.vocab_size`."""
-
-    @property
-    def context(self) -> int:
-        """The same as :attr:`Sampler.context`."""
-
-    def load(self, policy: PolicyVersion) -> None:
-        """Loads `policy` as :meth:`Sampler.load` does, while no batch is being sampled."""
-
-    def sample(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        n: int,
-        sampling: Sampling,
-        stopped: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """Samples `n` completions of every prompt, all together. -> one list per prompt, in order.
-
-        Shapes: each prompt [P] int32, P >= 1, lengths may differ.
-
-        `stopped` is asked now and then; once it says True the unfinished completions come back as ``abort``.
-        """

@@ -7,13 +7,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.worker.samplers.base import BatchSampler, Completion, SamplerTraits, Sampling
+from rlbuffer.worker.samplers.base import Completion, SamplerTraits, Sampling
+
+if TYPE_CHECKING:
+    from rlbuffer.worker.samplers.decoding import Decoder
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class Batched:
 
     traits = SamplerTraits(is_exact=True, takes_batches=True)
 
-    def __init__(self, sampler: BatchSampler) -> None:
+    def __init__(self, sampler: Decoder) -> None:
         self._sampler = sampler
         # One thread for all calls: torch keeps its thread settings, and nothing overlaps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")

@@ -32,7 +32,8 @@ from rlbuffer.worker.samplers.base import Completion, Sampling
 
 
 class Decoder:
-    """See the module's docstring. Always samples in float32, whatever the trainer's dtype."""
+    """See the module's docstring. Used from one thread at a time. Always samples in float32, whatever the trainer's
+    dtype."""
 
     def __init__(self, *, seed: int, device: str = "cpu") -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -87,6 +88,12 @@ class Decoder:
         sampling: Sampling,
         stopped: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
+        """Samples `n` completions of every prompt, all together. -> one list per prompt, in order.
+
+        Shapes: each prompt [P] int32, P >= 1, lengths may differ.
+
+        `stopped` is asked now and then; once it says True the unfinished completions come back as ``abort``.
+        """
         if self._model is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
         _check_request(prompts, n, sampling)
