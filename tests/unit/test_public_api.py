@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rlbuffer
@@ -87,11 +86,6 @@ print(rlbuffer.advantages.advantage is rlbuffer.advantage, rlbuffer.batcher.Batc
 print(rlbuffer.client.connect is rlbuffer.connect, rlbuffer.config.BatcherConfig is rlbuffer.BatcherConfig)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n" * 3
-
-
-def test_a_name_that_is_none_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError):
-        _ = rlbuffer.Rolout
 
 
 @pytest.mark.parametrize(
@@ -302,122 +296,6 @@ def test_records_have_the_frozen_fields(record: Any, required: str, optional: di
     assert {name: defaults[name] for name in optional} == optional
     assert record.__dataclass_params__.frozen
     assert "__slots__" in vars(record)
-
-
-def test_a_rollout_is_made_by_keyword_only_and_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
-        rlbuffer.Rollout("id", [1, 2])  # type: ignore[misc, call-arg]
-    rollout = make_group().rollouts[0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rollout.reward = 2.0  # type: ignore[misc]
-    assert not hasattr(rollout, "__dict__")
-
-
-def test_records_written_without_a_star_take_their_fields_by_position() -> None:
-    rollouts = make_group(size=2).rollouts
-    group = rlbuffer.Group("g", "math", "p", rollouts, 2)
-    assert (group.group_id, group.env, group.prompt_id, group.planned_size) == ("g", "math", "p", 2)
-    assert rlbuffer.Normalizers(30, 4, 2) == rlbuffer.Normalizers(loss_tokens=30, rollouts=4, groups=2)
-    assert rlbuffer.Drop("g", "math", "stale", 4, 64).reason == "stale"
-
-
-def test_a_rollout_of_turns_counts_what_was_sampled_and_by_which_version() -> None:
-    rollout = rlbuffer.Rollout.from_turns(
-        [
-            {"role": "user", "tokens": [1, 2, 3]},
-            {"role": "assistant", "tokens": [4, 5], "logprobs": [-0.5, -0.25]},
-            {"role": "tool", "tokens": [6]},
-            {"role": "assistant", "tokens": [7], "logprobs": [-1.0], "policy_version": 4},
-        ],
-        reward=1.0,
-        policy_version=3,
-        rollout_id="r",
-    )
-    assert (rollout.length, rollout.loss_tokens) == (7, 3)
-    assert (rollout.min_policy_version, rollout.max_policy_version) == (3, 4)
-    assert rollout.loss_mask.tolist() == [False, False, False, True, True, False, True]
-
-
-def test_a_plan_is_indexed_by_micro_step_and_rank() -> None:
-    plan = rlbuffer.plan([60, 50, 40, 30, 20], row_tokens=64, world_size=2, rows_per_micro_batch=2)
-    assert all(len(step) == 2 and all(len(rows) == 2 for rows in step) for step in plan.rows)
-    rows = [row for step in plan.rows for rank in step for row in rank]
-    assert all(isinstance(row, tuple) for row in rows)
-    assert sorted(i for row in rows for i in row) == [0, 1, 2, 3, 4]
-    three = rlbuffer.redeal(plan, 3)
-    assert sorted(i for step in three.rows for rank in step for row in rank for i in row) == [0, 1, 2, 3, 4]
-    assert rlbuffer.plan([5], row_tokens=8, world_size=2).rows[0][1] in (((),), ((0,),))
-
-
-def test_a_micro_batch_unpacks_masks_and_moves() -> None:
-    group = make_group(lengths=[5, 9])
-    packed = rlbuffer.pack(group.rollouts, rlbuffer.advantage("rloo", [0.0, 1.0]), row_tokens=16, pad_to_multiple_of=16)
-    assert [piece.tolist() for piece in packed.unpack(packed.input_ids)] == [r.tokens.tolist() for r in group.rollouts]
-    mask = packed.attention_mask()
-    assert (mask.shape, mask.dtype) == ((16, 16), np.bool_)
-    assert mask[4, 0]
-    assert not mask[5, 4]
-    assert [sample.advantage for sample in packed.samples] == [-1.0, 1.0]
-    torch = pytest.importorskip("torch")
-    moved = packed.to("cpu")
-    assert moved.input_ids.tolist() == packed.input_ids.tolist()
-    assert moved.input_ids.device == torch.device("cpu")
-
-
-def test_the_batcher_works_alone_for_somebody_without_a_store() -> None:
-    clock = FakeClock(now=100.0)
-    batcher = rlbuffer.Batcher(rlbuffer.BatcherConfig(64, step_groups=2, max_age=1))
-    batcher.set_published(0)
-    rng = np.random.default_rng(0)
-    decision = batcher.next(1, world_size=2, now=clock(), rng=rng)
-    assert decision.plan is None
-    assert decision.why is not None
-    assert decision.waiting == str(decision.why)
-    for seed in range(3):
-        info = make_group(seed=seed, lengths=[16, 16]).info()
-        batcher.add(info, entry_id=f"{seed}-0", now=clock())
-    decision = batcher.next(1, world_size=2, now=clock(), rng=rng)
-    assert decision.plan is not None
-    assert (decision.plan.step, decision.plan.group_ids, decision.plan.closed_by) == (1, ("a.0", "a.1"), "groups")
-    assert (decision.plan.tokens, decision.plan.normalizers) == (64, rlbuffer.Normalizers(48, 4, 2))
-    assert decision.plan.advantages.tolist() == [-1.0, 1.0, -1.0, 1.0]
-    assert decision.waiting == ""
-    batcher.refused(decision.plan, ["0-0"])
-    again = batcher.next(1, world_size=2, now=clock(), rng=rng)
-    assert again.plan is not None
-    assert again.plan.group_ids == ("a.1", "a.2")
-    batcher.committed(again.plan)
-    batcher.add(make_group(seed=1, lengths=[16, 16]).info(), entry_id="9-0", now=clock())
-    batcher.close(["a.7"])
-    batcher.add(make_group(seed=7, lengths=[16, 16]).info(), entry_id="10-0", now=clock())
-    batcher.add(make_group(seed=8, lengths=[16, 16]).info(), entry_id="11-0", now=clock())
-    batcher.remove("11-0")
-    late = batcher.next(2, world_size=2, now=clock(), rng=rng)
-    assert late.plan is None
-    assert [(drop.group_id, drop.reason, drop.rollouts, drop.tokens) for drop in late.drops] == [
-        ("a.1", "late", 2, 32),
-        ("a.7", "late", 2, 32),
-    ]
-    restarted = rlbuffer.Batcher(rlbuffer.BatcherConfig(64, step_groups=2), again.state)
-    assert restarted.next(2, world_size=2, now=0.0, rng=rng).state == again.state
-
-
-@pytest.mark.parametrize(
-    ("values", "setting"),
-    [
-        ({"row_tokens": "x"}, "batcher.row_tokens"),
-        ({}, "batcher.row_tokens"),
-        ({"row_tokens": 64, "flat": "maybe"}, "batcher.flat"),
-        ({"row_tokens": 64, "max_agee": 1}, "batcher.max_agee"),
-        ({"row_tokens": 64, "envs": {"a": {"max_agee": 1}}}, "batcher.envs.a.max_agee"),
-        ({"row_tokens": 0}, "batcher.row_tokens"),
-        ({"row_tokens": 64, "budgets": {"a": 0.7, "b": 0.4}}, "batcher.budgets"),
-    ],
-)
-def test_settings_that_cannot_be_are_config_errors_that_name_the_setting(values: Any, setting: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        rlbuffer.BatcherConfig(**values)
-    assert caught.value.setting == setting
 
 
 def test_a_setting_given_by_position_is_named_too() -> None:
