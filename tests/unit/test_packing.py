@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,19 +108,6 @@ def test_padding_is_a_masked_segment_of_its_own() -> None:
     assert len(packed.unpack(packed.input_ids)) == 1
 
 
-@pytest.mark.parametrize(("length", "total"), [(3, 4), (4, 4), (5, 8)])
-def test_rows_are_padded_to_the_next_multiple(length: int, total: int) -> None:
-    assert pack([make_rollout(length)], row_tokens=8, pad_to_multiple_of=4).length == total
-
-
-def test_several_padded_rows_unpack_to_one_piece_per_sample() -> None:
-    items = [make_item(3, name="a"), make_item(2, name="b", first=20), make_item(5, name="c", first=30)]
-    batch = one([(0,), (1,), (2,)], items, pad_to_multiple_of=4)
-    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 8, 13, 16]
-    assert [piece.tolist() for piece in batch.unpack(batch.input_ids)] == [[10, 11, 12], [20, 21], [*range(30, 35)]]
-    assert [s.rollout_id for s in batch.samples] == ["a", "b", "c"]
-
-
 def test_unpack_refuses_values_of_another_length() -> None:
     with pytest.raises(PackingError, match="unpack: 4 values do not match 3 tokens"):
         pack([make_rollout(3)], row_tokens=8).unpack(np.zeros(4))
@@ -189,16 +175,6 @@ def test_dummy_is_a_short_masked_segment_in_fresh_arrays_with_all_columns() -> N
 @pytest.mark.parametrize(("row_tokens", "pad", "total"), [(100, 1, 8), (5, 1, 5), (100, 64, 64), (100, 6, 12)])
 def test_dummy_is_padded_like_a_row(row_tokens: int, pad: int, total: int) -> None:
     assert one([()], [], row_tokens=row_tokens, pad_to_multiple_of=pad).length == total
-
-
-def test_pack_of_nothing_is_a_dummy() -> None:
-    assert pack([], row_tokens=10).is_dummy
-
-
-def test_empty_rows_beside_real_ones_vanish() -> None:
-    batch = one([(0,), ()], [make_item(3)], pad_to_multiple_of=2)
-    assert batch.length == 4
-    assert not batch.is_dummy
 
 
 def test_rows_of_one_adapter_stand_together_and_their_tokens_cut_the_micro_batch() -> None:
@@ -277,49 +253,6 @@ def test_declarations_that_cannot_hold_are_refused(name: str, options: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "items", "options", "message"),
-    [
-        ([(0, 1)], [(3, {}), (4, {})], {"row_tokens": 6}, "a row of 2 rollouts has 7 tokens; it holds 6"),
-        ([(0, 2)], [(3, {}), (4, {})], {}, "row (0, 2) is out of range for 2 items"),
-        ([(-1,)], [(3, {})], {}, "row (-1,) is out of range for 1 items"),
-        ([(0, 1)], [(3, {"adapter": "y"}), (4, {})], {}, "a row mixes the adapters '', 'y'"),
-        ([(0,)], [(3, {})], {"pad_to_multiple_of": 0}, "pad_to_multiple_of = 0 must be at least 1"),
-        (
-            [(0,)],
-            [(3, {})],
-            {"columns": ["mine"]},
-            (
-                "column mine is required, but no rollout here has it and its dtype is not declared: "
-                "call register_column('mine', fill=..., dtype=...)"
-            ),
-        ),
-        (
-            [(0, 1)],
-            [(1, {"mine": [1.0]}), (1, {"mine": [[1.0]]})],
-            {},
-            "column mine of rollout 'r' is float64 [T, 1], not float64 [T] as in other rollouts",
-        ),
-        (
-            [(0,)],
-            [(1, {"advantages": [[1.0]]})],
-            {},
-            "column advantages of rollout 'r' is float64 [T, 1], not [T] numbers",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_assembled_are_refused(rows: Any, items: Any, options: Any, message: str) -> None:
-    with pytest.raises(PackingError):
-        one(rows, [make_item(length, **fields) for length, fields in items], **options)
-
-
-def test_item_must_have_its_planned_length() -> None:
-    with pytest.raises(PackingError, match="rollout 'r' has 3 tokens, 4 planned"):
-        PackItem(make_rollout(3), 4, make_sample("r", length=4))
-    with pytest.raises(PackingError, match="rollout 'r' has length 0"):
-        PackItem(None, 0, make_sample("r", length=0))
-
-
-@pytest.mark.parametrize(
     "advantages",
     [
         [1.0],
@@ -382,13 +315,6 @@ def test_every_token_names_the_policy_version_that_sampled_it() -> None:
     assert one([()], []).policy_versions.tolist() == [-1] * 8
 
 
-def test_what_is_attached_to_a_rollout_reaches_its_sample() -> None:
-    grid = np.arange(6).reshape(2, 3)
-    packed = pack([replace(make_rollout(3), attachments={"grid": grid}), make_rollout(2)], row_tokens=8)
-    assert [sorted(sample.attachments) for sample in packed.samples] == [["grid"], []]
-    assert packed.samples[0].attachments["grid"].tolist() == grid.tolist()
-
-
 DERIVED = ("position_ids", "advantages", "targets", "sample_index", "policy_versions")
 
 
@@ -406,16 +332,6 @@ def test_derived_columns_take_no_memory_until_they_are_read_and_are_made_once() 
     assert arena.held_bytes == size, "one block serves all of them"
 
 
-def test_payloads_are_let_go_of_before_the_derived_columns_are_read() -> None:
-    item = make_item(5, advantages=[0.0, 1.0, 2.0, 3.0, 4.0])
-    gone = weakref.ref(item.rollout.tokens)
-    (batch,) = one_step([(0,)], [item])
-    del item
-    assert gone() is None
-    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert batch.policy_versions.tolist() == [3] * 5
-
-
 @pytest.mark.parametrize("copied", [lambda b: pickle.loads(pickle.dumps(b)), copy.copy, copy.deepcopy, replace])
 def test_copies_of_a_micro_batch_have_the_derived_columns_though_nobody_had_read_them(copied: Any) -> None:
     (batch,) = one_step([(0, 1)], [make_item(3), make_item(4, advantage=-2.0)], pad_to_multiple_of=8)
@@ -425,27 +341,11 @@ def test_copies_of_a_micro_batch_have_the_derived_columns_though_nobody_had_read
         assert getattr(twin, name).tolist() == getattr(batch, name).tolist()
 
 
-def test_a_misspelt_column_is_no_attribute() -> None:
-    (batch,) = one_step([(0,)], [make_item(3)])
-    with pytest.raises(AttributeError, match="'MicroBatch' object has no attribute 'positions'"):
-        _ = batch.positions
-    by_hand = MicroBatch(**{f.name: getattr(batch, f.name) for f in fields(batch)})
-    with pytest.raises(AttributeError, match="no attribute '_derive'"):
-        _ = by_hand._derive
-
-
 def test_arena_gives_idle_memory_back_beyond_its_limit() -> None:
     arena = Arena(keep_bytes=12_000)
     for length in (50, 100, 200, 300):
         one([(0,)], [make_item(length)], row_tokens=999, arena=arena)
     assert arena.held_bytes <= 14_000
-
-
-def test_arena_arrays_are_aligned_to_cache_lines() -> None:
-    batch = one([(0,)], [make_item(7, mine=np.zeros((7, 3), np.int8))], arena=Arena())
-    for array in (batch.input_ids, batch.loss_mask, batch.targets, batch.columns["mine"]):
-        assert array.__array_interface__["data"][0] % 64 == 0
-        assert array.flags.c_contiguous
 
 
 def test_micro_batch_moves_to_torch_and_still_unpacks() -> None:

@@ -26,13 +26,6 @@ def waits(made: Plan, lengths: Any) -> list[int]:
     return [max(sum(cost_of(lengths, row) for row in mb) for mb in step) for step in made.rows]
 
 
-def test_no_rollouts_give_a_plan_without_micro_steps() -> None:
-    made = plan([], row_tokens=10, world_size=4)
-    assert made.rows == ()
-    assert made.micro_steps == 0
-    assert redeal(made, 3).rows == ()
-
-
 def test_one_rollout_leaves_dummies_on_the_other_ranks() -> None:
     made = plan([5], row_tokens=10, world_size=3)
     assert sorted(made.rows[0]) == [((),), ((),), ((0,),)]
@@ -46,43 +39,15 @@ def test_fewer_rollouts_than_ranks_are_split_into_rows_before_there_are_dummies(
     assert all(len(row) <= 1 for row in rows_of(made))
 
 
-def test_row_count_is_a_multiple_of_world_size_times_rows_per_micro_batch() -> None:
-    made = plan([10] * 9, row_tokens=10, world_size=2, rows_per_micro_batch=3)
-    assert made.micro_steps == 2
-    assert [[len(micro_batch) for micro_batch in step] for step in made.rows] == [[3, 3], [3, 3]]
-    assert rows_of(made).count(()) == 3
-
-
 def test_costliest_row_is_split_first() -> None:
     # Best fit makes the rows of 9 + 1, 8 + 1 and 8 tokens; the fourth rank gets what the costliest one gives up.
     made = plan([9, 8, 8, 1, 1], row_tokens=10, world_size=4)
     assert sorted(rows_of(made)) == [(0,), (1, 4), (2,), (3,)]
 
 
-def test_rollouts_of_different_adapters_never_share_a_row() -> None:
-    names = ["x", "y", "x", "z", "y", "x"]
-    made = plan([1] * 6, row_tokens=100, world_size=1, adapters=names)
-    assert all(len({names[i] for i in row}) == 1 for row in rows_of(made))
-    assert len(rows_of(made)) == 3
-
-
 def test_empty_rows_go_to_the_adapter_whose_rows_cost_most() -> None:
     made = plan([50, 50, 5, 5], row_tokens=100, world_size=3, adapters=["big", "big", "small", "small"])
     assert sorted(rows_of(made)) == [(0,), (1,), (2, 3)]
-
-
-def test_one_adapter_named_plans_like_none_named() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 50)
-    named = plan(lengths, row_tokens=128, world_size=4, adapters=["x"] * 50)
-    assert named == plan(lengths, row_tokens=128, world_size=4)
-
-
-@pytest.mark.parametrize(("pad", "rows"), [(1, 1), (5, 1), (4, 2), (3, 2)])
-def test_capacity_respects_the_padding_multiple(pad: int, rows: int) -> None:
-    # 10 tokens fit a row of 10 unless rows come in multiples of 4 or 3: then they hold 8 or 9.
-    made = plan([5, 5], row_tokens=10, world_size=1, pad_to_multiple_of=pad)
-    assert len(rows_of(made)) == rows
-    assert made.pad_to_multiple_of == pad
 
 
 def test_micro_steps_come_costliest_first_and_ranks_end_up_with_equal_loads() -> None:
@@ -147,15 +112,6 @@ def waits_by_square(made: Plan, lengths: list[int]) -> list[int]:
     return [max(sum(cost_of(lengths, row, (0, 1)) for row in mb) for mb in step) for step in made.rows]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_levelling_by_squares_never_overfills_a_row(seed: int) -> None:
-    # With cost = L^2 a row of many short rollouts is cheap however full it is: only the room says no.
-    rng = np.random.default_rng(seed)
-    lengths = np.concatenate((rng.integers(30, 60, 30), rng.integers(1, 8, 120)))
-    made = plan(lengths, row_tokens=64, world_size=4, cost=(0, 1))
-    assert max(int(lengths[list(row)].sum()) for row in rows_of(made) if row) <= 64
-
-
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
@@ -184,28 +140,6 @@ def test_what_cannot_be_planned_is_refused_with_the_values(lengths: Any, options
     assert isinstance(caught.value, ValueError)
 
 
-def test_padding_multiple_above_the_row_leaves_no_room() -> None:
-    with pytest.raises(PackingError, match=r"a row holds 0 \(10 row_tokens in multiples of 16\)"):
-        plan([1], row_tokens=10, world_size=1, pad_to_multiple_of=16)
-
-
-def test_redeal_to_the_same_world_size_is_the_same_plan() -> None:
-    made = plan([3, 4, 5], row_tokens=5, world_size=2)
-    assert redeal(made, 2) is made
-
-
-def test_redeal_keeps_rows_drops_old_dummies_and_adds_its_own_last() -> None:
-    made = plan([5, 5, 5, 5, 5], row_tokens=5, world_size=4)
-    assert rows_of(made).count(()) == 3
-    three = redeal(made, 3)
-    assert three.micro_steps == 2
-    assert three.world_size == 3
-    assert sorted(row for row in rows_of(three) if row) == [(0,), (1,), (2,), (3,), (4,)]
-    assert all(row for micro_batch in three.rows[0] for row in micro_batch)
-    assert redeal(made, 1).micro_steps == 5
-    assert redeal(made, 8).micro_steps == 1
-
-
 def test_redeal_keeps_micro_steps_level_and_ranks_balanced() -> None:
     lengths = np.random.default_rng(2).integers(1, 1000, 800)
     for deep in (1, 2):
@@ -224,11 +158,6 @@ def test_redeal_gives_no_rank_always_the_costlier_end() -> None:
     two = redeal(plan(list(lengths), row_tokens=100, world_size=8, cost=(1, 0)), 2)
     loads = [sum(cost_of(lengths, row, (1, 0)) for step in two.rows for row in step[rank]) for rank in (0, 1)]
     assert loads == [386, 386]
-
-
-def test_redeal_refuses_no_ranks() -> None:
-    with pytest.raises(PackingError, match="plan: world_size = 0 must be a positive integer"):
-        redeal(plan([1], row_tokens=1, world_size=1), 0)
 
 
 @pytest.mark.parametrize(
