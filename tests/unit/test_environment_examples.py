@@ -25,7 +25,7 @@ from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.state.text import no_such_option
-from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
+from rlbuffer.worker.envs import ADAPTERS, make_env
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 
@@ -142,17 +142,3 @@ def test_the_configs_on_a_page_load(page: str) -> None:
             if ":" not in worker.env:
                 known = inspect.signature(target(ADAPTERS[worker.env])).parameters
                 assert no_such_option("", worker.env_options, known) == ""
-
-
-def test_the_settings_on_the_page_are_settings() -> None:
-    blocks = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)]
-    workers = [worker for block in blocks for worker in block["worker"].values()]
-    for worker in workers:
-        options = dict(worker)
-        settings = WorkerSettings(**{"env": "jsonl", **options})
-        if settings.env in ADAPTERS:
-            known = inspect.signature(target(ADAPTERS[settings.env])).parameters
-            assert no_such_option("", settings.env_options, known) == ""
-    assert {w["env"] for w in workers if "env" in w} >= set(ADAPTERS)
-    for name in [*BUILT_IN, *ADAPTERS]:
-        assert f"`{name}`" in TEXT

@@ -74,29 +74,6 @@ def test_every_answer_fits_and_earns_exactly_one(name: str) -> None:
         assert score.successes == {"exact": True}
 
 
-def test_vcopy_prompts_hold_one_to_four_digits_then_filler() -> None:
-    env = make_env("vcopy")
-    lengths = set()
-    for number in range(100):
-        prompt = env.prompt(number)
-        text = render(prompt.tokens)
-        assert text == prompt.prompt_id == prompt.answer.ljust(4, "_") + "="
-        lengths.add(len(prompt.answer))
-    assert lengths == {1, 2, 3, 4}
-
-
-def test_repeat_asks_for_one_to_five_times_the_symbol() -> None:
-    env = make_env("repeat")
-    counts = set()
-    for number in range(100):
-        prompt = env.prompt(number)
-        symbol, count, equals = prompt.prompt_id
-        assert equals == "="
-        assert prompt.answer == symbol * int(count)
-        counts.add(int(count))
-    assert counts == {1, 2, 3, 4, 5}
-
-
 @pytest.mark.parametrize(
     ("target", "answer", "reward"),
     [
@@ -158,23 +135,3 @@ def test_envs_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-class Raising(Constant):
-    def __init__(self) -> None:
-        raise PermissionError("the judge's key")
-
-
-class Leaving(Constant):
-    def __init__(self) -> None:
-        sys.exit(2)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("Raising", "PermissionError: the judge's key"), ("Leaving", "SystemExit: 2")]
-)
-def test_an_env_whose_factory_raises_is_refused_with_the_line(name: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_env(f"{__name__}:{name}")
-    assert str(caught.value).startswith(f"env {__name__}:{name}: its factory raised {said} (")
-    assert "test_envs.py:" in str(caught.value)
