@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,6 @@ def command(name: str) -> click.Command:
     found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
     assert isinstance(found, click.Command)
     return found
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_table_of_commands_repeats_the_first_line_of_each_help(name: str) -> None:
-    assert (command(name).help or "").splitlines()[0] == COMMANDS[name]
-
-
-def every_command() -> Iterator[tuple[str, ...]]:
-    for name in COMMANDS:
-        yield (name,)
-        found = command(name)
-        yield from ((name, part) for part in (found.commands if isinstance(found, click.Group) else ()))
-
-
-@pytest.mark.parametrize("words", [(), *every_command()], ids=" ".join)
-def test_help_fits_a_terminal_of_80_columns(
-    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run(*words, "--help")
-    assert code == 0
-    assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:

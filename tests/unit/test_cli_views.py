@@ -12,9 +12,6 @@ import pytest
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli.render import text
 from rlbuffer_cli.render.ranks import rank_line
-from rlbuffer_cli.render.run import age_histogram
-from rlbuffer_cli.render.run_view import plot
-from rlbuffer_cli.render.text import flow
 from rlbuffer_cli.render.train_view import slow_side, train_lines
 
 
@@ -67,13 +64,6 @@ def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
     assert "slow" not in rank_line([{"forward": 0.001}, {"forward": 0.001}, {"forward": 0.002}])  # chance
 
 
-@pytest.mark.parametrize("fast", [1, 2, 3])
-@pytest.mark.parametrize("slow", [1, 2])
-def test_the_slow_ranks_are_named_as_long_as_they_are_no_majority(fast: int, slow: int) -> None:
-    said = rank_line([{"forward": 0.1}] * fast + [{"forward": 0.16}] * slow)
-    assert said.count("slow") == (slow if slow <= fast else 0)
-
-
 @pytest.mark.parametrize(
     ("wait", "sentence"),
     [
@@ -85,23 +75,6 @@ def test_the_slow_ranks_are_named_as_long_as_they_are_no_majority(fast: int, slo
 )
 def test_the_trainers_view_says_which_side_is_slow(wait: float, sentence: str) -> None:
     assert slow_side([record(1, wait=wait)]) == sentence
-
-
-def test_parts_flow_onto_as_many_lines_as_they_need() -> None:
-    assert flow(["aaa", "", "bbb", "ccc"], 8) == ["aaa  bbb", "ccc"]
-    assert flow(["longer than the line", "b"], 8) == ["longer than the line", "b"]
-
-
-def test_a_curve_has_the_height_that_was_asked_for() -> None:
-    assert plot([0.0, 1.0], width=4, height=3) == ["1.0 ┤ █", "    ┤ █", "0.3 ┤ █", "0.0 └────"]
-
-
-@pytest.mark.parametrize(
-    ("ages", "shown"),
-    [({}, ""), ({0: 3}, "█ 0"), ({1: 1}, "·█ 1"), ({0: 4, 2: 8}, "▅·█ 0-2"), ({30: 1}, "·········█ 30")],
-)
-def test_ages_are_a_histogram_from_zero(ages: dict[int, int], shown: str) -> None:
-    assert age_histogram(ages) == shown
 
 
 class Terminal(io.StringIO):

@@ -150,12 +150,6 @@ def test_a_push_of_a_page_equals_copies_and_pickles_like_any_other():
     assert found.totals == totals_of(made.rollouts)
 
 
-def test_a_field_that_does_not_exist_is_no_attribute_of_a_packed_push():
-    (found,) = decode_infos([encode_info(info(1.0))])
-    with pytest.raises(AttributeError, match="'GroupInfo' object has no attribute 'rolouts'"):
-        _ = found.rolouts
-
-
 def test_the_largest_rewards_and_an_empty_page_are_right():
     made = info(1e12, -1e12, created=1e12)
     made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1e12, "b": -1e12}) for r in made.rollouts))

@@ -143,14 +143,6 @@ def test_envs_beyond_the_first_ones_are_left_out_and_those_that_train_are_not() 
     assert "env099" in shown
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=[metric.name for metric in METRICS])
-def test_a_metric_is_named_as_prometheus_names_them(metric: Metric) -> None:
-    assert re.fullmatch(r"[a-z][a-z_]*[a-z]", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind == "counter")
-    assert not {"id", "group", "rollout", "prompt", "step"} & set(metric.labels)
-    assert [other.name for other in METRICS].count(metric.name) == 1
-
-
 @pytest.mark.parametrize("path", DEPLOYED, ids=lambda path: path.name)
 def test_dashboard_and_rules_name_only_metrics_that_there_are(path: Path) -> None:
     known = {METRIC_PREFIX + metric.name for metric in METRICS}

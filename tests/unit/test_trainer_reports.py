@@ -248,21 +248,3 @@ def test_a_rollout_is_shown_token_by_token_with_its_checks() -> None:
         "  ok 0 of 2 inference logprobs are exactly 0",
         "  ok at age 0 trainer and inference differ by 0.0400 nats a token, near 0",
     ]
-
-
-def test_what_is_wrong_with_a_rollout_is_marked() -> None:
-    batch = pack([made(logprobs=[0.0, 0.0])], [0.25], row_tokens=8)
-    (table,) = tables(batch, torch.tensor([-0.5, -1.1]), step=4)
-    assert [line for line in table.splitlines() if line.startswith("  ! ")] == [
-        "  !  2 of 2 inference logprobs are exactly 0",
-        "  !  at age 0 trainer and inference differ by 0.8000 nats a token, near 0",
-    ]
-    (older,) = tables(batch, torch.tensor([-0.5, -1.1]), step=9)
-    assert older.splitlines()[-1] == "  ok at age 5 trainer and inference differ by 0.8000 nats a token"
-
-
-def test_a_long_rollout_is_cut_in_the_middle() -> None:
-    batch = pack([made(token_ids=[1] * 98, logprobs=[-0.1] * 98)], [0.25], row_tokens=128)
-    (table,) = tables(batch, torch.full((98,), -0.1), step=4)
-    assert sum(line.startswith("      1 ") for line in table.splitlines()) == 62
-    assert "    ... 36 more" in table.splitlines()
