@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,14 +29,10 @@ from numpy.typing import NDArray
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import RlbufferError
-from rlbuffer.process import heartbeat
 from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.worker import loop
-from rlbuffer.worker.envs import Prompt, Skip, make_env
-from rlbuffer.worker.envs.order import PromptOrder
-from rlbuffer.worker.envs.vcopy import VCopy
+from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.envs.vocabulary import VOCAB_SIZE
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, Sampling
@@ -81,34 +76,16 @@ class PacedSampler:
         )
 
 
-class OneEpoch(VCopy):
-    """An env of `size` prompts, every one of them once; then nothing is left to sample."""
-
-    def __init__(self, *, name: str, size: int) -> None:
-        super().__init__(name=name)
-        self._order = PromptOrder(size, seed=7)
-
-    def prompt(self, number: int) -> Prompt:
-        if number >= self._order.size:
-            raise Skip("the epoch is over")
-        _, place = self._order.place(number)
-        return replace(super().prompt(place), prompt_id=f"prompt {place}")
-
-
 def spawn(home: Home, role: str, *arguments: str, log: str) -> subprocess.Popen[str]:
     """Starts this file as a process of `home`; its output goes to `<home>/<log>.log`."""
     return home.start_python(__file__, role, "--home", str(home.path), *arguments, log=log)
 
 
 def start_worker(
-    home: Home, run: str, env: str, seconds: float, *, name: str = "", batch: int = 1, prompts: int = 0
+    home: Home, run: str, env: str, seconds: float, *, name: str = "", batch: int = 1
 ) -> subprocess.Popen[str]:
-    """A worker of `env` that needs `seconds` for a group and takes `batch` tickets at a time.
-
-    With `prompts` its env has so many of them, for one epoch, and the tickets of a dead worker lapse after 3 seconds.
-    """
+    """A worker of `env` that needs `seconds` for a group and takes `batch` tickets at a time."""
     options = ["--run", run, "--env", env, "--seconds", str(seconds), "--name", name or env, "--batch", str(batch)]
-    options += ["--prompts", str(prompts)]
     return spawn(home, "worker", *options, log=f"worker-{name or env}")
 
 
@@ -151,9 +128,6 @@ def _worker(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, leave)
     settings = WorkerSettings(env="vcopy", group_size=8, groups_per_batch=options.batch)
     env = make_env("vcopy", name=options.env)
-    if options.prompts:
-        env = OneEpoch(name=options.env, size=options.prompts)
-        loop.WORKER_TICKET_SECONDS, heartbeat.BEAT_SECONDS = 3.0, 0.5
     with connect(run=options.run, config=RunSettings(home=options.home)) as buffer:
         sampler = Batched(PacedSampler(options.seconds, seed=os.getpid()))
         with heard("rlbuffer.worker", _say):
@@ -187,7 +161,6 @@ def main() -> int:
     parser.add_argument("--name", default="")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=60.0)
     options = parser.parse_args()
