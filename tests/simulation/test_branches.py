@@ -11,7 +11,7 @@ import pytest
 from simulation import __main__ as command
 from simulation import branches
 from simulation.__main__ import Tally, run_seed
-from simulation.branches import Token, sources, tokens
+from simulation.branches import sources
 from simulation.draws import draw
 from simulation.lua import Engine
 
@@ -39,26 +39,12 @@ def test_every_arm_loop_and_function_is_a_branch() -> None:
     ]
 
 
-def test_words_in_comments_and_strings_are_no_keywords() -> None:
-    assert list(tokens("-- if\nx = 'then' .. 1")) == [
-        Token("name", "x", 6),
-        Token("operator", "=", 8),
-        Token("string", "'then'", 10),
-        Token("operator", "..", 17),
-        Token("number", "1", 20),
-    ]
-
-
 def test_marked_files_keep_their_lines_and_compile() -> None:
     engine = Engine()
     for name, text in sources().items():
         assert branches.marked(text).count("\n") == text.count("\n"), name
         engine.compiled(text)
     assert all(count == 1 for count in Counter(branches.branches()).values())
-
-
-def test_any_other_script_is_left_as_it_is() -> None:
-    assert branches.marked("if x then return 1 end") == "if x then return 1 end"
 
 
 def test_a_seed_says_which_branches_it_entered() -> None:

@@ -1,6 +1,6 @@
 """Every check that a Lua file makes is needed: without it the simulation finds a violated invariant.
 
-These were chosen by hand, one for each check, and are found within 40 s of CPU in all. ``make mutations`` makes many
+These were chosen by hand, one for each check, and are found within 20 s of CPU in all. ``make mutations`` makes many
 more by a tool, in minutes.
 """
 
@@ -11,27 +11,26 @@ import re
 import pytest
 
 from simulation.__main__ import run_seed
-from simulation.mutations import MUTATIONS, Mutation, source
+from simulation.mutations import MUTATIONS, Mutation
 
 SEEDS = 400
 """Each must be found within as many; half are in the first seed."""
 FOUND_IN = {
-    "attempt-in-the-same-line": 212,
-    "commit-after-the-lease": 162,
-    "commit-with-any-token": 107,
+    "announce-goes-back": 6,
+    "attempt-in-the-same-line": 148,
+    "commit-after-the-lease": 81,
+    "commit-what-is-gone": 22,
+    "commit-with-any-token": 28,
     "no-sequence-check": 15,
+    "recover-any-claim": 28,
     "recover-without-tombstone": 43,
-    "report-goes-back": 104,
-    "tombstones-by-time-alone": 40,
-    "uses-not-checked": 25,
+    "report-goes-back": 6,
+    "tombstones-by-time-alone": 28,
+    "uses-not-checked": 82,
+    "void-leaves-the-policy": 6,
+    "void-of-packed-alone": 6,
 }
 """Mutation -> a seed that found it when this was written, tried first, where the first few seeds do not find it."""
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_mutation_changes_its_lua_file(mutation: Mutation) -> None:
-    text = source(mutation.script)
-    assert mutation.applied(text) != text
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
