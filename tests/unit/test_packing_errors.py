@@ -11,9 +11,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from rlbuffer.batcher import budget
 from rlbuffer.batcher.advantages import advantage
-from rlbuffer.errors import InvalidRollout, PackingError, PayloadError, RlbufferError
+from rlbuffer.errors import InvalidRollout, PackingError, PayloadError
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.columns import as_column
 from rlbuffer.records.micro_batch import Sample
@@ -23,8 +22,7 @@ from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.store.viewer import part_of
-from rlbuffer.testing import make_group
-from rlbuffer.wire.metadata import decode_info, encode_info
+from rlbuffer.wire.metadata import decode_info
 from rlbuffer.wire.payload import (
     decode_group_payload,
     decode_rollout,
@@ -96,30 +94,10 @@ def test_what_no_rollout_may_hold_is_refused(call: Callable[[], Any]) -> None:
         call()
 
 
-def test_a_rollout_with_giant_metadata_is_refused() -> None:
-    with pytest.raises(InvalidRollout):
-        encode_rollout(rollout(rollout_id="g/0", metadata={"notes": "x" * 2**22}))
-
-
 def sealed(magic: bytes, body: bytes, details: int) -> bytes:
     """A payload with a right checksum."""
     head = struct.pack("<4sHHIII", magic, 1, 0, details, 0, 24 + len(body))
     return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
-
-
-def flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def test_a_flipped_byte_is_found_by_both_checksums() -> None:
-    data = encode_rollout(rollout())
-    bad = flipped(data, len(data) - 1)
-    with pytest.raises(PayloadError):
-        decode_rollout(bad)
-    info = encode_info(make_group(size=1).info())
-    bad = info[:-4] + struct.pack(">I", 7)
-    with pytest.raises(PayloadError):
-        decode_info(bad)
 
 
 PAIR = encode_group_payload("answer", {}) or b""
@@ -175,8 +153,3 @@ ONE = msgpack.packb(["answer"])
 def test_bytes_that_are_not_what_they_should_be_are_refused(decode: Callable[[Any], Any], data: Any) -> None:
     with pytest.raises(PayloadError):
         decode(data)
-
-
-def test_a_saved_state_of_another_version_is_refused() -> None:
-    with pytest.raises(RlbufferError):
-        budget.load({"schema": 2})

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlbuffer.config.schedules import learning_rate_at
-from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
-from rlbuffer.errors import RlbufferError
+from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.update.blame import Blame
 from rlbuffer.trainer.update.update import make_optimizer, take_step
@@ -60,22 +58,3 @@ def test_an_update_goes_at_the_rate_it_is_given_and_not_at_the_settings_own() ->
 @pytest.mark.parametrize(("clip", "seen"), [(1.0, 1.0), (100.0, 6**0.5 * 2)])
 def test_the_norm_is_the_one_before_clipping(clip: float, seen: float) -> None:
     assert step(Policy(), OptimizerSettings(), 2.0, clip=clip) == pytest.approx((6**0.5 * 2, seen), rel=1e-5)
-
-
-@pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: float) -> None:
-    policy = Policy()
-    with pytest.raises(RlbufferError, match=r"step 3: .*(nan|inf).*`rlbuffer runs void 3`"):
-        step(policy, OptimizerSettings(weight_decay=0.5), gradient)
-    assert torch.equal(policy.matrix, torch.ones(2, 2))
-    assert torch.equal(policy.vector, torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("warmup", "update", "share"), [(0, 1, 1.0), (4, 1, 0.25), (4, 3, 0.75), (4, 4, 1.0), (4, 5, 1.0), (4, 400, 1.0)]
-)
-def test_the_rate_grows_to_the_full_one_at_the_last_update_of_the_warm_up(
-    warmup: int, update: int, share: float
-) -> None:
-    trainer = TrainerSettings(optimizer=OptimizerSettings(learning_rate=0.5, warmup_updates=warmup))
-    assert learning_rate_at(update, trainer) == 0.5 * share

@@ -76,11 +76,6 @@ def test_a_rollout_takes_nine_bytes_a_token_on_the_wire() -> None:
     assert sizes[0] < 90_000 + 200
 
 
-def test_a_column_and_an_attachment_may_share_a_name() -> None:
-    original = rollout(columns={"x": np.zeros(8)}, attachments={"x": np.ones(3), "tokens": np.ones(2)})
-    assert decode_rollout(encode_rollout(original)) == original
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -220,13 +215,6 @@ def test_a_payload_of_another_size_or_checksum_than_the_metadata_is_refused() ->
         f"with the metadata: {len(data)} bytes with checksum {info.checksum:08x}"
     )
     assert decode_rollout(data, expected=replace(info, size=0, checksum=0)) == decode_rollout(data)
-
-
-@pytest.mark.parametrize("data", [b"", b"RLBR", b"\x00" * 24, bytearray(30), None, "RLBR"])
-def test_what_is_no_payload_at_all_is_refused(data: Any) -> None:
-    for decode in (decode_rollout, decode_info, decode_group_payload):
-        with pytest.raises(PayloadError):
-            decode(data)
 
 
 def giant(tokens: int) -> Rollout:
@@ -388,16 +376,6 @@ def test_a_right_checksum_written_wider_than_it_is_is_refused() -> None:
     data = msgpack.packb(values | {"checksum": 2**63})[:-4].replace(b"\xcf\x80\x00\x00\x00", b"\xcf" + bytes(4))
     with pytest.raises(PayloadError, match=r"^metadata is damaged: "):
         decode_info(data + struct.pack(">I", zlib.crc32(data)))
-
-
-def test_the_unchanged_map_of_these_tests_is_read() -> None:
-    assert decode_info(info_map()) == INFO
-
-
-def test_named_rewards_may_differ_from_rollout_to_rollout() -> None:
-    rows = (replace(INFO.rollouts[0], rewards={"a": 1.0}), replace(INFO.rollouts[1], rewards={"b": -2.5, "a": 0.0}))
-    info = replace(INFO, rollouts=rows)
-    assert decode_info(encode_info(info)) == info
 
 
 def test_a_group_without_answer_and_metadata_has_no_group_payload() -> None:
