@@ -30,6 +30,7 @@ from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
+pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=100, order="oldest_first")
 SECONDS = 60.0

@@ -65,13 +65,6 @@ def test_a_batcher_whose_selector_is_refused_begins_no_run(fresh: rlbuffer.Buffe
     assert nothing_is_left(fresh)
 
 
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
-
-
 def test_a_trainer_that_has_made_its_steps_is_not_called_silent_and_nobody_is_told_to_start_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

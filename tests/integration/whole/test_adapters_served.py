@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import pytest
 from daemon_runs import Served
 from store_runs import Run
 
@@ -22,13 +21,6 @@ pytest_plugins = ("store_fixtures",)
 CONFIG = rlbuffer.BatcherConfig(
     64, step_groups=2, max_age=1, adapters={"x": AdapterConfig(batch_size=4), "y": AdapterConfig(batch_size=8)}
 )
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 class Trainer:

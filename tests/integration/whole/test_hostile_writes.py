@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from daemon_runs import Served
@@ -19,13 +19,6 @@ from rlbuffer.wire.payload import encode_push
 pytest_plugins = ("store_fixtures",)
 CONFIG = BatcherConfig(64, step_groups=1, max_age=9)
 LARGEST = "18446744073709551615-18446744073709551615"
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def set_string(name: str) -> Callable[[Run], object]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from daemon_runs import Served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +26,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 
+pytest_plugins = ("store_fixtures",)
 LENGTH = 4
 NAN, INF = math.nan, math.inf
 
@@ -131,20 +130,6 @@ def rollout_of(reward: float, changes: Mapping[str, Any]) -> Rollout:
         "version_spans": [(0, 0, LENGTH)],
     }
     return Rollout(**{**usual, **changes})  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
-    made = Run(redis_url, tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def test_the_strangest_values_are_refused_at_the_door_or_train_and_end_no_process(run: Run, served: Served) -> None:

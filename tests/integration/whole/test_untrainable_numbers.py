@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -28,13 +27,6 @@ pytest_plugins = ["store_fixtures"]
 CONFIG = BatcherConfig(row_tokens=64, step_groups=1, max_age=1000, flat="keep")
 REWARD_AT = 16
 """Offset at which the reward of a metadata row begins."""
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def push_as_before(run: Run, group_id: str, rewards: list[float]) -> None:
@@ -139,24 +131,6 @@ def test_a_step_that_could_never_be_read_is_not_committed(run: Run, number: floa
     with pytest.raises(PayloadError, match=r"^step 1 is not committed, because it could never be read: .*not finite$"):
         run.commit(**plan)
     assert run.store.meta().step == 0
-
-
-def test_a_group_whose_advantage_cannot_be_trained_is_dropped_by_the_daemon_with_a_record(
-    run: Run, served: Served
-) -> None:
-    config = BatcherConfig(row_tokens=64, step_groups=1, max_age=1000, advantage="max_rl")
-    run.push("a.0", rewards=[1.0, float(np.nextafter(-1.0, 0.0))])
-    run.push("a.1")
-    served.serve(config)
-    a_trainer(run)
-    header = served.wait_for(lambda: run.store.meta().step >= 1 and run.store.wait_step(1, block_seconds=0))
-    assert header.group_ids == ("a.1",)
-    served.stop()
-    (record,) = [r for r in run.store.history() if r["event"] == "drop"]
-    assert (record["group_id"], record["reason"]) == ("a.0", "invalid")
-    assert record["detail"].startswith("advantage max_rl: ")
-    assert run.store.verify().findings == ()
-    assert not served.errors
 
 
 @pytest.mark.parametrize("bad_header", [False, True], ids=["a part", "a header"])
