@@ -115,20 +115,6 @@ def test_a_worker_and_a_trainer_of_ten_lines_train_ten_accounted_steps(url: str)
             buffer.step(99)
 
 
-@pytest.mark.parametrize(("lookahead", "max_age"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_no_rollout_of_twenty_steps_is_older_than_allowed(url: str, lookahead: int, max_age: int) -> None:
-    config = rlbuffer.BatcherConfig(48, step_groups=2, lookahead=lookahead, max_age=max_age)
-    with rlbuffer.connect(url) as buffer, running(batcher(url, config), worker(url, "a")):
-        steps = train(buffer, 20)
-        headers = list(buffer.store.headers())
-    assert [header.step for header in headers][:20] == list(range(1, 21))
-    versions = {(s.number, v) for s in steps for mb in s for sample in mb.samples for v in sample.policy_versions}
-    assert {number - 1 - version for number, version in versions} <= set(range(max_age + 1))
-    assert max(header.max_age for header in headers[:20]) <= max_age
-    if max_age == 0:
-        assert {header.age for header in headers[:20]} == {0.0}
-
-
 @pytest.mark.parametrize(("lookahead", "ahead"), [(0, 1), (1, 2), (2, 3)])
 def test_so_many_steps_are_committed_ahead_of_the_trainer_and_no_more(url: str, lookahead: int, ahead: int) -> None:
     config = rlbuffer.BatcherConfig(256, step_groups=1, lookahead=lookahead, max_age=9)
@@ -193,19 +179,6 @@ def test_a_trainer_may_announce_its_first_weights_before_it_reads(url: str) -> N
             version=0, location="/weights/0", size=3, checksum="abc"
         )
         assert not buffer.policy().announce(0, location="/other", size=3, checksum="abc")
-
-
-def test_pushing_the_same_group_again_changes_nothing_that_trains(url: str) -> None:
-    config = rlbuffer.BatcherConfig(256, step_groups=1)
-    with rlbuffer.connect(url) as buffer, running(batcher(url, config)):
-        writer = buffer.writer("w")
-        for _ in range(2):
-            assert writer.push(rlbuffer.make_group(seed=1)).entry_id
-        assert next(buffer.reader(timeout_seconds=20).steps()).rollouts == 4
-        wait_until(lambda: buffer.ledger().envs["a"].dropped != {})
-        account = buffer.ledger().envs["a"]
-        assert (account.pushed[0], account.packed[0], account.pending[0]) == (8, 4, 0)
-        assert set(account.dropped) <= {"late", "duplicate"}
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ def test_gpus_are_dealt_over_the_replicas_in_order(
     assert [placement.gpus_of(options, replicas + replica) for replica in range(replicas)] == dealt
 
 
-def test_a_process_without_gpus_of_its_own_sees_what_it_saw() -> None:
-    assert placement.visible(()) == {}
-    assert placement.visible((1, "GPU-5")) == {"CUDA_VISIBLE_DEVICES": "1,GPU-5"}
-
-
 def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, devices = tmp_path / "driver", tmp_path / "devices"
     devices.mkdir()
@@ -76,12 +71,6 @@ def test_more_ranks_than_gpus_are_refused_where_gpus_are_counted(
     made = RunSettings.model_validate({"trainer": tomllib.loads(settings)})
     found = devices(Context(loaded=Loaded(settings=made, sources={}), parts=frozenset({"train"})))
     assert [finding.settings for finding in found] == [(setting,)] * bool(setting)
-
-
-def test_a_worker_is_started_apart_only_when_it_must_be() -> None:
-    assert not placement.is_apart(WorkerSettings(env="vcopy", replicas=2))
-    assert placement.is_apart(WorkerSettings(env="vcopy", gpus=(0,)))
-    assert placement.is_apart(WorkerSettings(env="vcopy", python="python3"))
 
 
 def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_the_python(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from scorer_stage import Stage, eventually
 
-from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.weights.model import TINY_QWEN3, build_model
@@ -117,13 +116,3 @@ def test_only_the_envs_and_needs_that_a_scorer_is_for_are_touched(stage: Stage):
         "a.2": ("reward",),
         "a.3": (),
     }
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    stage = Stage(model={"config": CONFIG}, score={"one": {"model": "initial", "device": "cuda"}})
-    stage.start()
-    stage.finish()
-    assert isinstance(stage.raised, ConfigError)
-    assert stage.raised.setting == "score.device"
-    stage.buffer.close()

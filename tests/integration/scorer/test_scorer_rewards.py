@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from scorer_stage import OVER, Stage, eventually
 
-from rlbuffer.errors import ConfigError
 from rlbuffer.process import heartbeat
 from rlbuffer.scorer import loop, rewards
 from rlbuffer.store.operator import OperatorStore
@@ -154,16 +153,6 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
     account = stage.buffer.ledger().total()
     assert account.pushed == account.pending == (2, 17)
     assert stage.buffer.verify().findings == ()
-
-
-def test_a_function_that_cannot_be_imported_is_refused(stages: Any):
-    stage = stages("not_there")
-    stage.start()
-    stage.finish()
-    assert isinstance(stage.raised, ConfigError)
-    assert str(stage.raised).startswith(
-        "score.one.reward = 'scorer_stage:not_there' cannot be imported: AttributeError"
-    )
 
 
 def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
