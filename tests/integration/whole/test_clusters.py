@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 from daemon_runs import Served
-from looping import Looping
 from own_server import OwnServer
 from shards import Cluster
 from store_runs import Run, plan_of
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.daemon import watches
 from rlbuffer.errors import LeaseLost, RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server.binary import ServerBinary
@@ -25,10 +23,6 @@ from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, max_age=1000, lookahead=1)
-MORE_STEPS = 5
-"""Trained between two faults."""
-STEP_SECONDS = 0.3
-"""Between two pushes."""
 
 
 @pytest.fixture(scope="module")
@@ -163,52 +157,12 @@ def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
 
 
 # -- shards that fail --------------------------------------------------------------------------------------------------
-class Going:
-    """A run with its batcher, its worker and its trainer on a cluster."""
-
-    def __init__(self, cluster: Cluster, home: Path) -> None:
-        self.run = Run(cluster.url, home)
-        self.served = Served(self.run, word_seconds=watches.ATTEMPT_SECONDS)
-        self.served.serve(CONFIG)
-        self.loop = self.run.closes(Looping(self.run, STEP_SECONDS))
-
-    def goes_on(self) -> None:
-        enough = len(self.loop.trained) + MORE_STEPS
-        self.served.wait_for(lambda: self.loop.errors or len(self.loop.trained) >= enough, 20)
-        assert not self.loop.errors
-
-    def ends(self) -> None:
-        self.loop.close()
-        self.served.close()
-        assert self.served.errors == []
-        assert max(self.loop.uses.values()) == 1, self.loop.uses
 
 
 def elsewhere(cluster: Cluster, run: Run) -> OwnServer:
     """A primary that has payloads and not the control keys."""
     home = cluster.owner(run.store.keys.meta)
     return next(node for node in map(cluster.owner, "abcdefghijkl") if node is not home)
-
-
-def test_a_run_goes_on_through_failovers_of_payloads_and_of_control_keys(
-    server_binary: ServerBinary, tmp_path: Path
-) -> None:
-    with Cluster(tmp_path / "c", replicas=1) as cluster:
-        going = Going(cluster, tmp_path)
-        run = going.run
-        going.goes_on()
-        for chosen in (elsewhere(cluster, run), cluster.owner(run.store.keys.meta)):
-            cluster.fail_over(chosen)
-            cluster.wait_until_well()
-            going.goes_on()
-        for dead in (elsewhere(cluster, run), cluster.owner(run.store.keys.meta)):
-            dead.kill()
-            going.goes_on()
-            dead.start()
-            cluster.wait_until_well()
-        going.ends()
-        assert run.store.verify().findings == ()
-        run.close()
 
 
 def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
@@ -256,25 +210,6 @@ def test_a_slot_that_moves_is_waited_for_and_is_no_loss(cluster: Cluster, run: R
             node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
     assert connection.call(lambda: connection.client.get(key)) is None
     assert connection.losses == losses
-
-
-def test_a_run_goes_on_while_a_slot_moves(server_binary: ServerBinary, tmp_path: Path) -> None:
-    with Cluster(tmp_path / "c") as cluster:
-        going = Going(cluster, tmp_path)
-        run = going.run
-        going.goes_on()
-        home, other = cluster.owner(run.store.keys.meta), elsewhere(cluster, run)
-        cluster.move_slot(slot_of_key(run.store.keys.meta), home, other)
-        going.goes_on()
-        assert cluster.owner(run.store.keys.meta) is other
-        for entry in run.payload_keys()[:5]:
-            source = cluster.owner(entry)
-            cluster.move_slot(slot_of_key(entry), source, next(node for node in cluster.nodes if node is not source))
-        going.goes_on()
-        going.ends()
-        assert going.loop.damaged == []
-        assert run.store.verify().findings == ()
-        run.close()
 
 
 def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counted(

@@ -6,21 +6,15 @@ server where a full disk's does, in the write to its append-only file.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon_runs import Served
 from own_server import Disk, OwnServer
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client.reader import Reader
-from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.testing import make_group
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)
 ROOM_BYTES = 40_000
@@ -60,51 +54,4 @@ def test_pushes_are_refused_with_the_reason_and_pass_when_there_is_room(server: 
     server.start()
     assert run.store.ledger() == ledger
     assert run.store.verify().findings == ()
-    run.close()
-
-
-def test_a_run_waits_out_a_full_disk(server: OwnServer, tmp_path: Path) -> None:
-    run = Run(server.url, tmp_path)
-    disk = Disk(server)
-    served = Served(run)
-    said: list[Exception] = []
-    writer = Writer(run.again(), "w", epoch=run.meta.epoch, on_retry=said.append)
-    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=120)
-    reader.start(0)
-    reader.announce(PolicyVersion(version=0))
-    served.serve(CONFIG)
-    stop = threading.Event()
-    pushed = 0
-
-    def push() -> None:
-        nonlocal pushed
-        while not stop.is_set():
-            writer.push(make_group(env="a", size=4, version=0, seed=pushed))
-            pushed += 1
-            stop.wait(0.005)
-
-    pushing = threading.Thread(target=push)
-    pushing.start()
-    steps = reader.steps()
-    step = next(steps)
-    seen = [sample.rollout_id for mb in step for sample in mb.samples if sample.rollout_id]
-    disk.fill(room_bytes=ROOM_BYTES)
-    served.wait_for(lambda: said and any("MISCONF" in e.get("reason", "") for e in served.events), seconds=60)
-    assert "it cannot write to its disk" in str(said[0])
-    reader.trained(step)  # no error: the heartbeat says it when there is room
-    assert reader.announce(PolicyVersion(version=1))
-    disk.clear()
-    for _ in range(3):
-        step = next(steps)  # acknowledges the one before
-        seen += [sample.rollout_id for mb in step for sample in mb.samples if sample.rollout_id]
-    reader.trained(step)
-    stop.set()
-    pushing.join(timeout=60)
-    assert len(seen) == len(set(seen))
-    assert run.store.ledger().total().pushed[0] == 4 * pushed
-    assert run.store.verify().findings == ()
-    assert served.errors == []
-    steps.close()
-    reader.close()
-    served.close()
     run.close()

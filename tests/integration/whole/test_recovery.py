@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +18,9 @@ import rlbuffer
 import rlbuffer.errors
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
 from rlbuffer.store.records import Attempt, Claim
-from rlbuffer.store.server import embedded as servers
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 
@@ -257,56 +251,6 @@ def test_a_checkpoint_of_another_run_is_refused(run: Run) -> None:
         with pytest.raises(rlbuffer.errors.RunGone, match="the checkpoint belongs to another run"):
             reader.start()
     reader.close()
-
-
-def test_append_only_file_from_before_three_steps(tmp_path: Path) -> None:
-    """The real thing: the server is killed, its data directory is put back to what it was three steps earlier."""
-    home, settings = tmp_path / "h", ServerSettings(appendfsync="always")
-    running = servers.ensure(home, settings)
-    store = EveryRole(_connection(home, settings), "r")
-    meta = store.open_run()
-    writer = Writer(EveryRole(_connection(home, settings), "r"), "w", epoch=meta.epoch)
-    reader = Reader(EveryRole(_connection(home, settings), "r"), rank=0, world_size=1, timeout_seconds=30)
-    reader.start(0)
-    reader.announce(PolicyVersion(version=0))
-    loop = Loop(EveryRole(_connection(home, settings), "r"))
-    made = (make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i) for i in range(100))
-    steps = reader.steps()
-    for _ in range(10):
-        writer.push(next(made))
-    train_to(reader, steps, 2)
-    copy = tmp_path / "copy"
-    data = home / "server"
-    shutil.copytree(data, copy, ignore=shutil.ignore_patterns("*.sock", "*.lock"))
-    train_to(reader, steps, 5)
-    trained = set().union(*(ids_of(store, step) for step in range(1, 6)))
-    os.kill(running.pid, signal.SIGKILL)
-    for folder in [p for p in copy.rglob("appendonlydir") if p.is_dir()]:
-        place = data / folder.relative_to(copy)
-        shutil.rmtree(place)
-        shutil.copytree(folder, place)
-    for _ in range(4):
-        writer.push(next(made))
-    found = loop.wait_for("recovery")
-    assert found.step == 5
-    assert found.forgotten >= 1
-    sixth = next(steps)
-    assert (sixth.number, sixth.epoch) == (6, meta.epoch + 1)
-    assert ids_of(store, 6) & trained == set()
-    reader.trained(sixth)
-    assert not loop.errors
-    reader.close()
-    loop.close()
-    assert store.verify().findings == ()
-    for one in (store, writer._store, reader._store, loop.store):
-        one.close()
-    running.release()
-
-
-def _connection(home: Path, settings: ServerSettings) -> Any:
-    from rlbuffer.store.server.connection import Connection
-
-    return Connection(None, home=home, server=settings, name="t")
 
 
 # -- an operator takes steps back --------------------------------------------------------------------------------------

@@ -61,15 +61,6 @@ def shifted(shim: Path, tmp_path: Path) -> Iterator[tuple[Run, Callable[[float],
             run.close()
 
 
-def test_the_server_s_clock_is_what_is_shifted(shifted: tuple[Run, Callable[[float], None]]) -> None:
-    run, shift = shifted
-    before = run.store.now()
-    shift(HALF_AN_HOUR)
-    assert HALF_AN_HOUR <= run.store.now() - before < HALF_AN_HOUR + 60
-    shift(-HALF_AN_HOUR)
-    assert -HALF_AN_HOUR <= run.store.now() - before < 60 - HALF_AN_HOUR
-
-
 @pytest.mark.parametrize("shifts", [(HALF_AN_HOUR,), (-HALF_AN_HOUR,), (HALF_AN_HOUR, -HALF_AN_HOUR, 0.0)])
 def test_a_run_goes_on_over_a_shifted_clock(
     shifted: tuple[Run, Callable[[float], None]], shifts: tuple[float, ...]
