@@ -19,8 +19,6 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
 from rlbuffer.process.files import sha256_of
-from rlbuffer.process.logs import heard
-from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
@@ -257,40 +255,6 @@ def settings(output: Path, **trainer: Any) -> RunSettings:
 
 def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert train(settings(whole), rank=0, world_size=1, fake_data=True)
-
-    stop = StopRequest()
-
-    def after_the_fourth(line: dict[str, Any]) -> None:
-        if (line["event"], line.get("step")) == ("step", 4):
-            stop.set()
-
-    first = settings(halves)
-    with heard("rlbuffer.trainer", after_the_fourth):
-        assert not train(first, rank=0, world_size=1, fake_data=True, stop=stop)
-    assert checkpoint.steps(halves / "checkpoints") == [3, 4]
-    # As if it had been killed at step 4, with the checkpoint of step 3.
-    (path_of(halves / "checkpoints", 4) / "meta.json").unlink()
-    assert train(first, rank=0, world_size=1, fake_data=True)
-
-    for of in ("policy", "optimizer"):
-        expected, ours = load_parameters(whole, 6, of=of), load_parameters(halves, 6, of=of)
-        assert expected
-        assert ours.keys() == expected.keys()
-        assert all(torch.equal(ours[name], expected[name]) for name in expected)
-    continued = records(halves)
-    assert [(r["step"], r["resumed_from"]) for r in continued] == [
-        *((step, 0) for step in (1, 2, 3, 4)),
-        *((step, 3) for step in (4, 5, 6)),
-    ]
-    undisturbed = {r["step"]: r for r in records(whole)}
-    for record in continued:
-        for field in ("batch_sha256", "loss", "grad_norm", "learning_rate", "entropy"):
-            assert record[field] == undisturbed[record["step"]][field]
 
 
 def test_a_run_that_has_made_its_steps_makes_no_more(tmp_path: Path) -> None:

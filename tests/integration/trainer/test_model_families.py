@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
+from model_families import GEMMA2, GPT2, HYBRIDS, LLAMA, QWEN3, QWEN3_MOE, row
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -52,9 +52,7 @@ def test_a_model_that_asks_for_the_router_auxiliary_loss_is_refused_by_its_name(
     assert refused.value.setting == "model"
 
 
-@pytest.mark.parametrize(
-    "config", [LLAMA, QWEN3, GEMMA2, GPT2, MISTRAL, QWEN2, QWEN3_MOE, GRANITE], ids=lambda c: c["model_type"]
-)
+@pytest.mark.parametrize("config", [QWEN3, GEMMA2, GPT2, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_a_model_trains_three_steps_and_its_published_version_gives_the_trainers_logprobs(
     tmp_path: Path, config: Mapping[str, Any]
 ) -> None:

@@ -219,9 +219,3 @@ def test_windows_and_soft_caps_are_those_of_the_definition(window: int, softcap:
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[seen].repeat_interleave(2, dim=1))
         torch.testing.assert_close(ours[t], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_empty_segments_are_skipped() -> None:
-    plan = SegmentPlan([0, 3, 3, 5])
-    assert plan.cu_seqlens.tolist() == [0, 3, 5]
-    assert plan.longest == 3

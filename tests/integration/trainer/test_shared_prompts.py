@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_families import EVERY, LLAMA, QWEN3, gradients, made
+from model_families import GEMMA2, GPT2, LLAMA, QWEN3, QWEN3_MOE, gradients, made
 from torch import Tensor
 
 from rlbuffer.config.settings import RunSettings
@@ -55,7 +55,7 @@ def computed(policy: PackedPolicy, row: Row) -> tuple[Tensor, int]:
         hook.remove()
 
 
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("config", [QWEN3, GEMMA2, GPT2, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_logprobs_and_gradients_are_those_of_the_plain_row(config: Mapping[str, Any]) -> None:
     model = made(config)
     policy = prepare(model, share_prompts=True)
