@@ -25,7 +25,7 @@ def size_of(unit: str, lengths: Any) -> int:
 
 
 @pytest.mark.parametrize("unit", ["tokens", "rollouts", "groups"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_adapters_with_supply_are_never_more_than_one_group_apart(unit: str, seed: int) -> None:
     """Two envs, three adapters of unequal sizes that always have groups ready, over 60 steps."""
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_adapters_with_supply_are_never_more_than_one_group_apart(unit: str, see
     speeds=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     unit=st.sampled_from(["tokens", "rollouts", "groups"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_at_unequal_speeds_the_faster_adapter_is_ahead_only_while_the_other_has_nothing(
     seed: int, speeds: list[int], unit: Any
 ) -> None:
@@ -82,7 +82,7 @@ def test_at_unequal_speeds_the_faster_adapter_is_ahead_only_while_the_other_has_
     sizes: dict[str, int] = {}
     waiting = dict.fromkeys(NAMES[1:], 0)
     ahead: dict[tuple[str, str], list[int]] = {}
-    for step in range(1, 60):
+    for step in range(1, 31):
         for name, speed in zip(NAMES[1:], speeds, strict=True):
             for _ in range(int(rng.poisson(speed / 2))):
                 group_id = f"{name}.{len(sizes)}"
@@ -208,7 +208,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
 
 
 @given(config=ADAPTED, arrivals=ARRIVALS, restarts=st.sets(st.integers(1, 39), max_size=4))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_takeovers_change_nothing_and_own_steps_are_exact(
     config: BatcherConfig, arrivals: list[Any], restarts: set[int]
 ) -> None:

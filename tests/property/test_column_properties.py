@@ -38,7 +38,7 @@ def refusal(values: list[list[float]], kind: str) -> str:
     return ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     values=st.lists(st.lists(numbers, min_size=2, max_size=2), max_size=6),
     dtype=st.sampled_from(["<f2", "<f4", "<f8", ">f4"]),
@@ -55,7 +55,7 @@ def test_the_first_number_that_a_column_may_not_hold_is_named(values: Any, dtype
         assert not np.shares_memory(column, given_array)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12), cuts=st.sets(st.integers(0, 12), max_size=6))
 def test_the_first_trained_token_in_no_span_is_named(mask: list[bool], cuts: set[int]) -> None:
     bounds = sorted(cut for cut in cuts if cut <= len(mask))

@@ -18,7 +18,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers, Plan
 
-examples = settings(derandomize=True, deadline=None, max_examples=150)
+examples = settings(derandomize=True, deadline=None, max_examples=60)
 
 DTYPES = ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f2", "<f4", "<f8"]
 

@@ -31,7 +31,7 @@ from rlbuffer.wire.payload import (
 )
 from rlbuffer.wire.views import in_range, view_rollout
 
-MUTATIONS = 10_000
+MUTATIONS = 2_000
 
 
 def rich_group() -> Group:
@@ -90,7 +90,7 @@ def refuses(decode: Callable[[bytes], Any], data: bytes) -> bool:
     return False
 
 
-def test_ten_thousand_mutated_payloads_are_each_refused() -> None:
+def test_mutated_payloads_are_each_refused() -> None:
     refused = 0
     rng = random.Random(1)
     for i in range(MUTATIONS):
@@ -103,24 +103,24 @@ def test_ten_thousand_mutated_payloads_are_each_refused() -> None:
     assert refused > 0.9 * MUTATIONS
 
 
-def test_ten_thousand_mutated_payloads_with_a_right_checksum_are_refused_or_valid() -> None:
+def test_mutated_payloads_with_a_right_checksum_are_refused_or_valid() -> None:
     """Behind the checksum a changed value looks like another rollout; a broken record must be."""
     rng, accepted, refused = random.Random(2), 0, 0
     for i in range(MUTATIONS):
         data, other = rng.sample(PAYLOADS, 2)
         wounded = resealed(mutated(rng, data, other), length=i % 2 == 0)
         accepted, refused = _judge(decode_rollout, encode_rollout, wounded, accepted, refused)
-    assert accepted > 100
+    assert accepted > MUTATIONS // 100
     assert refused > 0.5 * MUTATIONS
 
 
-def test_ten_thousand_payloads_with_tampered_details_are_refused_or_valid() -> None:
+def test_payloads_with_tampered_details_are_refused_or_valid() -> None:
     rng, accepted, refused = random.Random(3), 0, 0
     for _ in range(MUTATIONS):
         data = rng.choice(PAYLOADS)
         wounded = with_false_details(rng, data)
         accepted, refused = _judge(decode_rollout, encode_rollout, wounded, accepted, refused)
-    assert accepted > 100
+    assert accepted > MUTATIONS // 100
     assert refused > 0.3 * MUTATIONS
 
 
@@ -146,7 +146,7 @@ def test_every_truncation_and_extension_is_noticed() -> None:
                 decode(wounded)
 
 
-def test_ten_thousand_mutated_metadata_maps_are_each_refused() -> None:
+def test_mutated_metadata_maps_are_each_refused() -> None:
     rng = random.Random(4)
     for i in range(MUTATIONS):
         data, other = rng.sample(MAPS, 2)
@@ -156,7 +156,7 @@ def test_ten_thousand_mutated_metadata_maps_are_each_refused() -> None:
         assert refuses(decode_info, wounded), f"mutation {i} was accepted"
 
 
-def test_ten_thousand_mutated_metadata_maps_with_a_right_checksum_are_refused_or_valid() -> None:
+def test_mutated_metadata_maps_with_a_right_checksum_are_refused_or_valid() -> None:
     rng, accepted, refused = random.Random(5), 0, 0
     for i in range(MUTATIONS):
         data, other = rng.sample(MAPS, 2)
@@ -168,13 +168,13 @@ def test_ten_thousand_mutated_metadata_maps_with_a_right_checksum_are_refused_or
                 values["checksum"] = 0xFFFFFFFF
             wounded = resealed_map(packed(values))
         accepted, refused = _judge(decode_info, encode_info, wounded, accepted, refused)
-    assert accepted > 100
+    assert accepted > MUTATIONS // 100
     assert refused > 0.5 * MUTATIONS
 
 
 def test_a_page_of_pushes_decodes_as_one_after_the_other() -> None:
     """A leader reads a page mostly without a look at single rollouts, and reads what each push says by itself."""
-    rng, pages, accepted, lazy = random.Random(6), 100, 0, 0
+    rng, pages, accepted, lazy = random.Random(6), 20, 0, 0
     whole = (*MAPS, *(map_of(rng) for _ in range(40)))
     for page in range(pages):
         pushes = [
@@ -293,7 +293,7 @@ def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> N
         for name in ("length", "prompt_tokens", "loss_tokens"):
             assert getattr(trained, name) == getattr(info, name)
         assert (trained.min_policy_version, trained.max_policy_version) == (info.min_version, info.max_version)
-    assert min(viewed, doubted, lenient) > 100
+    assert min(viewed, doubted, lenient) > MUTATIONS // 100
 
 
 TRAINED = ("tokens", "loss_mask", "logprobs", "version_spans", "columns", "attachments")

@@ -84,7 +84,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rollout=rollouts())
 def test_any_rollout_comes_back_equal_and_without_a_copy(rollout: Rollout) -> None:
     data = encode_rollout(rollout)
@@ -97,7 +97,7 @@ def test_any_rollout_comes_back_equal_and_without_a_copy(rollout: Rollout) -> No
         assert array.size == 0 or np.shares_memory(array, whole)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     members=st.lists(rollouts(), min_size=1, max_size=4),
     answer=plain_values,
@@ -205,7 +205,7 @@ def metadata_as_described(group: Group, payloads: list[bytes]) -> bytes:
     return data + struct.pack(">I", zlib.crc32(data))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     members=st.lists(rollouts(), min_size=1, max_size=4),
     answer=plain_values,
@@ -233,13 +233,13 @@ def test_any_push_is_byte_for_byte_what_the_protocol_page_describes(
         assert push.group_payload == framed(b"RLBG", 0, 0, [group.answer, dict(group.metadata)], [])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(value=plain_values)
 def test_any_plain_value_comes_back_equal_from_msgpack(value: Any) -> None:
     assert loads(dumps(value), limit=1 << 20) == value
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=200))
 def test_bytes_that_nobody_wrote_are_refused_or_plain(data: bytes) -> None:
     for decode in (decode_rollout, decode_info, decode_group_payload):
