@@ -120,18 +120,6 @@ def test_after_the_last_call_an_answer_is_due_and_no_call_ends_a_turn() -> None:
     assert score.rewards["digits"] == 0.0
 
 
-def test_without_calls_the_calculator_is_not_there() -> None:
-    score, _, samplings = played("<1+1>", max_calls=0)
-    assert samplings[0].stop_token_ids == (12,)
-    assert score.metadata["calls"] == 0
-
-
-def test_a_turn_that_ran_on_is_the_answer() -> None:
-    score, episode, _ = played("132699999")
-    assert episode.finish_reason == "length"
-    assert score.rewards["digits"] == pytest.approx(4 / 9)
-
-
 def test_a_full_context_ends_the_episode_with_nothing_answered() -> None:
     score, episode, _ = played("<51*26>", PromptTooLong("no room"), call_weight=0.5)
     assert (score.reward, score.rewards["digits"], episode.finish_reason) == (0.5, 0.0, "length")

@@ -65,41 +65,6 @@ def test_a_name_is_shared_and_no_name_is_a_fresh_server(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is started or kept"
 
 
-def test_the_flags_line_becomes_a_comment_and_keeps_line_numbers() -> None:
-    client = memory_client()
-    script = Script(lambda: client, "#!lua flags=allow-oom\nreturn redis.call('INCR', KEYS[1])", has_flags=False)
-    assert script.text.splitlines() == ["--#!lua flags=allow-oom", "return redis.call('INCR', KEYS[1])"]
-    assert [script(["n"]), script(["n"])] == [1, 2]
-    client.script_flush()
-    assert script(["n"]) == 3
-
-
-def test_a_stream_id_is_never_given_twice() -> None:
-    client = memory_client()
-    client.xadd("s", {"a": 1}, id="3-0")
-    client.xdel("s", "3-0")
-    with pytest.raises(redis.ResponseError, match="equal or smaller than the target stream top item"):
-        client.xadd("s", {"a": 1}, id="3-0")
-    client.xadd("s", {"a": 1}, id="3-1")
-    client.xadd("s", {"a": 1}, id="4-0")
-    client.xtrim("s", minid="4-0", approximate=False)
-    assert client.xrange("s") == [(b"4-0", {b"a": b"1"})]
-
-
-def test_scripts_see_the_clock_sizes_and_lifetimes() -> None:
-    client = memory_client()
-    client.hset("h", mapping={"0": b"12345"})
-    client.pexpire("h", 60_000)
-    text = """
-    local t = redis.call('TIME')
-    return {tonumber(t[1]), redis.call('HSTRLEN', KEYS[1], '0'), redis.call('PERSIST', KEYS[1]),
-            redis.call('PTTL', KEYS[1]), redis.call('HMGET', KEYS[1], '0', '1')}
-    """
-    seconds, size, persisted, ttl, values = client.eval(text, 1, "h")
-    assert abs(seconds - time.time()) < 60
-    assert (size, persisted, ttl, values) == (5, 1, -1, [b"12345", None])
-
-
 def test_a_blocked_reader_is_woken_and_blocks_nobody() -> None:
     client = memory_client()
     woken: list[object] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import struct
 import weakref
 import zlib
@@ -17,7 +16,6 @@ from store_runs import Run
 
 from rlbuffer.client import step_pull
 from rlbuffer.client.reader import Reader
-from rlbuffer.client.step_pull import StepPull
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
@@ -32,7 +30,6 @@ from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
-HEADER_BYTES = 24
 Change = Callable[[Rollout], dict[str, Any]]
 
 
@@ -299,27 +296,6 @@ def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> N
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_rows_are_padded_in_memory_that_was_used_before(run: Run) -> None:
-    for number in range(3):
-        pushed(run, lambda rollout: {}, number)
-    committed(run)
-    source = StepPull(run.again(), 0, 1, Trainable(), pad_token_id=77, pad_to_multiple_of=32)
-    header = run.store.wait_step(1, block_seconds=0.0)
-    assert header is not None
-    for _ in range(3):
-        step, damaged = source.step(header, source.part(header))
-        assert damaged == []
-        for mb in step:
-            is_padding = mb.sample_index < 0
-            assert is_padding.any()
-            assert set(mb.input_ids[is_padding].tolist()) == {77}
-            assert not mb.loss_mask[is_padding].any()
-            assert not mb.logprobs[is_padding].any()
-            mb.input_ids[:], mb.loss_mask[:], mb.logprobs[:] = 5, True, -5.0
-            del is_padding
-        del step, mb
-
-
 def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads_one(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,41 +322,6 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
         assert step.micro_batches[1].samples is first
     assert [s.answer for s in first] == [{"is": 1}] * 4
     assert isinstance(first, tuple)
-
-
-def test_micro_batches_of_a_step_are_pickled_with_their_samples(run: Run) -> None:
-    pushed(run, lambda rollout: {}, 0)
-    committed(run)
-    (micro_batch,) = pull(run)
-    again = pickle.loads(pickle.dumps(micro_batch))
-    assert again.samples == micro_batch.samples
-    assert again.advantages.tolist() == micro_batch.advantages.tolist()
-
-
-def test_bytes_between_the_arrays_that_are_not_zero_are_taken_as_ever(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody trains them, and the checksum says that they are the writer's."""
-    encode = payload.encode_push
-
-    def marked(group: Group) -> payload.EncodedPush:
-        push = encode(group)
-        data = bytearray(push.payloads[1])
-        rollout = group.rollouts[1]
-        end = array_at(push.payloads[1], rollout, "loss_mask") + rollout.length
-        assert end % 8
-        data[end] = 7
-        false = resealed(data)
-        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
-        infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
-        payloads = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "encode_push", marked)
-        pushed(run, lambda rollout: {}, 0)
-    committed(run)
-    assert pull(run).damaged == ()
 
 
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
