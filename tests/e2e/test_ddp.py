@@ -123,12 +123,3 @@ def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_trac
         assert message.count("Traceback") == 1
         assert "IsADirectoryError" in message
     assert second.endswith("\nGiving up after 1 restart.\n")
-
-
-def test_a_folder_that_cannot_be_written_to_is_one_message(parent: Parent, tmp_path: Path) -> None:
-    (tmp_path / "weights").write_text("in the way")
-    process = start(parent, tmp_path, 2)
-    _, errors = process.communicate(timeout=400)
-    assert process.returncode == 1
-    assert errors.startswith(f"Error: version 0 cannot be written to {tmp_path / 'weights'}: ")
-    assert errors.count("\n") == 1
