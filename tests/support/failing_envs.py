@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
 
 import numpy as np
 
-from rlbuffer import Rollout
 from rlbuffer.worker.envs import Prompt, Score
 
 
@@ -32,11 +30,6 @@ class Sound:
         return ""
 
 
-class NotANumber(Sound):
-    def score(self, prompt, tokens, *, finish_reason):
-        return Score(reward=float("nan"))
-
-
 class Raises(Sound):
     def score(self, prompt, tokens, *, finish_reason):
         return Score(reward={}["verdict"])
@@ -45,21 +38,6 @@ class Raises(Sound):
 class Hangs(Sound):
     def score(self, prompt, tokens, *, finish_reason):
         time.sleep(3600)
-
-
-class GivesAFloat(Sound):
-    def score(self, prompt, tokens, *, finish_reason):
-        return 1.0
-
-
-class TextReward(Sound):
-    def score(self, prompt, tokens, *, finish_reason):
-        return Score(reward="1.0")
-
-
-class TwoRewards(Sound):
-    def score(self, prompt, tokens, *, finish_reason):
-        return Score(reward=[1.0, 0.0])
 
 
 class SometimesRaises(Sound):
@@ -94,29 +72,9 @@ class PromptHangs(Sound):
         time.sleep(3600)
 
 
-class GivesADict(Sound):
-    def prompt(self, number):
-        return {"tokens": [1, 2]}
-
-
-class Vocabulary(Sound):
-    def prompt(self, number):
-        return Prompt(prompt_id=str(number), tokens=np.array([99], np.int32))
-
-
-class PlainList(Sound):
-    def prompt(self, number):
-        return Prompt(prompt_id=str(number), tokens=["a", "b"])
-
-
 class Judge(Sound):
     async def score(self, prompt, tokens, *, finish_reason):
         raise ConnectionError("the judge is away")
-
-
-class JudgeBlocks(Sound):
-    async def score(self, prompt, tokens, *, finish_reason):
-        time.sleep(3600)
 
 
 class Plays(Sound):
@@ -125,22 +83,6 @@ class Plays(Sound):
     async def play(self, prompt, episode):
         await episode.sample()
         episode.extend(["a word"])
-
-
-class PlayHangs(Sound):
-    async def play(self, prompt, episode):
-        await episode.sample()
-        await asyncio.sleep(3600)
-
-
-class NoTokens(Sound):
-    score = None
-
-    async def rollout(self, prompt, policy):
-        empty = np.array([], np.float32)
-        return Rollout.from_completion(
-            prompt_ids=prompt.tokens, token_ids=[], logprobs=empty, reward=1.0, policy_version=0
-        )
 
 
 class Silent(Sound):
