@@ -92,11 +92,6 @@ def test_a_run_over_data_sets_that_end_trains_the_rest_and_ends_though_it_was_ki
     assert f"done: long, short; the run has ended after step {step}" in shown.stdout, shown.stdout
     lines = (home.path / "again.log").read_text().splitlines()
     assert any(text.endswith(f"run            {Waiting(kind=Wait.ENDED, step=step)}") for text in lines), lines[-20:]
-    again = home.start("run", "tiny.toml", "--display", "plain", log="third")  # there is nothing more to do
-    assert home.ended(again, 240) == 0, home.logs()
-    with home.connect() as buffer:
-        assert buffer.store.meta().ended == step
-        assert fates(buffer.store) == found
 
 
 def test_separate_processes_over_a_pushed_file_end_by_themselves(home: Home) -> None:

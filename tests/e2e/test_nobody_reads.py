@@ -48,7 +48,7 @@ def unread(home: Home, writer: int, *arguments: str | Path) -> subprocess.Popen[
     return process
 
 
-@pytest.mark.parametrize("writer", ["gone", "stays"], indirect=True)
+@pytest.mark.parametrize("writer", ["stays"], indirect=True)
 def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, writer: int) -> None:
     """Takes half a minute: this process is started as a user starts it."""
     path = home.config(steps=3, world_size=1)
@@ -59,7 +59,7 @@ def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, w
     assert "starting it again" not in log
 
 
-@pytest.mark.parametrize("writer", ["gone", "stays"], indirect=True)
+@pytest.mark.parametrize("writer", ["gone"], indirect=True)
 def test_each_process_of_a_run_goes_on_by_itself(home: Home, writer: int) -> None:
     """Takes a minute, as four processes that import torch."""
     path = home.config(steps=3, world_size=1)

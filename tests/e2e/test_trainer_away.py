@@ -85,8 +85,3 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
         sampled_after = (account.pushed[0] - away.pushed[0]) // 8
         assert because <= window - STEP_GROUPS + 0.13 * sampled_after
         assert buffer.verify().findings == ()
-    print(
-        f"  away for {AWAY_SECONDS:g} s at max_age {MAX_AGE}: {(away.pushed[0] - before.pushed[0]) // 8} groups pushed "
-        f"meanwhile, {held} of {window} held; {because} groups stale afterwards of {account.pushed[0] // 8} in all "
-        f"({stale} stale in all)"
-    )
