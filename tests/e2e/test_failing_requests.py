@@ -28,11 +28,9 @@ from rlbuffer.worker.envs import Prompt, Score
 
 class Env:
     name, vocab_size, eos_token_ids, max_new_tokens = "digits", 13, (12,), 4
-    long = ()
 
     def prompt(self, number):
         tokens = [1, number // 100, number // 10 % 10, number % 10]
-        tokens = tokens * 20 if number in self.long else tokens
         return Prompt(prompt_id=str(number), tokens=np.array(tokens, np.int32))
 
     def score(self, prompt, tokens, *, finish_reason):
@@ -41,9 +39,6 @@ class Env:
     def render(self, tokens):
         return " ".join(map(str, tokens))
 
-
-class Long(Env):
-    long = (3, 13, 23, 33, 43)
 """
 CONFIG = """
 run = "requests"
@@ -51,7 +46,7 @@ run = "requests"
 appendfsync = "no"
 [batcher]
 row_tokens = 512
-step_groups = {step_groups}
+step_groups = 5
 max_age = 8
 [model.config]
 model_type = "qwen3"
@@ -65,15 +60,14 @@ head_dim = 16
 max_position_embeddings = 64
 eos_token_id = 12
 [trainer]
-steps = {steps}
+steps = 25
 world_size = 1
 device = "cpu"
 [worker.digits]
-env = "digits_env:{env}"
+env = "digits_env:Env"
 self_check = "never"
 group_size = 2
 groups_per_batch = 8
-{sampler}
 """
 
 
@@ -159,17 +153,13 @@ def counted(home: Home) -> Counter[str]:
     return Counter(beat["failures"])
 
 
-def run(home: Home, env: str, sampler: str, steps: int = 25, step_groups: int = 5) -> None:
-    (home.path / "digits_env.py").write_text(ENV)
-    config = home.path / "requests.toml"
-    config.write_text(CONFIG.format(env=env, sampler=sampler, steps=steps, step_groups=step_groups))
-    ended = home.call("run", config, "--display", "plain")
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-
-
 def test_requests_that_fail_in_any_way_cost_their_own_groups(home: Home, engine: Engine) -> None:
     url = f"http://127.0.0.1:{engine.server_address[1]}"
-    run(home, "Env", f'sampler = "openai"\nsampler_options = {{ servers = ["{url}"] }}')
+    (home.path / "digits_env.py").write_text(ENV)
+    config = home.path / "requests.toml"
+    config.write_text(CONFIG + f'sampler = "openai"\nsampler_options = {{ servers = ["{url}"] }}\n')
+    ended = home.call("run", config, "--display", "plain")
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
     drawn = {KINDS[number // 10 % len(KINDS)] for number in engine.asked if number % 10 == 3}
     assert drawn == set(KINDS), "each kind was met"
     failures = counted(home)
@@ -180,8 +170,3 @@ def test_requests_that_fail_in_any_way_cost_their_own_groups(home: Home, engine:
     for number, times in engine.asked.items():
         pauses = [round(b - a, 3) for a, b in pairwise(times)]
         assert all(pause >= LEAST_PAUSE for pause in pauses), f"{number} was repeated without a pause: {pauses}"
-
-
-def test_prompts_without_room_cost_their_own_groups(home: Home) -> None:
-    run(home, "Long", "")
-    assert counted(home)["PromptTooLong"] >= 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +40,15 @@ def test_pushing_a_file_twice_stores_it_once(home: Home) -> None:
     assert home.call("verify").returncode == 0
 
 
-BROKEN: dict[str, tuple[Callable[[], str], str]] = {
-    "nan reward": (lambda: json.dumps(line(1, reward=float("nan"))), "reward"),
-    "unequal columns": (lambda: json.dumps(line(1, logprobs=[0.0, -0.5])), "logprobs"),
-    "negative version": (lambda: json.dumps(line(1, version_spans=[[-1, 2, 4]])), "version"),
-    "100 MB rollout": (lambda: json.dumps(line(1, text="x" * 100_000_000)), "rollouts"),
-    "not json": (lambda: '{"group_id": "g1", ', "JSON"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_file_with_one_bad_line_stores_nothing(home: Home, case: str) -> None:
-    content, word = BROKEN[case]
+def test_a_file_with_one_bad_line_stores_nothing(home: Home) -> None:
     path = home.path / "bad.jsonl"
-    path.write_text(json.dumps(line(0)) + "\n" + content() + "\n")
+    path.write_text(json.dumps(line(0)) + "\n" + json.dumps(line(1, reward=float("nan"))) + "\n")
     result = home.call("push", path)
     assert result.returncode == 1, result.stdout + result.stderr
     message = result.stderr.strip()
     assert len(message.splitlines()) == 1
     assert f"{path.name}:2" in message
-    assert word in message
+    assert "reward" in message
     with home.connect("default") as buffer:
         assert buffer.ledger().envs == {}
 
@@ -95,14 +83,10 @@ def test_versions_that_the_run_has_not_made_or_left_behind_are_said_at_push(home
     (said,) = result.stderr.strip().splitlines()
     assert all(part in said for part in ("2 groups", "9 to 10", "future", "0 to 1", "stale", "version 6"))
     assert versions_of(home, 5)[4] == {9, 10}
+    assert home.call("push", recorded(home, 5)).stderr == "", "it is the run's own"
 
 
-def test_versions_of_the_run_itself_are_no_word_worth(home: Home) -> None:
-    at_version(home, 6)
-    assert home.call("push", recorded(home, 5)).stderr == ""
-
-
-@pytest.mark.parametrize(("given", "becomes"), [("current", 3), ("2", 2), ("0", 0)])
+@pytest.mark.parametrize(("given", "becomes"), [("current", 3), ("2", 2)])
 def test_recorded_groups_may_be_pushed_as_of_a_version_of_this_run(home: Home, given: str, becomes: int) -> None:
     at_version(home, 3)
     result = home.call("push", recorded(home, 4, 40), "--version", given)
@@ -117,8 +101,8 @@ def test_in_a_run_without_a_version_the_current_one_is_the_first(home: Home) -> 
     assert versions_of(home, 2)[1] == {0}
 
 
-@pytest.mark.parametrize("given", ["-1", "newest", "1.5", ""])
-def test_what_is_no_version_is_refused(home: Home, given: str) -> None:
-    result = home.call("push", recorded(home, 0), "--version", given)
-    assert result.returncode == 2
-    assert "version" in result.stderr
+def test_what_is_no_version_is_refused(home: Home) -> None:
+    for given in ("-1", "newest", "1.5", ""):
+        result = home.call("push", recorded(home, 0), "--version", given)
+        assert result.returncode == 2
+        assert "version" in result.stderr
