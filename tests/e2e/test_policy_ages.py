@@ -1,15 +1,14 @@
-"""The age of the trained rollouts, in every header of a real run: strictly on policy, and one step off."""
+"""The age of the trained rollouts, in every header of a real run that is strictly on policy."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 
-import pytest
 from homes import Home
 from looks import evaluations
 
-STEPS = 20
+STEPS = 8
 EVAL = """
 [eval.held_out]
 env = "vcopy"
@@ -19,12 +18,9 @@ prompts = 8
 """
 
 
-@pytest.mark.parametrize(("max_age", "lookahead"), [(0, 0), (1, 1)])
-def test_every_header_of_twenty_steps_keeps_the_age_and_evaluations_stand_beside_the_account(
-    home: Home, max_age: int, lookahead: int
-) -> None:
+def test_every_header_keeps_the_age_and_evaluations_stand_beside_the_account(home: Home) -> None:
     path = home.config(steps=STEPS, world_size=1, keep_checkpoints=50)
-    text = path.read_text().replace("max_age = 4\n", f"max_age = {max_age}\nlookahead = {lookahead}\n")
+    text = path.read_text().replace("max_age = 4\n", "max_age = 0\nlookahead = 0\n")
     path.write_text(text + EVAL)
     finished = home.call("run", path, "--display", "plain")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -36,10 +32,9 @@ def test_every_header_of_twenty_steps_keeps_the_age_and_evaluations_stand_beside
             mine = [step - 1 - member.info.min_version for _, member in buffer.step(step).rollouts]
             assert len(mine) == header.rollouts > 0
             assert header.max_age == max(mine)
-            assert all(envs["max_age"] <= max_age for envs in header.envs.values())
+            assert all(envs["max_age"] == 0 for envs in header.envs.values())
             ages.update(mine)
-        assert set(ages) <= set(range(max_age + 1))
-        assert ages[0] > 0
+        assert set(ages) == {0}
         # Every version that was evaluated has one result, and none of it is in the account.
         results = evaluations(buffer.store)
         versions = [result["version"] for result in results]
