@@ -26,8 +26,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.member import Member
-from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, raise_first, text
+from rlbuffer.store.session import raise_first, text
 from rlbuffer.wire import payload
 
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
@@ -40,11 +39,6 @@ WEEK_MS = 7 * 86_400_000
 
 class ProducerStore(Member):
     """A run for who pushes, a worker or a scorer."""
-
-    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
-        super().__init__(connection, run, patience_seconds=patience_seconds)
-        self._fresh: dict[str, int] = {}
-        """incarnation -> the sequence that the server certainly does not have yet."""
 
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
@@ -82,15 +76,11 @@ class ProducerStore(Member):
         """
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
-        last = sequence - 1
-        if self._fresh.get(incarnation) != sequence:
-            # Most repetitions need not carry the payload again: they ask first.
-            last = self._sequence_of(source.key)
-        self._check_sizes([push for push in sent if push.sequence > last])
+        self._check_sizes(sent)
         outcomes = []
         try:
             for batch in _batches(sent):
-                for outcome in self._move_pushes(source, batch, last):
+                for outcome in self._move_pushes(source, batch):
                     outcomes.append(outcome)
         except RlbufferError as error:
             return outcomes, error
@@ -101,22 +91,20 @@ class ProducerStore(Member):
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
-    def _move_pushes(self, source: _Source, batch: Sequence[_Push], last: int) -> Iterator[tuple[PushStatus, str]]:
-        """Makes pushes pending; those above the sequence `last` bring their payloads along.
+    def _move_pushes(self, source: _Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
+        """Makes pushes pending.
 
         -> their outcomes, until one is refused: its error comes out. The script refuses those behind it as a gap, so
         nothing of them is pending.
         """
-        new, replies, stop = [push for push in batch if push.sequence > last], list[Any](), None
+        replies, stop = list[Any](), None
         if source.is_spread:
-            self._store_payloads(new)
-            new = []
+            self._store_payloads(batch)
 
         def send() -> None:
-            self._send(source, batch, new, replies)
+            self._send(source, batch, replies)
             raise_first(replies)
 
-        self._fresh.pop(source.incarnation, None)
         try:
             self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False, op="push")
         except RlbufferError as error:
@@ -130,22 +118,22 @@ class ProducerStore(Member):
         if stop is not None:
             raise stop
 
-    def _send(self, source: _Source, batch: Sequence[_Push], new: Sequence[_Push], replies: list[Any]) -> None:
-        """Sends pushes, and before the script of each `new` one its payload, in one round trip.
+    def _send(self, source: _Source, batch: Sequence[_Push], replies: list[Any]) -> None:
+        """Sends the script of each push, and before it its payload unless that is stored, in one round trip.
 
         `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
         """
         script, keys = self.script("push"), self.keys
         names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
-        client: Any = self.connection.sender(sum(push.size for push in new))
+        client: Any = self.connection.sender(sum(push.size for push in batch))
         with client.pipeline(transaction=False) as pipe:
             for push in batch:
-                if push in new:
+                if not source.is_spread:
                     _add_payload(pipe, push, is_spread=False)
                 pipe.evalsha(script.sha, len(names), *names, *push.args)
             answers = iter(pipe.execute(raise_on_error=False))
         for push in batch:
-            fault = _fault(push, [*islice(answers, _TRANSACTION)]) if push in new else None
+            fault = None if source.is_spread else _fault(push, [*islice(answers, _TRANSACTION)])
             reply = next(answers)
             replies.append(fault or reply)
         if isinstance(replies[0], redis.exceptions.NoScriptError):
@@ -169,11 +157,8 @@ class ProducerStore(Member):
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence
         if status == "LATE":
-            self._fresh[source.incarnation] = sequence + 1
             return PushStatus.DUPLICATE, ""
         if status == "OK" or status == "DUP":
-            if text(reply[1]):  # else the server has later pushes, too
-                self._fresh[source.incarnation] = sequence + 1
             return (PushStatus.STORED if status == "OK" else PushStatus.DUPLICATE), text(reply[1])
         if status == "MISSING":
             raise ServerRefused(
@@ -210,16 +195,8 @@ class ProducerStore(Member):
             return False
         return True
 
-    def _sequence_of(self, producer_key: str) -> int:
-        def last() -> Any:
-            return self.client.hget(producer_key, "sequence")
-
-        return number(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False)) or 0
-
     def _check_sizes(self, pushes: Sequence[_Push]) -> None:
         """Raises InvalidRollout, before anything is sent, when the server can never take one of them."""
-        if not pushes:
-            return
         limits = self.connection.limits(self.patience_seconds)
         for push in pushes:
             refusal = limits.refusal(push.sizes)
@@ -232,8 +209,6 @@ class ProducerStore(Member):
     def _store_payloads(self, pushes: Sequence[_Push]) -> None:
         """Stores payloads by themselves, in one round trip, each in a transaction of its own: they may lie in several
         slots."""
-        if not pushes:
-            return
         is_spread = self.connection.is_cluster
 
         def store() -> None:

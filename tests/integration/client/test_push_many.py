@@ -15,7 +15,6 @@ from faults import CuttingProxy
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, InvalidRollout, PushBroken, ServerRefused, ServerUnreachable
-from rlbuffer.store import producer
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.member import Member
 from rlbuffer.store.server.pools import FreshPool
@@ -40,19 +39,6 @@ def proxied(redis_url: str, tmp_path: Path) -> Iterator[tuple[EveryRole, Cutting
         store.client.script_load(store.script("push").text)
         yield store, proxy
         store.close()
-
-
-@pytest.fixture
-def carried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Suffixes of the pushes whose payloads were sent, each time that one was."""
-    add, suffixes = producer._add_payload, list[str]()
-
-    def noted(pipe: Any, one: Any, **way: bool) -> None:
-        suffixes.append(one.suffix)
-        add(pipe, one, **way)
-
-    monkeypatch.setattr(producer, "_add_payload", noted)
-    return suffixes
 
 
 def groups(*seeds: int) -> list[rlbuffer.Group]:
@@ -181,30 +167,6 @@ def test_a_connection_that_breaks_inside_a_payload_stores_what_is_sent_again(
     assert store.verify().ok
 
 
-def test_a_server_that_has_forgotten_the_script_gets_no_payload_twice(
-    buffer: rlbuffer.Buffer, carried: list[str]
-) -> None:
-    writer, client = buffer.writer("w"), buffer.store.client  # type: ignore[attr-defined]
-    writer.push(groups(0)[0])
-    client.script_flush()
-    assert statuses(writer.push_many(groups(1, 2, 3))) == ["stored"] * 3
-    assert carried == [f"{writer.incarnation}.{number}" for number in (1, 2, 3, 4)]
-    assert pending(buffer.store) == ["a.0", "a.1", "a.2", "a.3"]
-    assert buffer.verify().ok
-
-
-def test_a_push_whose_answer_is_lost_carries_its_payload_once(
-    proxied: tuple[EveryRole, CuttingProxy], carried: list[str]
-) -> None:
-    store, proxy = proxied
-    writer = writer_of(store)
-    writer.push(groups(0)[0])
-    proxy.swallow_replies(b"EVALSHA", 1)
-    assert writer.push(groups(1)[0]).status == "duplicate"
-    assert carried == [f"{writer.incarnation}.{number}" for number in (1, 2)]
-    assert pending(store) == ["a.0", "a.1"]
-
-
 def test_what_a_call_left_is_settled_and_answered_by_the_same_call(proxied: tuple[EveryRole, CuttingProxy]) -> None:
     store, proxy = proxied
     writer = writer_of(store, patience_seconds=0.0)
@@ -238,10 +200,10 @@ def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: 
     epoch = store.open_run().epoch
     move, pushes = store._move_pushes, [(group, "") for group in groups(1, 2, 3, 4)]
 
-    def spoilt(source: Any, batch: Any, last: int) -> Any:
+    def spoilt(source: Any, batch: Any) -> Any:
         if len(batch) > 1:
             batch[2].args[2] += "x"  # the script looks for it under another key
-        return move(source, batch, last)
+        return move(source, batch)
 
     store._move_pushes = spoilt
     outcomes, error = store.push_many(pushes, producer="w", incarnation="u", sequence=1, epoch=epoch)
