@@ -118,7 +118,7 @@ TESTS = {
         "tests/integration/whole/test_recovery.py",
     ),
     "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
-    "rlbuffer/store/verify/written.py": ("tests/integration/whole/test_hostile_writes.py",),
+    "rlbuffer/store/verify/keys.py": ("tests/integration/whole/test_hostile_writes.py",),
     "rlbuffer/store/producer.py": (
         "tests/integration/store/test_push.py",
         "tests/integration/client/test_push_many.py",

@@ -208,8 +208,7 @@ def test_verify_finds_a_step_that_says_a_newer_revision_than_the_run_has(run: Ru
     run.push("a.0")
     run.commit()
     run.client.hset(run.store.keys.meta, "revision", 1)
-    findings = [(f.invariant, f.message) for f in run.store.verify().findings]
-    assert findings == [("I8", "step 1 was made with revision 2 of the settings, but the run is at 1")]
+    assert [finding.invariant for finding in run.store.verify().findings] == ["I8"]
 
 
 def test_nothing_is_asked_of_a_run_that_is_gone(run: Run) -> None:

@@ -109,13 +109,6 @@ def test_a_plan_that_assumes_other_uses_than_recorded_is_refused(run: Run, assum
     assert run.control_keys() == before
 
 
-def test_a_used_group_that_is_not_kept_any_more_is_gone(run: Run) -> None:
-    entries = led(run)
-    use(run, entries, 0, kept=True)
-    use(run, entries, 1, kept=False)
-    assert use(run, entries, 1, kept=True) == ("gone", [entries[0].entry_id])
-
-
 def test_a_used_group_that_is_dropped_is_released_and_the_ledger_stays(run: Run) -> None:
     entries = led(run)
     use(run, entries, 0, kept=True)
@@ -140,16 +133,6 @@ def test_retiring_the_first_step_keeps_the_payload_for_the_next_use(run: Run) ->
     assert run.store.verify().findings == ()
 
 
-def test_verify_finds_a_rollout_in_more_steps_than_allowed(run: Run) -> None:
-    entries = led(run)
-    for uses in range(4):
-        use(run, entries, uses, kept=True)
-    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
-    assert messages == {
-        f"rollout {r.rollout_id} of group a.0 is in step 3 and in step 4" for r in entries[0].info.rollouts
-    }
-
-
 def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run) -> None:
     entries = led(run)
     use(run, entries, 0, kept=True)
@@ -158,17 +141,10 @@ def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run
     run.store.set_config(once.as_dict(), "y")
     assert run.store.verify().findings == ()  # what was allowed then
     use(run, entries, 2, kept=False)
-    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
-    assert messages == {
-        f"rollout {r.rollout_id} of group a.0 is in step 2 and in step 3" for r in entries[0].info.rollouts
-    }
+    assert [f.invariant for f in run.store.verify().findings] == ["I1"] * entries[0].rollouts
     run.train(3, oldest_kept=2)
-    run.store.retire(2)
-    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
-    assert messages == {
-        f"rollout {r.rollout_id} of group a.0 was trained 2 times, of 1 allowed, and in step 3"
-        for r in entries[0].info.rollouts
-    }
+    run.store.retire(2)  # how often it was used before stands in the step
+    assert [f.invariant for f in run.store.verify().findings] == ["I1"] * entries[0].rollouts
 
 
 def test_verify_finds_garbage_that_is_still_to_be_used(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from store_runs import Run, plan_of
+from store_runs import Run
 
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -32,7 +32,7 @@ def test_healthy_run_has_no_findings(busy):
     report = busy.store.verify()
     assert report.findings == ()
     assert report.ok
-    assert {name: n for name, n in report.checked.items() if name != "percent_of_memory"} == {
+    assert report.checked == {
         "entries": 1,
         "rollouts": 14,
         "steps": 3,
@@ -94,11 +94,6 @@ def _orphan(run: Run) -> None:
     run.client.hset(run.store.keys.payload("x.1", "u.77"), "0", b"x")
 
 
-def _pending_counts(run: Run) -> None:
-    entry = run.pool()[0]
-    run.client.xdel(run.store.keys.pool, entry.entry_id)
-
-
 def _twice_pending(run: Run) -> None:
     key = _payload(run, 4)
     group, suffix = key.removeprefix(run.store.keys.payload_prefix).rsplit(":", 1)
@@ -106,136 +101,63 @@ def _twice_pending(run: Run) -> None:
     run.client.xadd(run.store.keys.pool, {**fields, b"group": group, b"key": suffix})
 
 
-def _garbage(run: Run) -> None:
-    run.client.zadd(run.store.keys.garbage, {run.pool()[0].payload_key: 4})
-
-
 def _lapsing(run: Run, key: str) -> None:
     run.client.pexpire(key, 60_000)
 
 
-CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
-    ("lapsing step", lambda r: _lapsing(r, _payload(r)), "I11", "is in use, but lapses in 60 s"),
-    ("lapsing pool", lambda r: _lapsing(r, r.pool()[0].payload_key), "I11", "is in use, but lapses in 60 s"),
-    ("lapsing producer", lambda r: _lapsing(r, r.store.keys.producer("w", "u")), "I11", ":producer:w:u lapses in 60 s"),
-    ("lapsing key", lambda r: _lapsing(r, r.store.keys.closed), "I11", ":closed lapses in 60 s"),
-    (
-        "pushed",
-        lambda r: r.client.hincrby(r.store.keys.ledger, "a:pushed:rollouts", 1),
-        "I10",
-        "leaves 3 rollouts pending, the pool holds 2",
-    ),
-    ("tokens", lambda r: r.client.hincrby(r.store.keys.ledger, "a:dropped:stale:tokens", -1), "I10", "tokens pending"),
-    (
-        "packed",
-        lambda r: r.client.hincrby(r.store.keys.ledger, "b:packed:rollouts", 1),
-        "I10",
-        "env b: the ledger has 5 rollouts packed",
-    ),
-    (
-        "trained",
-        lambda r: r.client.hset(r.store.keys.ledger, "b:trained:rollouts", 1),
-        "I10",
-        "1 rollouts trained, live trained steps hold 2",
-    ),
-    (
-        "negative",
-        lambda r: r.client.hset(r.store.keys.ledger, "a:dropped:late:rollouts", -1),
-        "I10",
-        "dropped(late) rollouts are negative",
-    ),
-    ("lost push", _pending_counts, "I10", "the pool holds 0"),
+CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
+    "lapsing step": ("I11", lambda r: _lapsing(r, _payload(r))),
+    "lapsing pool": ("I11", lambda r: _lapsing(r, r.pool()[0].payload_key)),
+    "lapsing producer": ("I11", lambda r: _lapsing(r, r.store.keys.producer("w", "u"))),
+    "lapsing key": ("I11", lambda r: _lapsing(r, r.store.keys.closed)),
+    "pushed": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:pushed:rollouts", 1)),
+    "tokens": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:dropped:stale:tokens", -1)),
+    "packed": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "b:packed:rollouts", 1)),
+    "trained": ("I10", lambda r: r.client.hset(r.store.keys.ledger, "b:trained:rollouts", 1)),
+    "negative": ("I10", lambda r: r.client.hset(r.store.keys.ledger, "a:dropped:late:rollouts", -1)),
+    "lost push": ("I10", lambda r: r.client.xdel(r.store.keys.pool, r.pool()[0].entry_id)),
     # The counts that COMMIT wrote down and those of the stored parts.
-    ("commit totals", lambda r: _rewrite(r, "4-0", packed="a 2 1 1 b 2 1 1"), "I10", "step 4: the commit counted"),
-    ("hole", lambda r: [r.client.xdel(r.store.keys.steps, f"3-{i}") for i in range(3)], "I4", "must hold steps 2 to 4"),
-    (
-        "part lost",
-        lambda r: r.client.xdel(r.store.keys.steps, "3-2"),
-        "I4",
-        "step 3: has parts of ranks [0], planned for world size 2",
-    ),
-    ("header lost", lambda r: r.client.xdel(r.store.keys.steps, "3-0"), "I4", "step 3: has no header"),
-    (
-        "part junk",
-        lambda r: _rewrite(r, "3-1", part=b"\xc1"),
-        "I4",
-        "step 3: entry 3-1 of the steps stream cannot be read",
-    ),
-    (
-        "header junk",
-        lambda r: _rewrite(r, "3-0", header=payload.dumps({"step": 3})),
-        "I4",
-        "step 3: entry 3-0 of the steps stream cannot be read",
-    ),
-    ("header changed", lambda r: _header(r, 3, closed_by="fill"), "I4", "step 3: its bytes do not give its digest"),
-    ("header totals", lambda r: _header(r, 3, tokens=1), "I4", "step 3: the header counts 1 tokens"),
-    (
-        "header normaliser",
-        lambda r: _header(r, 3, normalizers={"loss_tokens": 1, "rollouts": 4, "groups": 2}),
-        "I4",
-        "step 3: normalised by 1 loss tokens",
-    ),
-    ("header step", lambda r: _header(r, 3, step=2), "I4", "step 3: its header says step 2"),
-    (
-        "chain",
-        lambda r: _rewrite(r, "3-0", digest="0" * 64),
-        "I4",
-        "step 4: its digest does not chain on that of step 3",
-    ),
-    ("last digest", lambda r: r.client.hset(r.store.keys.meta, "digest", "x"), "I4", "is not that of its last step 4"),
-    (
-        "trained digest",
-        lambda r: r.client.hset(r.store.keys.trainer, "digest", "x"),
-        "I3",
-        "the trainer trained another step 2",
-    ),
-    ("used twice", _same_rollouts_again, "I1", "rollout a.3/0 of group a.3 is in step 4 and in step 5"),
-    ("pending and packed", _twice_pending, "I1", "is pending and also in step 4"),
-    ("too old", _too_old, "I5", "step 5: rollout b.4/0 has age 1, max_age of b was 0"),
-    (
-        "foreign group",
-        lambda r: _header(r, 3, group_ids=["a.2"]),
-        "I6",
-        "b.2/0 is of group b.2, which the header does not",
-    ),
-    ("tombstone", lambda r: r.client.zrem(r.store.keys.closed, "a.2"), "I6", "group a.2 of step 3 has no tombstone"),
-    (
-        "trained ahead",
-        lambda r: r.client.hset(r.store.keys.trainer, "trained", 9),
-        "I8",
-        "has trained step 9, the run ends at step 4",
-    ),
-    (
-        "retired ahead",
-        lambda r: r.client.hset(r.store.keys.meta, "retired", 3),
-        "I8",
-        "steps up to 3 are retired, only 2 are trained",
-    ),
-    ("payload damaged", _damage, "I2", "step 3: rollout"),
-    ("payload gone", lambda r: r.client.delete(_payload(r)), "I11", "is missing"),
-    ("payload cut", lambda r: r.client.hset(_payload(r, 2), "0", b"short"), "I11", "has 5 bytes, announced were"),
-    ("pending payload gone", lambda r: r.client.delete(r.pool()[0].payload_key), "I11", "pending push"),
-    ("pending is garbage", _garbage, "I11", "is pending, but its payload is marked as garbage"),
-    (
-        "live is swept",
-        lambda r: r.client.zadd(r.store.keys.garbage, {_payload(r): 1}),
-        "I11",
-        "may be swept after step 1",
-    ),
-    ("never swept", lambda r: r.client.zrem(r.store.keys.garbage, _payload(r)), "I11", "it would stay for ever"),
-    ("orphan", _orphan, "I11", "belongs to nothing and would stay for ever"),
-]
+    "commit totals": ("I10", lambda r: _rewrite(r, "4-0", packed="a 2 1 1 b 2 1 1")),
+    "hole": ("I4", lambda r: [r.client.xdel(r.store.keys.steps, f"3-{i}") for i in range(3)]),
+    "part lost": ("I4", lambda r: r.client.xdel(r.store.keys.steps, "3-2")),
+    "header lost": ("I4", lambda r: r.client.xdel(r.store.keys.steps, "3-0")),
+    "part junk": ("I4", lambda r: _rewrite(r, "3-1", part=b"\xc1")),
+    "header junk": ("I4", lambda r: _rewrite(r, "3-0", header=payload.dumps({"step": 3}))),
+    "header changed": ("I4", lambda r: _header(r, 3, closed_by="fill")),
+    "header totals": ("I4", lambda r: _header(r, 3, tokens=1)),
+    "header normaliser": ("I4", lambda r: _header(r, 3, normalizers={"loss_tokens": 1, "rollouts": 4, "groups": 2})),
+    "header step": ("I4", lambda r: _header(r, 3, step=2)),
+    "chain": ("I4", lambda r: _rewrite(r, "3-0", digest="0" * 64)),
+    "last digest": ("I4", lambda r: r.client.hset(r.store.keys.meta, "digest", "x")),
+    "trained digest": ("I3", lambda r: r.client.hset(r.store.keys.trainer, "digest", "x")),
+    "used twice": ("I1", _same_rollouts_again),
+    "pending and packed": ("I1", _twice_pending),
+    "too old": ("I5", _too_old),
+    "foreign group": ("I6", lambda r: _header(r, 3, group_ids=["a.2"])),
+    "tombstone": ("I6", lambda r: r.client.zrem(r.store.keys.closed, "a.2")),
+    "trained ahead": ("I8", lambda r: r.client.hset(r.store.keys.trainer, "trained", 9)),
+    "retired ahead": ("I8", lambda r: r.client.hset(r.store.keys.meta, "retired", 3)),
+    "payload damaged": ("I2", _damage),
+    "payload gone": ("I11", lambda r: r.client.delete(_payload(r))),
+    "payload cut": ("I11", lambda r: r.client.hset(_payload(r, 2), "0", b"short")),
+    "pending payload gone": ("I11", lambda r: r.client.delete(r.pool()[0].payload_key)),
+    "pending is garbage": ("I11", lambda r: r.client.zadd(r.store.keys.garbage, {r.pool()[0].payload_key: 4})),
+    "live is swept": ("I11", lambda r: r.client.zadd(r.store.keys.garbage, {_payload(r): 1})),
+    "never swept": ("I11", lambda r: r.client.zrem(r.store.keys.garbage, _payload(r))),
+    "orphan": ("I11", _orphan),
+    "unreadable push": ("I13", lambda r: r.client.xadd(r.store.keys.pool, UNREADABLE)),
+    "pushed by hand": ("I10", lambda r: r.client.xadd(r.store.keys.pool, UNREADABLE)),
+}
+UNREADABLE = {"env": "c", "group": "c.0", "key": "u.50", "rollouts": "3", "tokens": "30", "metadata": b"\xc1"}
 
 
-@pytest.mark.parametrize(
-    ("corrupt", "invariant", "message"), [c[1:] for c in CORRUPTIONS], ids=[c[0].replace(" ", "-") for c in CORRUPTIONS]
-)
-def test_damage_is_found(busy, corrupt, invariant, message, request):
-    if busy.is_cluster and "lapsing-pool" in request.node.name:
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_damage_is_found(busy, name):
+    if busy.is_cluster and name == "lapsing pool":
         pytest.skip("what is pending has a time to live there until a leader has read it")
+    invariant, corrupt = CORRUPTIONS[name]
     corrupt(busy)
-    found = busy.store.verify().findings
-    assert any(f.invariant == invariant and message in f.message for f in found), [str(f) for f in found]
+    assert invariant in {finding.invariant for finding in busy.store.verify().findings}
 
 
 def test_payload_that_a_dead_producer_left_is_no_finding_while_it_will_expire(busy):
@@ -260,26 +182,3 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
 
     monkeypatch.setattr(busy.store, "look", slow)
     assert busy.store.verify().findings == ()
-
-
-def test_entry_with_unreadable_metadata_is_counted_without_being_opened(busy):
-    fields = {"env": "c", "group": "c.0", "key": "u.50", "rollouts": "3", "tokens": "30", "metadata": b"\xc1"}
-    busy.client.xadd(busy.store.keys.pool, fields)
-    messages = [f.message for f in busy.store.verify().findings]
-    assert "env c: the ledger leaves 0 rollouts pending, the pool holds 3" in messages
-
-
-def test_plan_helper_deals_every_rollout_once(busy):
-    plan = plan_of(busy.pool(), 5)
-    dealt = [i for step in plan.plan.rows for rank in step for row in rank for i in row]
-    assert sorted(dealt) == list(range(len(plan.rollouts)))
-
-
-@pytest.mark.parametrize(("above", "found"), [(0, []), (1, ["I9"])])
-def test_memory_may_be_above_its_limit_by_one_push(busy, monkeypatch, above, found):
-    client, limit = busy.client, 10**6
-    pushes = [sum(client.hstrlen(key, field) for field in client.hkeys(key)) for key in busy.payload_keys()]
-    facts = busy.store.server() | {"maxmemory": limit, "used_memory": limit + 77 + max(pushes) + above, "buffers": 77}
-    monkeypatch.setattr(busy.store, "server", lambda: facts)
-    report = busy.store.verify()
-    assert [finding.invariant for finding in report.findings] == found
