@@ -269,8 +269,8 @@ class SimulatedConnection(Connection):
     def is_cluster(self) -> bool:
         return self._network.plan.spread
 
-    def _connect(self) -> None:
-        self._client = self._blocking = SimulatedClient(self)  # type: ignore[assignment]
+    def _make_client(self, timeout_seconds: float) -> Any:
+        return SimulatedClient(self)
 
     def _hang_up(self) -> None:
         self._network.hang_up(self._process)
@@ -278,14 +278,11 @@ class SimulatedConnection(Connection):
     def _check_server(self) -> None:
         """The modelled server is suitable."""
 
-    def sender(self, size: int) -> Any:
-        return self._client
-
     def limits(self, patience_seconds: float = 0.0) -> PushLimits:
         return PushLimits()
 
     def script(self, text: str) -> Script:
-        return Script(lambda: self._client, self._network.plan.broken(text))
+        return Script(lambda: self.client, self._network.plan.broken(text))
 
     def close(self) -> None:
         self._is_closed = True

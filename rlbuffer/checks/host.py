@@ -28,8 +28,7 @@ from rlbuffer.config.settings import INITIAL_MODEL, EvaluationSettings, ModelSet
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.files import owner_of
 from rlbuffer.state.text import plural
-from rlbuffer.store.server import tls
-from rlbuffer.store.server.address import check_place, is_memory, options_of, redacted, source_of
+from rlbuffer.store.server.address import check_place, check_tls, is_memory, options_of, redacted, source_of
 from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 
 FULL_DISK_BYTES = 2**28
@@ -94,7 +93,7 @@ def server_address(c: Context) -> Iterator[Finding]:
     try:
         source = source_of(c.loaded.place("redis_url"))
         options = options_of(url, source)
-        tls.check_options(options, redacted(url), source)
+        check_tls(options, redacted(url), source)
         check_place(url, options, source)
     except ConfigError as error:
         yield failure(str(error), "redis_url")

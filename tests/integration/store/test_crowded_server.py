@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process.file_locks import exclusive
 from rlbuffer.store.server.connection import Connection
 
@@ -68,8 +67,3 @@ def test_a_server_with_a_full_queue_of_connections_is_waited_for_and_nothing_is_
         os.kill(crowded.embedded.pid, signal.SIGCONT)
         assert sorted(future.result() for future in written) == list(range(1, 9))
     assert crowded.losses == losses
-
-
-def test_a_queue_of_connections_that_stays_full_is_named_as_such(crowded: Connection) -> None:
-    with pytest.raises(ServerUnreachable, match=r"\(resource temporarily unavailable\)\.\n  Tried [0-9]+ times in "):
-        crowded.call(crowded.blocking.ping, patience_seconds=0.3)

@@ -101,14 +101,6 @@ def test_every_answer_becomes_an_error_of_ours(
         assert words.partition(" ")[2] in str(error), "the server's own words"
 
 
-def test_a_server_that_has_no_hello_is_called_too_old(talking: TalkingServer, connection: Connection) -> None:
-    talking.reply = b"-ERR unknown command `HELLO`, with args beginning with: `3`, \r\n"
-    assert str(counted(connection, patience_seconds=0.2)[1]) == (
-        f"the server at {connection.address} is too old, it has no HELLO: a run needs Redis 7.0 or Valkey 7.2, or "
-        "newer."
-    )
-
-
 def test_an_answer_that_passes_is_waited_out(talking: TalkingServer, connection: Connection) -> None:
     talking.reply = b"-UNBLOCKED force unblock\r\n"
 
@@ -134,23 +126,7 @@ def test_a_server_that_asks_for_a_password_is_told_without_the_words_of_its_prot
     assert "HELLO" not in str(refused.value)
 
 
-def test_a_login_that_is_not_taken_any_more_says_so(talking: TalkingServer, connection: Connection) -> None:
-    talking.reply = b"-NOAUTH Authentication required.\r\n"
-    _, error, _ = counted(connection, patience_seconds=0)
-    assert str(error) == (
-        f"the server at {talking.url} refused: it does not take this process's login any more: Authentication required."
-    )
-
-
 def test_a_value_that_cannot_be_sent_is_no_trouble_of_the_server(connection: Connection) -> None:
     send: Callable[[], object] = lambda: connection.client.set("k", object())  # type: ignore[arg-type]  # noqa: E731
     with pytest.raises(WrongAnswer, match=r"the client cannot send this to the server at .*: Invalid input of type"):
         connection.call(send)
-
-
-def test_what_answers_but_is_no_server_is_named(talking: TalkingServer, connection: Connection) -> None:
-    talking.reply = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-    _, error, _ = counted(connection, patience_seconds=0)
-    assert str(error).startswith(
-        f"cannot reach Redis at {talking.url} (what answers there does not speak the protocol)."
-    )

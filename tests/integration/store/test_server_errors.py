@@ -12,27 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon.watches import Envs
 from rlbuffer.errors import (
     BatchTimeout,
     ConfigError,
     RlbufferError,
     ServerUnreachable,
-    ServerUnsuitable,
     StepRetired,
 )
 from rlbuffer.process.file_locks import exclusive
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.run.supervisor import Supervisor
 from rlbuffer.store.server import embedded_files
-from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.embedded import ensure
 
 pytest_plugins = ("store_fixtures",)
@@ -53,30 +49,7 @@ def buffer() -> Iterator[rlbuffer.Buffer]:
         yield made
 
 
-def connected(url: str, home: Path) -> Connection:
-    return Connection(url, home=home, server=ServerSettings(), name="test", origin="--redis")
-
-
 # -- connections -------------------------------------------------------------------------------------------------------
-def test_a_user_without_the_right_is_told_where_to_look(redis_url: str, tmp_path: Path) -> None:
-    connection = connected(redis_url, tmp_path)
-
-    def denied() -> None:
-        raise redis.exceptions.NoPermissionError("User viewer has no permissions to run the 'xadd' command")
-
-    try:
-        with pytest.raises(ServerUnsuitable) as caught:
-            connection.call(denied, patience_seconds=1.0, repeat=False)
-    finally:
-        connection.close()
-    assert str(caught.value) == (
-        f"the server at {connection.address} does not allow this: User viewer has no permissions to run the 'xadd' "
-        "command.\n  The address comes from --redis.\n"
-        "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
-        "redis_password_file), and at the server's ACL for that user."
-    )
-
-
 def test_without_the_extra_the_memory_server_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fakeredis", None)
     with pytest.raises(ConfigError) as caught:
@@ -113,13 +86,6 @@ def test_a_home_that_cannot_be_made_is_a_mistake_in_the_settings(tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         ensure(tmp_path / "file" / "home", ServerSettings())
     assert caught.value.setting == "home"
-
-
-def test_a_supervisor_forks_nobody_before_its_forkserver_runs(tmp_path: Path) -> None:
-    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: None)
-    with pytest.raises(RlbufferError) as caught:
-        supervisor._fork("w", print, ())
-    assert str(caught.value) == "the forkserver was not started"
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults import CuttingProxy
-from own_server import OwnServer
 from pairs import Pair
 
 from rlbuffer.config.settings import ServerSettings
@@ -90,16 +88,3 @@ def test_an_address_with_nobody_behind_it_is_waited_for(pair: Pair, connection: 
     back.start()
     assert connection.call(lambda: connection.client.set("k", 1), patience_seconds=20) is True
     back.join()
-
-
-def test_a_proxy_leads_new_connections_alone_elsewhere(tmp_path: Path) -> None:
-    # The trap itself, so that the tests above are known to be able to see it.
-    with OwnServer(tmp_path / "a") as a, OwnServer(tmp_path / "b") as b, CuttingProxy(a.url) as proxy:
-        import redis
-
-        with redis.Redis(port=proxy.port, protocol=3) as client:
-            assert client.client_info()["laddr"] == f"127.0.0.1:{a.port}"
-            proxy.lead_to(b.url)
-            assert client.client_info()["laddr"] == f"127.0.0.1:{a.port}"
-            client.close()
-            assert client.client_info()["laddr"] == f"127.0.0.1:{b.port}"

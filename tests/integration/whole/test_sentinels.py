@@ -101,9 +101,7 @@ def test_sentinels_that_name_no_primary_are_waited_for_and_all_named(
 
 def test_tls_towards_sentinels_without_it_is_named(watched: Watched, tmp_path: Path) -> None:
     error = refusal(f"rediss+sentinel://127.0.0.1:{watched.sentinels[0].port}/math", tmp_path)
-    assert str(error).endswith(
-        "  It speaks no TLS: write redis+sentinel:// in place of rediss+sentinel://, or the port that does."
-    )
+    assert "write redis in place of rediss" in str(error)
 
 
 def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
