@@ -1,7 +1,6 @@
 """`verify --archive`: proves of an archive that every step is there once, whole, and what its digest says.
 
 A1  every step from the first to the newest is there; none is a hole
-A2  no step is in two files
 A3  every digest is that of the header and the parts, chained on the one before
 A4  every rollout that a part names is there once, with the payload that it announced
 A5  every payload of a dropped group has the checksum that it carries
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 from typing import Any
 
-from rlbuffer.archive.library import Archive, ArchivedStep
+from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import MISSING, payload_of
 from rlbuffer.archive.schema import history_names, settings_file, steps_names
 from rlbuffer.errors import ArchiveError, PayloadError
@@ -85,12 +84,6 @@ def _check_chain(archive: Archive, findings: Findings) -> None:
             "A3",
             f"step {step.step} follows {step.previous_digest[:12]}, step {before.step} is another one",
         )
-    files: dict[str, list[ArchivedStep]] = {}
-    for step in archive.all_steps:
-        files.setdefault(step.digest, []).append(step)
-    for twice in files.values():
-        where = ", ".join(step.file for step in twice)
-        findings.unless(len(twice) == 1, "A2", f"step {twice[0].step} is there {len(twice)} times: {where}")
 
 
 def _ranges(numbers: Iterable[int]) -> list[str]:

@@ -119,13 +119,6 @@ TRAINED = pa.schema(
         ("step", pa.int64()),
         ("epoch", pa.int64()),
         ("digest", pa.string()),
-        ("loss", pa.float64()),
-        ("entropy", pa.float64()),
-        ("kl", pa.float64()),
-        ("clip_fraction", pa.float64()),
-        ("grad_norm", pa.float64()),
-        ("learning_rate", pa.float64()),
-        ("tokens_per_second", pa.float64()),
         ("record", pa.string()),
         ("is_cut", pa.bool_()),
     ]

@@ -66,17 +66,13 @@ class ArchiveWriter:
                 part.unlink()
         self.digests: set[str] = set()
         """Digests of the steps that are archived."""
-        for name in sorted(steps_names(folder), key=lambda name: (name.epoch, name.first, -name.last)):
+        for name in steps_names(folder):
             with pq.ParquetFile(folder / name.file()) as file:
                 table = file.read(columns=["digest"])
             there = table.schema.metadata.get(RUN_KEY, b"").decode()
             if there != run:
                 raise ArchiveError(f"{folder} holds the archive of run {there!r}, not of {run!r}: give each its own")
-            steps = set(table.column("digest").to_pylist())
-            if steps <= self.digests:  # two leaders wrote them at once, one of which had lost the lead
-                (folder / name.file()).unlink()
-                (folder / name.file("rollouts")).unlink(missing_ok=True)
-            self.digests |= steps
+            self.digests |= set(table.column("digest").to_pylist())
         history = history_names(folder)
         self.history_place = "{}-{}".format(*history[-1][1]) if history else "0-0"
         """Id of the last record of the history that is archived."""
@@ -196,12 +192,7 @@ def _step_row(header: StepHeader, stored: StepBytes) -> dict[str, Any]:
     }
 
 
-TRAINED_FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("step", "epoch"), int),
-    "digest": str,
-    **dict.fromkeys(("loss", "entropy", "kl", "clip_fraction", "grad_norm", "learning_rate"), float),
-    "tokens_per_second": float,
-}
+TRAINED_FIELDS: Mapping[str, Callable[[Any], Any]] = {"step": int, "epoch": int, "digest": str}
 DROP_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "group_id": str,
     "env": str,

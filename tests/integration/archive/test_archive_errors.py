@@ -14,6 +14,7 @@ import pytest
 from store_runs import Run
 from test_archive_files import archived, settled
 
+from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.copying import copy_steps, unwritten
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
@@ -70,7 +71,7 @@ def test_what_a_writer_that_died_has_left_is_swept_and_written_again(run: Run, a
     assert not list(archive.folder.glob(".*.part"))
 
 
-def test_of_two_leaders_that_wrote_the_same_steps_one_file_stays(run: Run, tmp_path: Path) -> None:
+def test_steps_that_two_leaders_wrote_count_once(run: Run, tmp_path: Path) -> None:
     settled(run)
     run.step("a.0")
     run.step("a.1")
@@ -78,9 +79,10 @@ def test_of_two_leaders_that_wrote_the_same_steps_one_file_stays(run: Run, tmp_p
     archived(run, tmp_path / "other", steps=1)
     for path in (tmp_path / "other").glob("*-*-*-*.parquet"):
         path.rename(tmp_path / "archive" / path.name)
-    assert len(steps_names(tmp_path / "archive")) == 3
-    ArchiveWriter(tmp_path / "archive", run.store.run)
-    assert [(name.first, name.last) for name in steps_names(tmp_path / "archive")] == [(1, 2)]
+    archive = archived(run, tmp_path / "archive")
+    assert [(len(steps_names(archive.folder)), step.step) for step in archive.steps] == [(3, 1), (3, 2)]
+    assert len(list(archive.rollouts(1))) == 2
+    assert check_archive(archive).findings == ()
 
 
 def test_an_archive_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

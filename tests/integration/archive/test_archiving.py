@@ -98,22 +98,6 @@ def test_what_the_checkpoint_frees_stays_until_it_is_archived(served: Served, mo
     assert check_archive(archive).findings == ()
 
 
-def test_a_dropped_group_keeps_its_prompt_and_worker(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    file_of(monkeypatch, seconds=0.2)
-    training = Training(served)
-    training.train()
-    group = make_group(env="a", size=2, group_id="a.far", version=999, prompt_id="a prompt", worker="w-7")
-    training.writer.push(group)
-    training.train()
-    served.wait_for(lambda: served.run.store.ledger().envs["a"].dropped.get("future"), seconds=30)
-    served.stop()
-    dropped = Archive(training.folder).find("a.far")
-    assert dropped.dropped is not None
-    assert dropped.dropped.reason == "future"
-    assert [(m.row["prompt_id"], m.row["worker"]) for m in dropped.members] == [("a prompt", "w-7")] * 2
-    assert [m.rollout for m in dropped.members] == list(group.rollouts)
-
-
 def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
