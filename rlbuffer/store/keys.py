@@ -32,33 +32,6 @@ class Keys:
         'rlb:math:g:gsm8k.7:c0ffee.3'
     """
 
-    __slots__ = (
-        "allowance",
-        "closed",
-        "damaged",
-        "ends",
-        "eval",
-        "garbage",
-        "history",
-        "lease",
-        "ledger",
-        "meta",
-        "numbers",
-        "paused",
-        "payload_prefix",
-        "policy",
-        "pool",
-        "records",
-        "restoring",
-        "reuse",
-        "run",
-        "state",
-        "steps",
-        "summary",
-        "tag",
-        "trainer",
-    )
-
     def __init__(self, run: str) -> None:
         if not isinstance(run, str) or not RUN_NAME.match(run):
             raise ConfigError(f"run = {run!r} must match {RUN_NAME.pattern[:-2]}", setting="run")

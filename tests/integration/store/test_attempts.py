@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from store_runs import Run
 
 from rlbuffer.errors import AttemptFenced, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.records import Claim
 
 pytest_plugins = ("store_fixtures",)
 
@@ -78,15 +75,6 @@ def test_trained_and_oldest_kept_never_go_back_over_attempts(run):
     now = run.store.trainer()
     assert (now.resume_step, now.trained, now.oldest_kept) == (2, 3, 2)
     assert run.store.ledger().total().trained[0] == 6
-
-
-def test_a_trainer_that_resumes_in_the_middle_of_another_chain_is_refused(run):
-    headers = [run.step(f"a.{i}") for i in range(3)]
-    other = Claim(step=2, epoch=0, digest="f" * 64, steps=())
-    with pytest.raises(RunGone, match=rf"has another step 2 \({headers[1].digest[:12]}\)"):
-        run.store.attempt(uuid="other", world_size=2, resume_step=2, claim=other)
-    own = replace(other, digest=headers[1].digest)
-    assert run.store.attempt(uuid="own", world_size=2, resume_step=2, claim=own).resume_step == 2
 
 
 def test_step_trained_before_is_compared_by_digest_too(run):

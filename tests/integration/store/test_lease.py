@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 from looks import allowances
 from store_runs import Run
 
-from rlbuffer.errors import LeaseLost
-from rlbuffer.records.step_plan import AdapterProgress, Drop
+from rlbuffer.records.step_plan import AdapterProgress
 
 pytest_plugins = ("store_fixtures",)
 
@@ -26,18 +24,6 @@ def test_first_to_ask_leads_and_others_are_told_who(run):
 def test_renewal_keeps_the_token(run):
     first = run.store.lease("one", ttl_seconds=5)
     assert run.store.renew(ttl_seconds=5).token == first.token
-
-
-def test_in_its_last_millisecond_a_lease_is_still_its_owner_s(tmp_path, monkeypatch):
-    clock = SimpleNamespace(time=lambda: 1_700_000_000.0)
-    monkeypatch.setattr("fakeredis.commands_mixins.server_mixin.time", clock)  # of `memory://` alone
-    run = Run(f"memory://{tmp_path.name}", tmp_path)
-    first = run.store.lease("one", ttl_seconds=0)
-    assert not run.again().lease("two", ttl_seconds=5).held
-    run.store.set_error("is heard")
-    again = run.store.lease("one", ttl_seconds=5)
-    assert (again.token, run.store.meta().error) == (first.token, "is heard")
-    run.close()
 
 
 def test_lapsed_lease_gives_a_new_token_even_to_the_same_owner(run):
@@ -280,51 +266,6 @@ def test_refused_take_changes_nothing(run, moves):
     for _ in range(moves):
         assert take(run, 1) == []
     assert run.control_keys() == before
-
-
-def test_none_of_two_hundred_commits_with_an_outdated_token_is_accepted(run):
-    old = run.lead("old", ttl_seconds=0.001).token
-    time.sleep(0.01)
-    new = run.lead("new").token
-    assert new > old
-    accepted = 0
-    for i in range(200):
-        if i % 20 == 0:
-            run.push(f"a.{i}", version=accepted)
-        if i % 20 == 19:
-            run.token = new
-            accepted += run.commit()[0] == "ok"
-            assert run.pool() == []
-            run.push(f"b.{i}", version=accepted)
-        run.token = (old, old - 1, new - 1)[i % 3] if new - 1 != old else old
-        before = run.control_keys()
-        with pytest.raises(LeaseLost, match="new holds it"):
-            run.commit()
-        assert run.control_keys() == before
-    assert (accepted, run.store.meta().step) == (10, 10)
-    run.token = new
-    assert run.store.verify().findings == ()
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda run: run.commit(),
-        lambda run: run.store.retire(0),
-        lambda run: run.store.set_allowances({"a": 1}),
-        lambda run: run.store.drop([(Drop(group_id="a.0", env="a", reason="stale", rollouts=1, tokens=1), run.pool())]),
-    ],
-    ids=["commit", "retire", "allow", "drop"],
-)
-def test_who_does_not_lead_any_more_hears_who_does(run, move):
-    run.push("a.0")
-    run.lead("old", ttl_seconds=0.001)
-    time.sleep(0.01)
-    old = run.token
-    run.lead("new")
-    run.token = old
-    with pytest.raises(LeaseLost, match="new holds it"):
-        move(run)
 
 
 @pytest.mark.parametrize("number", ["many", "9" * 15])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from every_role import EveryRole
-from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RunGone, SchemaMismatch
@@ -95,15 +94,6 @@ def test_a_server_that_has_forgotten_its_scripts_gives_tickets_in_the_same_ask(r
     assert (asked.numbers, asked.is_heard) == ((2,), True)
 
 
-def test_process_that_was_silent_for_an_hour_is_forgotten_when_a_new_one_comes(run):
-    run.store.heartbeat("worker", "old", {})
-    key = run.store.keys.heartbeats("worker")
-    age = f"{int(1000 * run.store.now()) - 3_700_000} ".encode()
-    run.client.hset(key, "old", age + run.client.hget(key, "old").partition(b" ")[2])
-    run.store.heartbeat("worker", "new", {})
-    assert list(run.store.heartbeats("worker")) == ["new"]
-
-
 def beats(run, name: str, n: int, *, seconds_ago: float) -> None:
     at = int(1000 * (run.store.now() - seconds_ago))
     run.client.hset(run.store.keys.heartbeats("worker"), mapping={f"{name}{i}": f"{at} x" for i in range(n)})
@@ -117,25 +107,6 @@ def test_old_names_stay_few_while_new_ones_come(run):
     left = [name.rstrip(b"0123456789") for name in run.client.hkeys(run.store.keys.heartbeats("worker"))]
     assert (left.count(b"new"), left.count(b"live")) == (150, 50)
     assert left.count(b"old") <= 5  # each is overlooked 150 times once in 10,000 tests
-
-
-@pytest.mark.server
-def test_a_new_name_reads_a_few_of_the_others_however_many_there_are(redis_url, tmp_path):
-    """Ranks that wait take their sentence back when a step comes, and are new names when they wait for the next one."""
-    run = Run(redis_url, tmp_path)
-    key = run.store.keys.heartbeats("worker")
-    beats(run, "live", 400, seconds_ago=1)
-    seen: list[str] = []
-    with run.store.connection.servers()[0].monitor() as monitor:
-        run.store.heartbeat("worker", "new", {})
-        run.client.echo(key)
-        while "ECHO" not in seen:
-            name, *words = monitor.next_command()["command"].split(" ")
-            seen += [name.upper()] if key in words and name.lower() != "evalsha" else []
-    run.close()
-    assert "HSET" in seen
-    assert len(seen) <= 20
-    assert {"HGETALL", "HVALS", "HKEYS", "HSCAN"} & set(seen) == set()
 
 
 def test_damaged_and_lost_are_counted_beside_the_accounts(run):
@@ -176,8 +147,3 @@ def test_server_is_described(run):
     facts = run.store.server()
     assert {"name", "version", "address", "embedded", "used_memory", "maxmemory", "policy"} <= facts.keys()
     assert facts["policy"] == "noeviction"
-
-
-def test_env_without_pushes_has_no_account(run):
-    assert run.store.ledger().envs == {}
-    assert run.store.verify().ok

@@ -184,12 +184,6 @@ def test_attempt_that_trains_steps_again_begins_a_line_when_the_server_may_have_
     assert trained.store.meta().epoch == caught.value.epoch
 
 
-def test_reports_note_to_which_server_they_were_made(trained: Run) -> None:
-    restart(trained)
-    trained.train(3)
-    assert trained.store.trainer().server == trained.store.server_id()
-
-
 def test_rewind_begins_a_line_whatever_line_was_there(trained: Run) -> None:
     restart(trained)
     epoch = trained.store.attempt(uuid="second", world_size=2, resume_step=1).epoch

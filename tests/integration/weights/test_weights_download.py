@@ -264,19 +264,6 @@ def test_the_most_recently_used_versions_stay_and_who_reads_a_removed_one_reads_
         assert there() == [4, 5]
 
 
-def test_uses_in_quick_succession_are_told_apart(tmp_path: Path) -> None:
-    """The kernel's own time of a file stands still for milliseconds."""
-    policies = [make_version(tmp_path / "trainer", version) for version in (1, 2)]
-    cache = VersionCache(tmp_path / "cache")
-    with place(tmp_path / "trainer") as trainer:
-        folders = [Path(cache.localized(at(policy, trainer.url)).location) for policy in policies]
-        used = []
-        for n in range(50):
-            cache.localized(at(policies[n % 2], trainer.url))
-            used.append(folders[n % 2].stat().st_mtime_ns)
-    assert used == sorted(set(used))
-
-
 def test_a_copy_that_was_damaged_on_this_disk_is_downloaded_again_after_the_load_failed(tmp_path: Path) -> None:
     policy = make_version(tmp_path / "trainer", 8)
     cache = VersionCache(tmp_path / "cache")
