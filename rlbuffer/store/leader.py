@@ -27,7 +27,7 @@ from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
 from rlbuffer.store.member import TicketStore
 from rlbuffer.store.planned import Planned
-from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups, stream_order
+from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups
 from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
@@ -453,7 +453,7 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
 def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
     lines = list[str]()
-    for use in sorted(plan.entries, key=lambda use: stream_order(use.entry_id)):  # COMMIT reads neighbours together
+    for use in plan.entries:
         dropped = [f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped]
         owner = use.group_id if use.uses else ""
         lines += f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}", *dropped, "\n"

@@ -40,20 +40,6 @@ if meta[1] ~= epoch or step ~= last + 1 or (meta[3] or '') ~= previous then
   return {'ORDER', meta[1] or '', string.format('%.0f', last)}
 end
 
--- The fields of a pending entry. Entries of a step are mostly neighbours, and one that is read along costs a third of one
--- that is asked for: each look reads twice as many, as long as those of the look before were asked for, too.
-local read, width, were_asked = {}, 1, false
-local function pending(id)
-  if read[id] then
-    were_asked = true
-  else
-    width = were_asked and math.min(2 * width, 64) or 2
-    were_asked = false
-    for _, found in ipairs(redis.call('XRANGE', pool_key, id, '+', 'COUNT', width)) do read[found[1]] = found[2] end
-  end
-  return read[id]
-end
-
 local groups, kept, changed, has_reuse = {}, {}, {}, redis.call('EXISTS', reuse_key) == 1
 for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01])\n') do
   local known = string.match(has_reuse and redis.call('HGET', reuse_key, group) or '0', '^%d+')
@@ -69,7 +55,8 @@ for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_e
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
   local record = used_group ~= '' and redis.call('HGET', reuse_key, used_group .. ' ' .. id)
-  local fields = used_group == '' and pending(id)
+  local found = used_group == '' and redis.call('XRANGE', pool_key, id, id)
+  local fields = found and found[1] and found[1][2]
   local env, group, suffix
   if record then
     group, env, suffix = used_group, string.match(record, '^(%S+) (%S+) ')

@@ -12,9 +12,8 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerRefused, ServerUnreachable
+from rlbuffer.errors import ServerRefused
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 
@@ -88,82 +87,3 @@ def test_producers_at_once_lose_and_double_nothing(own):
     assert sorted(groups) == sorted(f"p{i}.{n}" for i in range(6) for n in range(1, 21))
     assert own.store.ledger().total().pushed[0] == 240
     assert own.store.verify().findings == ()
-
-
-class Lossy:
-    """Stands before the connection's `call` and loses the reply of chosen calls, after the server did the work."""
-
-    def __init__(self, connection: object, lose: set[int]) -> None:
-        self._call = connection.call
-        self._lose = lose
-        self._calls = 0
-
-    def __call__(self, fn, *, patience_seconds, repeat, **options):
-        def once():
-            self._calls += 1
-            reply = fn()
-            if self._calls in self._lose:
-                raise ConnectionResetError("reply lost")
-            return reply
-
-        while True:
-            try:
-                return self._call(once, patience_seconds=patience_seconds, repeat=repeat, **options)
-            except ConnectionResetError as error:
-                if not repeat:
-                    raise ServerUnreachable("reply lost") from error
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_push_with_a_lost_reply_is_repeated_without_doubling(own, monkeypatch, lost):
-    own.store.connection.limits()
-    # 1: payload and script; in a cluster 1: the payload, 2: the script.
-    script = 2 if own.is_cluster else 1
-    if lost > script:
-        pytest.skip("a push has one reply less here")
-    monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, {lost}))
-    group = make_group(env="a", size=2, group_id="a.0")
-
-    def push() -> tuple[str, str]:
-        return own.store.push(group, producer="w", incarnation="u", sequence=1, epoch=own.meta.epoch)
-
-    with pytest.raises(ServerUnreachable):
-        push()
-    status, entry_id = push()
-    assert status == ("duplicate" if lost == script else "stored")
-    assert [e.entry_id for e in own.pool()] == [entry_id]
-    assert own.store.ledger().total().pushed[0] == 2
-    assert own.store.verify().findings == ()
-
-
-def test_commit_drop_and_report_with_lost_replies_happen_once(own, monkeypatch):
-    own.lead()
-    own.push("a.0")
-    own.push("a.1")
-    entries = own.pool()
-    drop = Drop(group_id="a.1", env="a", reason="stale", rollouts=2, tokens=entries[1].tokens)
-    monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, set(range(1, 100, 2))))
-    assert own.commit(entries=entries[:1])[0] == "duplicate"
-    own.store.drop([(drop, entries[1:])])
-    own.train(1)
-    monkeypatch.undo()
-    total = own.store.ledger().total()
-    assert (total.trained[0], total.packed[0], total.dropped["stale"][0], total.pending) == (2, 0, 2, (0, 0))
-    assert len(own.store.history()) == 2
-    assert own.store.verify().findings == ()
-
-
-def test_commit_reads_entries_of_one_millisecond_with_their_neighbours(own):
-    """Their ids differ by what follows the dash, where 10 comes after 2."""
-    own.lead()
-    for i in range(300):
-        own.push(f"a.{i}", size=1)
-    pushes = own.client.xrange(own.store.keys.pool)
-    own.client.delete(own.store.keys.pool)
-    for i, (_, fields) in enumerate(pushes):
-        own.client.xadd(own.store.keys.pool, fields, id=f"9999999999999-{i}")
-    entries = own.pool()
-    before = own.client.info("commandstats")["cmdstat_xrange"]["calls"]
-    assert own.commit(entries=entries)[0] == "ok"
-    # 2, 4, 8, 16, 32 and then 64 entries a look; in the order of the ids as texts it would take 13 looks.
-    assert own.client.info("commandstats")["cmdstat_xrange"]["calls"] - before == 9
