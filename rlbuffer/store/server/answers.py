@@ -75,16 +75,7 @@ class BrokenUnused(redis.ConnectionError):
 
 
 class NoPrimary(redis.ConnectionError):
-    """The sentinels of a service, or the nodes of a cluster, name no primary.
-
-    Args:
-        why: the reason, as part of a sentence.
-        is_mistake: they never will, asked like this.
-    """
-
-    def __init__(self, why: str, *, is_mistake: bool = False) -> None:
-        super().__init__(why)
-        self.is_mistake = is_mistake
+    """The sentinels of a service, or the nodes of a cluster, name no primary, for this reason, part of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +126,6 @@ def understand(
                 f"{refusal}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it"
             )
         )
-    if isinstance(error, NoPrimary) and error.is_mistake and not is_known:
-        return Understood(ServerUnsuitable(f"{address} leads to no server: {error}.{source}"))
     if words.startswith("unknown command 'SENTINEL'"):
         return Understood(
             ServerUnsuitable(

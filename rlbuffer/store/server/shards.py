@@ -91,8 +91,7 @@ def _meaning(error: RedisClusterException) -> redis.RedisError:
             words = words_of(last).partition(",")[0]
             return NoPrimary(
                 f"what answers is no node of a cluster ({words}). The address of one server begins with redis:// or "
-                "rediss://",
-                is_mistake=True,
+                "rediss://"
             )
     if isinstance(last, LOGIN):
         return last
