@@ -138,11 +138,9 @@ class OperatorStore(TicketStore):
             tokens, oldest = sum(info.length for info in infos), min((info.min_version for info in infos), default=0)
             out.setdefault(group_id, [group_id, env, len(infos), tokens, reward, oldest, why])
 
-        retired, last = self._bounds()
-        for step in range(max(keep, retired) + 1, last + 1):
+        for header in self.headers(first=keep + 1, problems=[]):
             try:
-                header = self.wait_step(step, block_seconds=0.0)
-                parts = self.read_parts(step)
+                parts = self.read_parts(header.step)
             except (PayloadError, NotFound, StepRetired):
                 continue
             members: dict[str, list[PartRollout]] = {}
@@ -150,9 +148,9 @@ class OperatorStore(TicketStore):
                 members.setdefault(member.group_id, []).append(member)
             for group_id, group_members in members.items():
                 # For a group that was trained before, only one use is void.
-                if header is not None and not header.uses.get(group_id):
+                if not header.uses.get(group_id):
                     infos = [member.info for member in group_members]
-                    add(group_id, group_members[0].env, infos, f"step {step} was taken back")
+                    add(group_id, group_members[0].env, infos, f"step {header.step} was taken back")
         pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
         for entry in pool_entries(self.keys, pool):
             infos = list(entry.info.rollouts) if entry.info is not None else []

@@ -18,7 +18,7 @@ import redis
 
 from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
+from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone
 from rlbuffer.store.keys import EARLY_SHARE, Keys
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
@@ -80,13 +80,6 @@ class Session:
         return self.connection.call(
             lambda: command(self.connection.client), patience_seconds=self.patience_seconds, repeat=True
         )
-
-    def look_at(self, command: Callable[[Any], Any], otherwise: Any) -> Any:
-        """:meth:`look` at what people are shown: `otherwise` when the key is of another type, which `verify` names."""
-        try:
-            return self.look(command)
-        except WrongType:
-            return otherwise
 
     def piped(self, ask: Callable[[Any], object], *, at_once: bool = False, lenient: bool = False) -> list[Any]:
         """The replies to the commands that `ask` puts into a pipeline, in one round trip: only for what may be done

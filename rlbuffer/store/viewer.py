@@ -186,7 +186,8 @@ class Viewer(Session):
 
     def ledger(self) -> Ledger:
         """The whole account."""
-        return parse_ledger(self.look_at(lambda client: client.hgetall(self.keys.ledger), {}))
+        (fields,) = self.piped(lambda pipe: pipe.hgetall(self.keys.ledger), lenient=True)
+        return parse_ledger(fields or {})
 
     def history(self, count: int = 1000, *, of: HistoryOf = "history") -> list[Mapping[str, Any]]:
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``); or what
