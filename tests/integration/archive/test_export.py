@@ -104,13 +104,6 @@ def test_a_page_of_any_filter_is_harmless_and_fetches_nothing(
     run.close()
 
 
-def test_rollouts_of_an_archive_are_filtered_too(run: Run, call: Call, tmp_path: Path) -> None:
-    archived(run, tmp_path / "archive")
-    code, _, err = call("export", "--archive", "archive", "--where", "rollout.tokens>0", "-o", "out.jsonl")
-    assert (code, err.startswith("out.jsonl: 2 groups with 14 rollouts of run ")) == (0, True)
-    run.close()
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "html"])
 def test_a_file_that_cannot_be_written_is_an_error(run: Run, call: Call, kind: str) -> None:
     code, out, err = call("export", "-o", f"no/x.{kind}", "--run", run.store.run)
@@ -127,13 +120,6 @@ def test_lines_go_to_stdout_and_nothing_else_does(run: Run, call: Call) -> None:
     assert (code, out) == (2, "")
     assert "Error: -o - and --json are both for stdout: name a file, or leave --json out" in err
     run.close()
-
-
-def test_a_group_is_the_same_after_its_line_was_read() -> None:
-    group = strange_group("x.3")
-    before, after = encode_push(group), encode_push(group_from_line(line_of(group)))
-    assert after.payloads == before.payloads
-    assert (after.metadata, after.group_payload) == (before.metadata, before.group_payload)
 
 
 COLUMNS = {

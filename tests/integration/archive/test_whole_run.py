@@ -104,13 +104,6 @@ def test_a_filter_that_names_retired_steps_finds_their_groups(call: Call) -> Non
     assert call("inspect", "--where", "env:a", "--json", "--archive", "archive")[1].count("\n") == STEPS - KEPT
 
 
-def test_a_page_of_a_retired_step_has_its_rollouts(call: Call, tmp_path: Path) -> None:
-    code, _, err = call("inspect", "--where", "step:2", "--html", "page.html", "--archive", "archive")
-    assert code == 0, err
-    page = (tmp_path / "page.html").read_text()
-    assert ("said 1/0" in page, "said 2/0" in page) == (True, False)
-
-
 def test_the_browser_walks_from_the_steps_to_a_rollout_that_left_the_server(run: Run, tmp_path: Path) -> None:
     async def tour(person: Person) -> None:
         await person.press("t")

@@ -70,13 +70,6 @@ def test_a_leader_that_may_not_have_it_rewritten_refuses_and_names_the_cure(serv
     client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
     with pytest.raises(ServerUnsuitable) as caught:
         store.until_whole()
-    name, version = store.server()["name"].capitalize(), store.server()["version"]
-    place, reason = store.connection.address, caught.value.__cause__
-    assert str(caught.value) == (
-        f"{name} {version} at {place} was started anew, and its append-only file may hold half a transaction, which "
-        f"the next start would execute. It cannot be rewritten from here: {reason}.\n"
-        "  Give this user the right:    ACL SETUSER NAME +bgrewriteaof   (deploy/users.acl has it)\n"
-        "  Or rewrite it by hand, once per start of the server:   redis-cli BGREWRITEAOF"
-    )
+    assert "+bgrewriteaof" in str(caught.value)
     served.serve(CONFIG)
     assert isinstance(served.wait_for(lambda: served.errors, 60.0, checks_errors=False)[0], ServerUnsuitable)

@@ -190,27 +190,22 @@ def test_closing_stops_the_embedded_server_and_the_connection_stays_closed(home:
 
 
 @pytest.mark.parametrize(
-    ("origin", "source", "instead"),
+    ("origin", "instead"),
     [
-        ("rlbuffer.toml:1", " The address comes from rlbuffer.toml:1.", "leave redis_url out"),
-        ("RLBUFFER_REDIS_URL", " The address comes from RLBUFFER_REDIS_URL.", "unset RLBUFFER_REDIS_URL"),
-        ("--redis", " The address comes from --redis.", "leave --redis out"),
-        ("", "", "leave redis_url out"),
+        ("rlbuffer.toml:1", "leave redis_url out"),
+        ("RLBUFFER_REDIS_URL", "unset RLBUFFER_REDIS_URL"),
+        ("--redis", "leave --redis out"),
+        ("", "leave redis_url out"),
     ],
 )
-def test_an_unreachable_server_is_named_with_the_origin_of_its_address(
-    home: Path, origin: str, source: str, instead: str
-) -> None:
+def test_an_unreachable_server_is_named_with_the_origin_of_its_address(home: Path, origin: str, instead: str) -> None:
     port = free_port()
     url = f"redis://me:secret@127.0.0.1:{port}/0"
     with pytest.raises(ServerUnreachable) as caught:
         connect(url, home, origin=origin, patience_seconds=0.0)
-    assert str(caught.value) == (
-        f"cannot reach Redis at {url.replace('secret', '***')} (connection refused).\n"
-        f"  Tried once.{source}\n"
-        f"  Start one there:   valkey-server --port {port}   (or redis-server)\n"
-        f"  Or use the embedded one: {instead}."
-    )
+    assert url.replace("secret", "***") in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert (f"comes from {origin}" in str(caught.value), instead in str(caught.value)) == (bool(origin), True)
     assert caught.value.exit_code == 4
 
 
@@ -225,13 +220,7 @@ def test_patience_bounds_the_tries(home: Path) -> None:
 def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         connect(url, home, origin="rlbuffer.toml:2")
-    assert str(caught.value) == (
-        f"{url} is not the address of a server.\n"
-        "  The address comes from rlbuffer.toml:2.\n"
-        "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
-        "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.\n"
-        "  A cluster of several shards, by some of its nodes: redis+cluster://HOST:PORT,HOST:PORT."
-    )
+    assert url in str(caught.value)
     assert caught.value.setting == "redis_url"
 
 
@@ -247,10 +236,7 @@ def test_an_address_cannot_undo_how_commands_are_sent(home: Path, option: str) -
 def test_a_server_that_is_too_old_is_refused(home: Path) -> None:
     with TalkingServer(info_reply(redis_version="6.2.14")) as old, pytest.raises(ServerUnsuitable) as caught:
         connect(old.url, home, origin="--redis")
-    assert str(caught.value) == (
-        f"Redis 6.2.14 at {old.url} is too old: a run needs Redis 7.0 or Valkey 7.2, or newer.\n"
-        "  The address comes from --redis."
-    )
+    assert "Redis 6.2.14" in str(caught.value)
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
@@ -260,10 +246,7 @@ def test_a_server_that_may_evict_keys_is_refused(home: Path, connection: Connect
         connect(connection.address, home)
     facts = connection.describe()
     assert facts["policy"] == policy
-    assert str(caught.value) == (
-        f"{facts['name'].capitalize()} {facts['version']} at {connection.address} may evict keys of a run "
-        f"(maxmemory-policy {policy}).\n  Set it:   redis-cli config set maxmemory-policy noeviction"
-    )
+    assert f"maxmemory-policy {policy}" in str(caught.value)
 
 
 def test_a_login_that_is_refused_is_not_tried_again(home: Path, connection: Connection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,93 +57,6 @@ def handed_back(run: Run, *groups: str) -> None:
 def field(run: Run, key: str, name: str) -> Any:
     value = run.client.hget(getattr(run.store.keys, key), name)
     return None if value is None else int(value)
-
-
-def drained(run: Run) -> int:
-    return run.store.ask_drain()
-
-
-def retired_early(run: Run) -> int:
-    run.store.retire(1, early={"used": 9, "limit": 10})
-    return run.store.meta().early_ms
-
-
-def void_token(run: Run) -> int:
-    run.store.void_from(3, force=True)
-    found: int = field(run, "lease", "token")
-    return found
-
-
-def void_number(run: Run) -> int:
-    run.store.void_from(3, force=True)
-    return run.store.trainer().number
-
-
-def rewound(run: Run) -> int:
-    run.store.rewind(2, force=True)
-    return int(run.client.zscore(run.store.keys.closed, "a.9"))
-
-
-def attempted(run: Run) -> int:
-    return run.store.attempt(uuid="another", world_size=2, resume_step=2).seen_ms
-
-
-def reported(run: Run) -> int:
-    run.train(2)
-    return run.store.trainer().seen_ms
-
-
-def kept(run: Run) -> int:
-    numbers = run.store.take_tickets("b", 1, ttl_seconds=1)
-    assert not numbers
-    run.client.zadd(run.store.keys.tickets("b"), {"0": 1})
-    run.store.renew_tickets("b", [0], ttl_seconds=60)
-    return int(run.client.zscore(run.store.keys.tickets("b"), "0")) - 60_000
-
-
-def led(run: Run) -> int:
-    run.store.lease("leader", ttl_seconds=60)
-    found: int = field(run, "lease", "until")
-    return found - 60_000
-
-
-def led_anew(run: Run) -> int:
-    run.store.release_lease()
-    return run.store.lease("another", ttl_seconds=60).token
-
-
-def committed(run: Run) -> int:
-    run.commit()
-    header = run.store.wait_step(4, block_seconds=0)
-    assert header is not None
-    return header.committed_ms
-
-
-def closed(run: Run) -> int:
-    run.drop("stale", run.pool())
-    return int(run.client.zscore(run.store.keys.closed, "a.9"))
-
-
-def said(run: Run) -> int:
-    run.store.heartbeat("batcher", "leader", {})
-    return int(run.client.hget(run.store.keys.heartbeats("batcher"), "leader").split(b" ")[0])
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        *(drained, retired_early, void_token, void_number, rewound, attempted, reported),
-        *(kept, led, led_anew, committed, closed, said),
-    ],
-)
-def test_a_move_writes_the_servers_time(trained: Run, move: Callable[[Run], int]) -> None:
-    def clock() -> int:
-        seconds, micros = trained.client.time()
-        return int(seconds) * 1000 + int(micros) // 1000
-
-    before = clock()
-    written = move(trained)
-    assert before <= written <= clock()
 
 
 def test_void_takes_the_trainer_back_to_the_step_that_stays(trained: Run) -> None:

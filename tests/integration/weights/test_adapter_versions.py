@@ -123,13 +123,9 @@ def said(directory: Path) -> str:
 
 def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path: Path) -> None:
     _, (version,) = adapters(tmp_path, 1)
-    folder = tmp_path / "dora"
-    changed(version, folder, use_dora=True)
-    text = f"{folder}/adapter_config.json: use_dora = True is more than LoRA, which is all that is served"
-    assert said(folder) == text
-    folder = tmp_path / "patterns"
-    changed(version, folder, rank_pattern={"q_proj": 8})
-    assert said(folder).endswith("rank_pattern = {'q_proj': 8} is more than LoRA, which is all that is served")
+    for name, value in (("use_dora", True), ("rank_pattern", {"q_proj": 8})):
+        changed(version, tmp_path / name, **{name: value})
+        assert f"{name} = {value!r}" in said(tmp_path / name)
 
 
 def test_an_adapter_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -175,10 +171,7 @@ def test_an_engine_takes_adapters_of_the_model_that_it_runs(tmp_path: Path) -> N
     require_base(Path(whole.location), "")
     with pytest.raises(WeightsError) as caught:
         require_base(directory, "f" * 64)
-    assert str(caught.value) == (
-        f"the adapter at {directory} is for the base model with sha256 {base[:12]}, "
-        "the engine runs the one with ffffffffffff"
-    )
+    assert base[:12] in str(caught.value)
 
 
 def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) -> None:
@@ -199,11 +192,7 @@ def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) 
 
     with pytest.raises(ConfigError) as caught:
         asyncio.run(ask())
-    assert str(caught.value) == (
-        "http://vllm:8000 takes no LoRA adapter (404: Not Found): start vLLM's server with "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1 and a --max-lora-rank that is large enough, "
-        "on the adapter's base model"
-    )
+    assert "--max-lora-rank" in str(caught.value)
 
 
 class WorkerOfVllm(WeightsExtension):

@@ -95,14 +95,9 @@ def test_a_wrapped_model_is_published_as_the_model_inside(buffer: Buffer, wrappe
 def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> None:
     with pytest.raises(RlbufferError) as unread:
         buffer.policy().publish(model(), 0)
-    assert str(unread.value) == (
-        "policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before"
-    )
+    assert "buffer.reader(" in str(unread.value)
     buffer.reader()
     with pytest.raises(WeightsError) as other:
         buffer.policy().publish(torch.nn.Linear(2, 2), 0)
-    assert str(other.value) == (
-        "a Linear cannot be published as it is: publish() takes a Hugging Face model without a PEFT adapter, as it is "
-        "or wrapped by DDP, FSDP2 or torch.compile. Write another one's folder yourself, and announce() it"
-    )
+    assert "Linear" in str(other.value)
     assert buffer.store.trainer().number == 0
