@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rlbuffer.records.info import RolloutInfo, unfrozen
+from rlbuffer.records.info import ROW_DTYPE, RolloutInfo
 from rlbuffer.store.records import PartRollout
-from rlbuffer.wire.views import ANNOUNCED, Announced
+from rlbuffer.wire.payload import Announced
 
-_COLUMNS = (
-    "source", "index", "advantage", "rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards",
-    "min_version", "max_version", "turns", "is_truncated", "size", "checksum",
-)  # fmt: skip
+_COLUMNS = ("source", "index", "advantage", *Announced._fields)
 """The values of a rollout as they stand in a part."""
 _SOURCE = ("payload_key", "group_id", "env", "adapter", "prompt_id", "planned_size", "worker", "pushed_ms")
 """The values of a push."""
-_UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
+_LIMITS = {
+    name: 2 ** (8 * ROW_DTYPE[name].itemsize)
+    for name in ("length", "prompt_tokens", "loss_tokens", "min_version", "max_version", "size", "checksum")
+}
+"""Name of a whole number of a rollout -> what it is below."""
 
 
 class PartRollouts(Sequence[PartRollout]):
@@ -80,20 +78,21 @@ class PartRollouts(Sequence[PartRollout]):
         return self._columns[name]
 
     @cached_property
-    def numbers(self) -> NDArray[np.void]:
-        """[rollouts] of :data:`~rlbuffer.wire.views.ANNOUNCED`.
+    def announced(self) -> list[Announced]:
+        """Each rollout as its payload must be.
 
         Raises:
-            TypeError, OverflowError, ValueError: some are no numbers of a rollout.
+            TypeError, OverflowError, ValueError: some numbers are none of a rollout.
         """
-        out = np.empty(len(self), ANNOUNCED)
-        for name in Announced._fields:
-            if not {int}.issuperset(map(type, self._columns[name])):
+        for name, limit in _LIMITS.items():
+            values = self._columns[name]
+            if not {int}.issuperset(map(type, values)):
                 raise TypeError(f"{name} is not a whole number")
-            out[name] = self._columns[name]
-        if not out["length"].all():
+            if values and not 0 <= min(values) <= max(values) < limit:
+                raise OverflowError(f"{name} is outside of what a rollout can have")
+        if not all(self._columns["length"]):
             raise ValueError("a rollout has no tokens")
-        return out
+        return [*map(Announced._make, zip(*[self._columns[name] for name in Announced._fields], strict=True))]
 
     def __len__(self) -> int:
         return len(self._columns["source"])
@@ -121,13 +120,6 @@ class PartRollouts(Sequence[PartRollout]):
         return tuple(map(self._record, zip(*self._columns.values(), strict=True)))
 
     def _record(self, item: Sequence[Any]) -> PartRollout:
-        info, made = _UnfrozenInfo(), _UnfrozenRollout()
-        (source, made.index, made.advantage, info.rollout_id, info.length, info.prompt_tokens, info.loss_tokens,
-         info.reward, info.rewards, info.min_version, info.max_version, info.turns, info.is_truncated, info.size,
-         info.checksum) = item  # fmt: skip
-        (made.payload_key, made.group_id, made.env, made.adapter, made.prompt_id, made.planned_size, made.worker,
-         made.pushed_ms) = self._pushes[source].values()  # fmt: skip
-        info.__class__ = RolloutInfo
-        made.info = info
-        made.__class__ = PartRollout
-        return cast(PartRollout, made)
+        source, index, advantage, *announced = item
+        info = RolloutInfo(**dict(zip(Announced._fields, announced, strict=True)))
+        return PartRollout(index=index, info=info, advantage=advantage, **self._pushes[source])

@@ -238,7 +238,7 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
     def build(record: dict[str, Any]) -> StepPart:
         sources = record["sources"]
         rollouts = PartRollouts(record["rollouts"], sources, prefix)
-        rollouts.numbers  # noqa: B018  whoever pulls needs them, and what is wrong with them is wrong with the part
+        rollouts.announced  # noqa: B018  whoever pulls needs them, and what is wrong with them is wrong with the part
         rows = tuple(tuple(map(tuple, rows)) for rows in record["rows"])
         named = [index for micro_step in rows for row in micro_step for index in row]
         if any(not 0 <= index < len(rollouts) for index in named):

@@ -12,7 +12,7 @@ from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.step_format import decode_part
 from rlbuffer.wire import payload
-from rlbuffer.wire.views import ANNOUNCED
+from rlbuffer.wire.payload import Announced
 
 SOURCES = [["g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17], ["g:a.0:w.2", "a.0", "a", "lora", "p0", 4, "w", 18]]
 
@@ -49,8 +49,8 @@ def test_columns_hold_what_the_records_hold() -> None:
     assert records[0].payload_key == "rlb:r:g:a.0:w.2"
     for name in ("payload_key", "group_id", "env", "adapter", "index", "advantage"):
         assert list(part.column(name)) == [getattr(record, name) for record in records]
-    for name in ANNOUNCED.names or ():
-        assert part.numbers[name].tolist() == [getattr(record.info, name) for record in records]
+    for name in Announced._fields:
+        assert [getattr(its, name) for its in part.announced] == [getattr(record.info, name) for record in records]
 
 
 @pytest.mark.parametrize("number", [-1, 2, 0.5])
@@ -63,9 +63,9 @@ def test_records_make_the_same_columns() -> None:
     part = rollouts()
     again = PartRollouts.of(list(part))
     assert again == part == tuple(part)
-    assert (again.numbers == part.numbers).all()
+    assert again.announced == part.announced
     assert PartRollouts.of(part) is part
-    assert len(PartRollouts.of([])) == len(PartRollouts([], []).numbers) == 0
+    assert len(PartRollouts.of([])) == len(PartRollouts([], []).announced) == 0
 
 
 def test_parts_join_by_the_places_of_their_rollouts() -> None:

@@ -276,14 +276,6 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
             "rollout_id group_id env reward rewards advantage policy_versions answer prompt_tokens length",
             {},
         ),
-        (
-            rlbuffer.MicroBatch,
-            (
-                "input_ids position_ids cu_seqlens loss_mask advantages logprobs targets sample_index columns samples "
-                "adapter_tokens normalizers is_dummy"
-            ),
-            {},
-        ),
         (rlbuffer.Step, "number epoch digest world_size normalizers rollouts groups", {"damaged": ()}),
         (rlbuffer.StepPlan, "step group_ids rollouts advantages plan normalizers tokens closed_by", {}),
         (rlbuffer.Drop, "group_id env reason rollouts tokens", {}),
@@ -302,6 +294,17 @@ def test_records_have_the_frozen_fields(record: Any, required: str, optional: di
     assert {name: defaults[name] for name in optional} == optional
     assert record.__dataclass_params__.frozen
     assert "__slots__" in vars(record)
+
+
+def test_a_micro_batch_has_the_frozen_names() -> None:
+    names = (
+        "input_ids position_ids cu_seqlens loss_mask advantages logprobs targets sample_index columns samples "
+        "adapter_tokens normalizers is_dummy"
+    )
+    micro_batch = rlbuffer.pack(make_group().rollouts, row_tokens=256)
+    assert [name for name in names.split() if not hasattr(micro_batch, name)] == []
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        micro_batch.targets = micro_batch.input_ids  # type: ignore[misc, assignment]
 
 
 def test_a_rollout_is_made_by_keyword_only_and_cannot_be_changed() -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PackingError
-from rlbuffer.packing.derived_columns import ItemFacts
+from rlbuffer.packing.assembly import Assembly, Layout
 from rlbuffer.packing.further_columns import ColumnSpec
-from rlbuffer.packing.slabs import Layout, lay_out
 from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
@@ -38,7 +37,7 @@ def test_a_row_with_a_rollout_of_no_tokens_is_not_laid_out() -> None:
         schema={}, row_tokens=8, pad_token_id=0, pad_to_multiple_of=1, ignore_index=-100, normalizers=COUNTS
     )
     with pytest.raises(PackingError, match=r"^assemble: row \(0, 1\) has a rollout of length 0$"):
-        lay_out([[(0, 1)]], [3, 0], ["", ""], layout)
+        Assembly([[(0, 1)]], [3, 0], ["", ""], layout)
 
 
 def test_samples_are_made_when_they_are_first_read() -> None:
@@ -54,16 +53,13 @@ def test_samples_are_made_when_they_are_first_read() -> None:
     layout = Layout(
         schema={}, row_tokens=8, pad_token_id=0, pad_to_multiple_of=4, ignore_index=-100, normalizers=COUNTS
     )
-    (slab,) = lay_out([[(1,)], [(0,)]], [3, 3], ["", ""], layout)
+    assembly = Assembly([[(1,)], [(0,)]], [3, 3], ["", ""], layout)
     rollouts = dict(enumerate(make_group(lengths=[3, 3]).rollouts))
-    slab.write(rollouts)
-    facts = ItemFacts(
-        spans=[rollout.version_spans for rollout in rollouts.values()],
-        advantages=[2.0, 3.0],
-        own_advantages={},
-        samples=samples,
-    )
-    first, second = slab.cut(facts, rollouts)
+    for half in (range(2, 4), range(2)):  # two reads
+        for run in assembly.runs(half):
+            assembly.write(run, rollouts)
+    assembly.note(rollouts)
+    first, second = assembly.micro_batches([2.0, 3.0], samples)
     assert first.advantages.tolist() == [*np.where(rollouts[1].loss_mask, 3.0, 0.0).tolist(), 0.0]
     assert (first.sample_index.tolist(), first.is_dummy, made) == ([0, 0, 0, -1], False, [])
     assert [sample.rollout_id for sample in first.samples] == ["1"]
@@ -81,7 +77,11 @@ def test_a_fill_stands_in_a_column_of_another_kind(dtype: str, fill: float) -> N
         ignore_index=-100,
         normalizers=COUNTS,
     )
-    (slab,) = lay_out([[(0,)]], [3], [""], layout)
-    for item, place in slab.places():
-        slab.put(place, make_group(lengths=[3]).rollouts[0] if item == 0 else None)
-    assert slab.columns["extra"].tolist() == np.full(4, fill, dtype).tolist()
+    assembly = Assembly([[(0,)]], [3], [""], layout)
+    rollouts = {0: make_group(lengths=[3]).rollouts[0]}
+    (run,) = assembly.runs(range(2))
+    assembly.write(run, rollouts)
+    assembly.note(rollouts)
+    (made,) = assembly.micro_batches([0.0], lambda items: tuple)
+    assert made.columns["extra"].tolist() == np.full(4, fill, dtype).tolist()
+    assert made.lacking["extra"].tolist() == [True] * 3 + [False]

@@ -320,8 +320,8 @@ def test_rollouts_of_a_push_that_are_not_all_of_it_are_those_that_the_plan_names
     its = [info.rollouts[2], info.rollouts[0]]
     assert some.places == [2, 0]
     assert some.names == ([rollout.rollout_id for rollout in its], [rollout.rewards for rollout in its])
-    assert some.numbers["length"].tolist() == [rollout.length for rollout in its]
-    assert some.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
+    assert [each.length for each in some.announced] == [rollout.length for rollout in its]
+    assert [each.checksum for each in some.announced] == [rollout.checksum for rollout in its]
 
 
 @pytest.mark.parametrize(

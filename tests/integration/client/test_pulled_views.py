@@ -1,4 +1,4 @@
-"""A pull takes the arrays out of payloads that are what their pushes announced, and decodes only what is in doubt."""
+"""A pull takes the arrays out of payloads that are what their pushes announced, and masks the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from store_runs import Run
 from rlbuffer.client import step_pull
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.step_pull import StepPull
+from rlbuffer.packing import assembly
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
-from rlbuffer.store import part_payloads
+from rlbuffer.store import payloads
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -111,10 +111,11 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
     return reader.pull(1)
 
 
-def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
-    """As every rollout was pulled that is decoded whole."""
+def pull_one_by_one(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
+    """As if each payload and each micro-batch were too large to be read or written with another."""
     with patch.context() as patched:
-        patched.setattr(part_payloads, "view_rollouts", lambda payloads, announced: [None] * len(payloads))
+        patched.setattr(payloads, "FETCH_BYTES", 1)
+        patched.setattr(assembly, "SLAB_TOKENS", 1)
         return pull(run, can=can)
 
 
@@ -131,18 +132,15 @@ def assert_same(step: Step, other: Step) -> None:
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
+def test_a_pull_of_sound_payloads_makes_the_same_tensors_however_they_are_read(
     run: Run, monkeypatch: pytest.MonkeyPatch, masks: bool
 ) -> None:
     for number, change in enumerate(SOUND):
         pushed(run, change, number)
     committed(run, masks_truncated=masks)
-    careful = pull_carefully(run, monkeypatch)
+    careful = pull_one_by_one(run, monkeypatch)
     assert careful.damaged == ()
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "decode_rollout", lambda *_, **__: pytest.fail("a sound payload was decoded"))
-        patched.setattr(Viewer, "read_group_payloads", lambda *_: pytest.fail("answers were asked for apart"))
-        step = pull(run)
+    step = pull(run)
     assert_same(step, careful)
     assert {s.group_id: s.answer for mb in step for s in mb.samples} == {f"a.{n}": {"is": n} for n in range(len(SOUND))}
     assert run.store.ledger().damaged == 0
@@ -196,14 +194,14 @@ def lying(array: str, lie: bytes) -> Callable[[Group], payload.EncodedPush]:
         info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
         rollouts = (push.info.rollouts[0], info, *push.info.rollouts[2:])
         infos = replace(push.info, rollouts=rollouts)
-        payloads = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
+        its = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
 
     return encoded
 
 
 @pytest.mark.parametrize(("array", "lie", "wrong"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
-def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_one(
+def test_a_rollout_whose_writer_lies_is_masked_and_counted_and_no_other_one(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -218,20 +216,11 @@ def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_
     pushed(run, further_columns, 1)
     committed(run)
     can = Trainable(vocabulary=512)
-    careful = pull_carefully(run, monkeypatch, can=can)
+    careful = pull_one_by_one(run, monkeypatch, can=can)
     assert careful.damaged == ("a.0/1",)
     assert wrong in caplog.messages[-1]
 
-    decode, decoded = payload.decode_rollout, []
-
-    def counted(data: bytes, **options: Any) -> Rollout:
-        decoded.append(options["expected"].rollout_id)
-        return decode(data, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "decode_rollout", counted)
-        step = pull(run, can=can)
-    assert decoded == ["a.0/1"]
+    step = pull(run, can=can)
     assert caplog.messages[-1] == caplog.messages[-2]
     assert_same(step, careful)
     assert run.store.ledger().damaged == 1
@@ -249,7 +238,7 @@ def test_marks_of_a_truncated_rollout_that_nothing_of_is_trained_are_not_looked_
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
+def test_what_is_missing_damaged_or_anothers_is_found_however_it_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, change in enumerate(SOUND):
@@ -264,7 +253,7 @@ def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
     client.hset(others[1].payload_key, str(others[1].index), bytes(flipped[:-3]))
     another = client.hget(others[3].payload_key, str(others[3].index))
     client.hset(others[2].payload_key, str(others[2].index), another)
-    careful = pull_carefully(run, monkeypatch)
+    careful = pull_one_by_one(run, monkeypatch)
     step = pull(run)
     assert step.damaged == tuple(ref.info.rollout_id for ref in (first, *others[:3]))
     assert_same(step, careful)
@@ -272,14 +261,14 @@ def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
     assert run.store.ledger().damaged == 4
 
 
-def test_a_column_that_the_trainer_needs_is_asked_for_of_views_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_that_the_trainer_needs_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed(run, only_text, 0)
     pushed(run, further_columns, 1)
     committed(run)
     can = Trainable(columns=("ref_logprobs",))
     step = pull(run, can=can)
     assert step.damaged == tuple(f"a.0/{i}" for i in range(4))
-    assert_same(step, pull_carefully(run, monkeypatch, can=can))
+    assert_same(step, pull_one_by_one(run, monkeypatch, can=can))
 
 
 def test_a_needed_column_that_no_rollout_of_a_step_has_is_missed(run: Run) -> None:
@@ -299,25 +288,21 @@ def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> N
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_rows_are_padded_in_memory_that_was_used_before(run: Run) -> None:
+def test_rows_are_padded(run: Run) -> None:
     for number in range(3):
         pushed(run, lambda rollout: {}, number)
     committed(run)
     source = StepPull(run.again(), 0, 1, Trainable(), pad_token_id=77, pad_to_multiple_of=32)
     header = run.store.wait_step(1, block_seconds=0.0)
     assert header is not None
-    for _ in range(3):
-        step, damaged = source.step(header, source.part(header))
-        assert damaged == []
-        for mb in step:
-            is_padding = mb.sample_index < 0
-            assert is_padding.any()
-            assert set(mb.input_ids[is_padding].tolist()) == {77}
-            assert not mb.loss_mask[is_padding].any()
-            assert not mb.logprobs[is_padding].any()
-            mb.input_ids[:], mb.loss_mask[:], mb.logprobs[:] = 5, True, -5.0
-            del is_padding
-        del step, mb
+    step, damaged = source.step(header, source.part(header))
+    assert damaged == []
+    for mb in step:
+        is_padding = mb.sample_index < 0
+        assert is_padding.any()
+        assert set(mb.input_ids[is_padding].tolist()) == {77}
+        assert not mb.loss_mask[is_padding].any()
+        assert not mb.logprobs[is_padding].any()
 
 
 def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads_one(
@@ -357,10 +342,7 @@ def test_micro_batches_of_a_step_are_pickled_with_their_samples(run: Run) -> Non
     assert again.advantages.tolist() == micro_batch.advantages.tolist()
 
 
-def test_bytes_between_the_arrays_that_are_not_zero_are_taken_as_ever(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody trains them, and the checksum says that they are the writer's."""
+def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = payload.encode_push
 
     def marked(group: Group) -> payload.EncodedPush:
@@ -373,14 +355,14 @@ def test_bytes_between_the_arrays_that_are_not_zero_are_taken_as_ever(
         false = resealed(data)
         info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
         infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
-        payloads = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
+        its = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
 
     with monkeypatch.context() as patched:
         patched.setattr(payload, "encode_push", marked)
         pushed(run, lambda rollout: {}, 0)
     committed(run)
-    assert pull(run).damaged == ()
+    assert pull(run).damaged == ("a.0/1",)
 
 
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
