@@ -20,7 +20,7 @@ from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire.encoding import joined
-from rlbuffer.wire.payload import Payload, decode
+from rlbuffer.wire.payload import Announced, Payload, decode
 
 MISSING = "its payload is missing"
 
@@ -31,7 +31,7 @@ class Source:
 
     ref: PartRollout
     """The rollout as a step's part, or the record of a drop, names it; with checksum 0 where nothing announced one."""
-    data: bytes | memoryview | None
+    data: bytes | None
     """Its payload; None when it is gone."""
     group: bytes | None = None
     """Answer and metadata of its push, as encoded; beside the first rollout of each push only."""
@@ -120,7 +120,7 @@ def _opened(source: Source) -> tuple[Payload | None, RolloutInfo, str]:
             raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
     except PayloadError as error:
         return None, info, str(error)
-    return its, info if info.checksum else RolloutInfo(**its.said._asdict()), ""
+    return its, info if info.checksum else RolloutInfo(**Announced._make(its.said)._asdict()), ""
 
 
 def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: 
         "tokens": 0 if parts is None else len(parts.tokens),  # of each of the three columns
         "columns": [] if parts is None else _packed(parts.columns),
         "attachments": [] if parts is None else _packed(parts.attachments),
-        "details": None if parts is None else bytes(parts.packed),
+        "details": None if parts is None else parts.packed,
         "group_payload": source.group,
         "needs": list(source.needs),
         "created": source.created,

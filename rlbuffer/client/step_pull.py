@@ -71,7 +71,7 @@ class StepPull:
         if header.world_size != self._world_size:
             return self._dealt_again(header)
         (own,) = self._store.read_parts(header.step, [self._rank])
-        return Part(own.rows, PartRollouts.of(own.rollouts), own.row_tokens)
+        return Part(own.rows, own.rollouts, own.row_tokens)
 
     def _dealt_again(self, header: StepHeader) -> Part:
         """The rows that `redeal` gives to this rank. Of many ranks none reads what all of them hold.
@@ -104,7 +104,7 @@ class StepPull:
         def row(step: int, layer: int, rank: int) -> tuple[int, ...]:
             nonlocal used
             its = parts[rank].rows[step][layer]
-            pieces.append((PartRollouts.of(parts[rank].rollouts), its))
+            pieces.append((parts[rank].rollouts, its))
             used += len(its)
             return tuple(range(used - len(its), used))
 
@@ -128,14 +128,14 @@ class StepPull:
             ignore_index=IGNORE_INDEX,
             normalizers=normalizers,
         )
-        truncated = rollouts.column("is_truncated") if header.masks_truncated else ()
+        truncated = rollouts.are_truncated if header.masks_truncated else ()
         masked = {i for i, is_truncated in enumerate(truncated) if is_truncated}
-        made = Assembly(part.rows, rollouts.column("length"), rollouts.column("adapter"), layout, masked)
+        made = Assembly(part.rows, rollouts.table["length"].tolist(), rollouts.of_push("adapter"), layout, masked)
         pulled = Pulled(rollouts, masked)
         for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items]):
             self._take(made, chunk, rollouts, schema, pulled)
         samples = Samples(rollouts, pulled.groups, pulled.attachments, pulled.advantages)
-        micro_batches = made.micro_batches(rollouts.column("advantage"), samples)
+        micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)
         damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.damaged.items())]
         step = Step(
             number=header.step,
@@ -193,17 +193,17 @@ class Pulled:
     """What a pull keeps of the payloads of a part, beside the arrays that are trained."""
 
     def __init__(self, rollouts: PartRollouts, masked: Set[int]) -> None:
-        self.keys, self.names = rollouts.column("payload_key"), [*map(str, rollouts.column("index"))]
+        self.keys, self.names = rollouts.of_push("payload_key"), [*map(str, rollouts.table["index"].tolist())]
         """Payload key and field of each rollout."""
         self.masked = masked
         """Nothing of these is trained."""
-        self.adapters = rollouts.column("adapter")
+        self.adapters = rollouts.of_push("adapter")
         self.damaged: dict[int, str] = {}
         """What is wrong with those that cannot be trained."""
         self.groups: dict[str, bytes | None] = {}
         """Payload key -> encoded group part of the push."""
         self.attachments: dict[int, Mapping[str, NDArray[Any]]] = {}
-        self._planned = rollouts.column("advantage")
+        self._planned = rollouts.table["advantage"].tolist()
         self.advantages: dict[int, float] = {}
         """Of those that bring their own and are trained."""
 
@@ -232,7 +232,7 @@ class Samples:
         attachments: Mapping[int, Mapping[str, NDArray[Any]]],
         advantages: Mapping[int, float],
     ) -> None:
-        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.column("payload_key")
+        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.of_push("payload_key")
         self._attachments, self._advantages = attachments, advantages
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:

@@ -77,10 +77,9 @@ def opened(
         read = payload.decode(data, announced)
     except PayloadError as error:
         return str(error)
-    if not fits(read, schema):
+    if read.columns and not fits(read, schema):
         return _misfit(read, schema)
-    lacking = [name for name in can.columns if name not in read.columns]
-    if lacking:
+    if can.columns and (lacking := [name for name in can.columns if name not in read.columns]):
         return f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
     return read
 

@@ -96,21 +96,16 @@ _FAULTS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackE
 
 
 def _check(container: Sequence[Any] | dict[Any, Any], level: int) -> None:
-    """Leaves are looked at in place, and a table of lists column by column, because a step has a million of them."""
     if isinstance(container, dict):
         for key in container:
             if type(key) is not str:
                 raise PayloadError("malformed msgpack: a key that is not a string")
         container = tuple(container.values())
-    kinds = set(map(type, container))
-    if float in kinds and not all(map(math.isfinite, [item for item in container if type(item) is float])):
-        raise PayloadError("malformed msgpack: a number that is not finite")
-    if kinds == {list} and len(set(map(len, container))) == 1 and len(container) > len(container[0]):
-        container = tuple(zip(*container, strict=True))
-        kinds = {tuple}
-    if not kinds.isdisjoint((list, dict, tuple)):
-        if level + 1 >= MAX_LEVELS:
-            raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
-        for item in container:
-            if item and type(item) in (list, dict, tuple):
-                _check(item, level + 1)
+    for item in container:
+        if type(item) is float:
+            if not math.isfinite(item):
+                raise PayloadError("malformed msgpack: a number that is not finite")
+        elif item and type(item) in (list, dict, tuple):
+            if level + 1 >= MAX_LEVELS:
+                raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
+            _check(item, level + 1)

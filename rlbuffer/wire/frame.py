@@ -52,7 +52,7 @@ def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
         PayloadError: not a group payload of this format, or damaged.
     """
     count, tokens, at, _ = unframed(data, GROUP)
-    details = loads(memoryview(data)[HEADER.size : at], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
+    details = loads(data[HEADER.size : at], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
     if count or tokens or at != len(data):
         raise PayloadError("invalid group payload: bytes after the details")
     if not isinstance(details, list) or len(details) != 2 or not isinstance(details[1], dict):
@@ -69,13 +69,13 @@ def framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, chu
     return b"".join([header, struct.pack("<I", checksum), *chunks])
 
 
-def unframed(data: bytes | memoryview, magic: bytes) -> tuple[int, int, int, int]:
+def unframed(data: bytes, magic: bytes) -> tuple[int, int, int, int]:
     """(arrays, tokens, offset behind the details, checksum) of a payload whose checksum holds.
 
     Raises:
         PayloadError: not a payload of this kind and format, damaged, or above 64 MiB.
     """
-    if not isinstance(data, bytes | memoryview):
+    if not isinstance(data, bytes):
         raise PayloadError(f"expected bytes, got {type(data).__name__}")
     if len(data) < HEADER.size:
         raise PayloadError(f"payload of {len(data)} bytes is shorter than its header of {HEADER.size}")
@@ -88,8 +88,7 @@ def unframed(data: bytes | memoryview, magic: bytes) -> tuple[int, int, int, int
         raise PayloadError(f"payload of {len(data)} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
     if total != len(data):
         raise PayloadError(f"payload of {len(data)} bytes should have {total}")
-    view = memoryview(data)
-    actual = crc32(view[HEADER.size :], crc32(view[:_CHECKSUM_AT]))
+    actual = crc32(memoryview(data)[HEADER.size :], crc32(data[:_CHECKSUM_AT]))
     if actual != checksum:
         raise PayloadError(f"payload is damaged: checksum {actual:08x}, expected {checksum:08x}")
     at = HEADER.size + details_bytes

@@ -136,9 +136,9 @@ class Payload(NamedTuple):
     details: Details
     text: str | None
     """Rendered transcript."""
-    said: Announced
-    """What is to be announced of it."""
-    packed: bytes | memoryview
+    said: tuple[Any, ...]
+    """The values of an :class:`Announced` that fits it."""
+    packed: bytes
     """The details as they stand in it."""
 
     def rollout(self) -> Rollout:
@@ -166,7 +166,7 @@ class Payload(NamedTuple):
             raise PayloadError(f"invalid rollout payload: {error}") from None
 
 
-def decode(data: bytes | memoryview, announced: Announced | RolloutInfo | None = None) -> Payload:
+def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Payload:
     """The rollout of a payload.
 
     `announced` is what the push's metadata said: any disagreement with it is an error, so that a payload cannot stand
@@ -183,16 +183,16 @@ def decode(data: bytes | memoryview, announced: Announced | RolloutInfo | None =
             f"rollout {announced.rollout_id}: {total} bytes with checksum {checksum:08x} do not agree with the "
             f"metadata: {announced.size} bytes with checksum {announced.checksum:08x}"
         )
-    packed = memoryview(data)[HEADER.size : end]
+    packed = data[HEADER.size : end]
     try:
         d = _DETAILS.decode(packed)
-        tokens, mask, logprobs, at = _required(data, length, end)
+        tokens, mask, logprobs, prompt, at = _required(data, length, end)
         columns, attachments, text = _NONE, _NONE, None
         if d.columns or d.attachments or d.text_bytes is not None or count != len(REQUIRED_COLUMNS):
             columns, attachments, text, at = _further(data, d, count, length, at)
         if at != total:
             raise PayloadError(f"payload has {total - at} bytes too many")
-        prompt, trained = _marks(mask)
+        trained = int(np.count_nonzero(mask))
         spans = d.spans
         version, start, stop = spans[:3]
         if len(spans) == 3 and start <= prompt and start < stop == length:  # as nearly all have
@@ -201,23 +201,24 @@ def decode(data: bytes | memoryview, announced: Announced | RolloutInfo | None =
         else:
             version_spans = as_spans(tuple(zip(*[iter(spans)] * 3, strict=True)), mask)
             oldest, newest = min(version_spans)[0], max(version_spans)[0]
-        _check_turns(d.turns, length)
+        if d.turns:
+            _check_turns(d.turns, length)
     except PayloadError:
         raise
     except (msgspec.MsgspecError, RecursionError, InvalidRollout, ValueError, TypeError, OverflowError) as error:
         raise PayloadError(f"invalid rollout payload: {error}") from None
     if d.finish_reason == AT_LIMIT and not d.is_truncated:
         raise PayloadError(f"invalid rollout payload: is_truncated: False, but finish_reason is {AT_LIMIT!r}")
-    said = Announced._make((
-        d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest, len(d.turns), d.is_truncated,
-        total, checksum,
-    ))  # fmt: skip
+    said = (
+        *(d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest),
+        *(len(d.turns), d.is_truncated, total, checksum),
+    )
     if announced is not None and said != announced:
         _compare(said, announced)
     return Payload._make((tokens, mask, logprobs, version_spans, columns, attachments, d, text, said, packed))
 
 
-def decode_rollout(data: bytes | memoryview, *, expected: RolloutInfo | None = None) -> Rollout:
+def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
     """The record of a payload, see :func:`decode`.
 
     Example:
@@ -250,9 +251,10 @@ def in_range(
 
 
 def _required(
-    data: bytes | memoryview, length: int, end: int
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int]:
-    """Tokens, marks and logprobs behind the details, and where they end."""
+    data: bytes, length: int, end: int
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int, int]:
+    """Tokens, marks and logprobs behind the details, the number of tokens before the first trained one, and where the
+    arrays end."""
     if not length:
         raise PayloadError("invalid rollout payload: it has no tokens")
     tokens_at = end + (-end & 7)
@@ -263,18 +265,22 @@ def _required(
     at = logprobs_at + 4 * length
     if at > len(data):
         raise PayloadError(f"payload is too short: {length} tokens in {len(data)} bytes")
-    if any(data[end:tokens_at]) or any(data[tokens_end:marks_at]) or any(data[marks_end:logprobs_at]):
+    if (data[end:tokens_at] + data[tokens_end:marks_at] + data[marks_end:logprobs_at]).strip(b"\0"):
         raise PayloadError("payload has bytes between its arrays")
+    first = data.find(1, marks_at, marks_end)
+    if first == marks_at:
+        raise InvalidRollout("column loss_mask: the first token cannot be trained")
     return (
         np.frombuffer(data, _TOKENS, length, tokens_at),
         np.frombuffer(data, _MASK, length, marks_at),
         np.frombuffer(data, _LOGPROBS, length, logprobs_at),
+        length if first < 0 else first - marks_at,
         at,
     )
 
 
 def _further(
-    data: bytes | memoryview, d: Details, count: int, length: int, at: int
+    data: bytes, d: Details, count: int, length: int, at: int
 ) -> tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]], str | None, int]:
     """Columns, attachments and text from `at` on, and where they end."""
     if count != len(REQUIRED_COLUMNS) + len(d.columns) + len(d.attachments):
@@ -310,17 +316,8 @@ def _further(
     text = None
     if d.text_bytes is not None:
         start = skipped(d.text_bytes)
-        text = str(data[start:at], "utf-8")
+        text = data[start:at].decode()
     return tables[0], tables[1], text, at
-
-
-def _marks(mask: NDArray[np.bool_]) -> tuple[int, int]:
-    """Tokens before the first trained one, and trained ones, of a mask [T]."""
-    trained = int(np.count_nonzero(mask))
-    prompt = int(mask.argmax()) if trained else len(mask)
-    if not prompt:
-        raise InvalidRollout("column loss_mask: the first token cannot be trained")
-    return prompt, trained
 
 
 def _check_turns(turns: Sequence[_Turn], length: int) -> None:
@@ -331,7 +328,7 @@ def _check_turns(turns: Sequence[_Turn], length: int) -> None:
         position = turn.end
 
 
-def _compare(said: Announced, announced: Announced | RolloutInfo) -> None:
+def _compare(said: tuple[Any, ...], announced: Announced | RolloutInfo) -> None:
     """Names the first value in which a payload is another one than was announced. Size and checksum agree."""
     values = announced if type(announced) is Announced else _announced(announced)
     for name, actual, expected in zip(Announced._fields[:-2], said, values, strict=False):

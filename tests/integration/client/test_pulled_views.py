@@ -316,7 +316,7 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
     with monkeypatch.context() as patched:
         patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
         patched.setattr(payload, "decode_group_payload", lambda data: made.append(-1) or decode(data))
-        patched.setattr(PartRollouts, "_record", lambda *_: pytest.fail("a record of a part was made"))
+        patched.setattr(PartRollouts, "_records", property(lambda _: pytest.fail("a record of a part was made")))
         step = pull(run)
         assert made == []
         assert [array.shape for mb in step for array in (mb.targets, mb.advantages)] == [
@@ -363,6 +363,26 @@ def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monke
         pushed(run, lambda rollout: {}, 0)
     committed(run)
     assert pull(run).damaged == ("a.0/1",)
+
+
+def test_a_pull_lets_go_of_each_payload_once_it_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, change in enumerate(SOUND):
+        pushed(run, change, number)
+    committed(run)
+    read: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        its = payloads.opened(*args)
+        read.append(weakref.ref(its.tokens))
+        alive.append(sum(array() is not None for array in read))
+        return its
+
+    monkeypatch.setattr(payloads, "FETCH_BYTES", 1)
+    monkeypatch.setattr(step_pull, "opened", noted)
+    step = pull(run)
+    assert step.damaged == ()
+    assert (len(read), max(alive)) == (4 * len(SOUND), 1)
 
 
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
