@@ -30,6 +30,10 @@ from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 from rlbuffer.wire.payload import Payload, in_range
 
+CHUNK_BYTES = 8 * 2**20
+"""Payloads that are read at once: what one chunk took is used again for the next, and is still in the cache when it is
+written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -132,7 +136,7 @@ class StepPull:
         masked = {i for i, is_truncated in enumerate(truncated) if is_truncated}
         made = Assembly(part.rows, rollouts.table["length"].tolist(), rollouts.of_push("adapter"), layout, masked)
         pulled = Pulled(rollouts, masked)
-        for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items]):
+        for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
             self._take(made, chunk, rollouts, schema, pulled)
         samples = Samples(rollouts, pulled.groups, pulled.attachments, pulled.advantages)
         micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)

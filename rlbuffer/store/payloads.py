@@ -54,7 +54,7 @@ def read_rollouts(
 
     `schema`: the further columns of its step.
     """
-    for chunk in chunks([ref.info.size for ref in refs]):
+    for chunk in chunks([ref.info.size for ref in refs], FETCH_BYTES):
         its = refs[chunk.start : chunk.stop]
         for ref, data in zip(its, store.read_payloads(its), strict=True):
             read = opened(data, ref.info, ref.adapter, schema, can)
@@ -108,11 +108,11 @@ def _misfit(rollout: Payload, schema: Mapping[str, ColumnSpec]) -> str:
     return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
 
 
-def chunks(sizes: Sequence[int]) -> Iterator[range]:
-    """Consecutive runs of at most :data:`FETCH_BYTES`, so that no reply holds a whole step in the server's memory."""
+def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive runs of at most `most` bytes, so that no reply holds a whole step in the server's memory."""
     start, size = 0, 0
     for i, its in enumerate(sizes):
-        if size and size + its > FETCH_BYTES:
+        if size and size + its > most:
             yield range(start, i)
             start, size = i, 0
         size += its

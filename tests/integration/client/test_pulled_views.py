@@ -114,7 +114,7 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
 def pull_one_by_one(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
     """As if each payload and each micro-batch were too large to be read or written with another."""
     with patch.context() as patched:
-        patched.setattr(payloads, "FETCH_BYTES", 1)
+        patched.setattr(step_pull, "CHUNK_BYTES", 1)
         patched.setattr(assembly, "SLAB_TOKENS", 1)
         return pull(run, can=can)
 
@@ -378,7 +378,7 @@ def test_a_pull_lets_go_of_each_payload_once_it_is_written(run: Run, monkeypatch
         alive.append(sum(array() is not None for array in read))
         return its
 
-    monkeypatch.setattr(payloads, "FETCH_BYTES", 1)
+    monkeypatch.setattr(step_pull, "CHUNK_BYTES", 1)
     monkeypatch.setattr(step_pull, "opened", noted)
     step = pull(run)
     assert step.damaged == ()
