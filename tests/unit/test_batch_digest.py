@@ -39,7 +39,7 @@ def digest(*micro_batches: MicroBatch) -> str:
 
 
 def with_array(micro_batch: MicroBatch, name: str, array: Any) -> MicroBatch:
-    """Derived or not, whatever it should follow from."""
+    """The same, but for one array, derived or not: the others are those of a micro-batch whose digest was taken."""
     changed = copy(micro_batch)
     vars(changed)[name] = array
     return changed
@@ -54,8 +54,9 @@ def test_a_single_value_changes_the_digest(name: str) -> None:
     whole = micro_batch()
     array = (whole.columns[name] if name in whole.columns else getattr(whole, name)).copy()
     array[-1] = not array[-1] if array.dtype == bool else array[-1] + 1
+    before = digest(whole)
     changed = replace(whole, columns={name: array}) if name in whole.columns else with_array(whole, name, array)
-    assert digest(changed) != digest(whole)
+    assert digest(changed) != before
 
 
 def test_names_dtypes_and_the_order_of_micro_batches_count() -> None:
