@@ -29,7 +29,7 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     try:
         memory = unused.pop()
     except IndexError:
-        memory = memoryview(np.empty(1 << bits, np.uint8))  # pages beyond the array are never touched
+        memory = np.empty(1 << bits, np.uint8).data  # pages beyond the array are never touched
     array = np.frombuffer(memory, kind, items)
     # The base of every view is `array`, as that of `array` is no array.
     weakref.finalize(array, unused.append, memory).atexit = False
