@@ -249,11 +249,11 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
     try:
         part = _PARTS.decode(data)
         table = np.frombuffer(part.rollouts, PART_ROW)
-        places = count()
-        rows = tuple(tuple(tuple(islice(places, n)) for n in its) for its in part.rows)
-        _check_part(part, table, next(places))
+        _check_part(part, table)
     except (msgspec.MsgspecError, ValueError) as error:
         raise PayloadError(f"step part: unexpected content ({error})") from None
+    places = count()
+    rows = tuple(tuple(tuple(islice(places, n)) for n in its) for its in part.rows)
     sources = [source._replace(payload_key=prefix + source.payload_key) for source in part.sources]
     return StepPart(
         step=part.step,
@@ -265,7 +265,8 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
     )
 
 
-def _check_part(part: _Part, table: NDArray[np.void], in_rows: int) -> None:
+def _check_part(part: _Part, table: NDArray[np.void]) -> None:
+    in_rows = sum(map(sum, part.rows))
     if in_rows != len(table):
         raise ValueError(f"its rows hold {in_rows} rollouts, and it has {len(table)}")
     if table["source"].max(initial=0) >= max(len(part.sources), 1):

@@ -88,6 +88,7 @@ def test_rows_name_the_rollouts_one_after_the_other() -> None:
         {"rows": [[2, 0], [2]]},
         {"rows": [[2, 0]]},
         {"rows": [[-1, 4]]},
+        {"rows": [[2**53 - 1]]},
         {"sources": SOURCES[:1]},
         {"sources": []},
         {"sources": [["k", "g"]]},
