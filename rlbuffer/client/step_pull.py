@@ -33,6 +33,9 @@ from rlbuffer.wire.payload import Payload, in_range
 CHUNK_BYTES = 8 * 2**20
 """Payloads that are read at once: what one chunk took is used again for the next, and is still in the cache when it is
 written."""
+# glibc's malloc gives freed memory back to the system above 128 KiB, or above twice the largest block that was freed so
+# far. Without this one each chunk would come in fresh pages, whose first touch costs more than reading the payloads.
+np.empty(CHUNK_BYTES, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
