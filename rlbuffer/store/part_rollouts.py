@@ -112,6 +112,9 @@ class PartRollouts(Sequence[PartRollout]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return repr(self._records)
+
     @cached_property
     def _records(self) -> tuple[PartRollout, ...]:
         its = zip(self.table[["source", "index", "advantage"]].tolist(), self.announced, strict=True)
