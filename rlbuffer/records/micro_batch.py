@@ -193,7 +193,8 @@ class MicroBatch:
             start = self.cu_seqlens[i]
             out[start : start + len(own)] = own
         np.multiply(out, self.loss_mask, out=out)
-        return np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
+        np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
+        return out
 
     @cached_property
     def targets(self) -> NDArray[np.int64]:
