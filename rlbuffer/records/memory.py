@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _unused: defaultdict[int, list[memoryview]] = defaultdict(list)
-"""Bits of a size -> memory of that size that nobody holds."""
+"""Bytes -> memory of that size that nobody holds."""
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -24,12 +24,14 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     its memory is used again when nobody holds it any more. Never keep a bare address beyond the array.
     """
     kind, items = np.dtype(dtype), math.prod(shape)
-    bits = (items * kind.itemsize).bit_length()
-    unused = _unused[bits]
+    size = items * kind.itemsize
+    quarter = 1 << max(size.bit_length() - 3, 0)
+    size = (size // quarter + 1) * quarter  # four sizes in a doubling: most steps find one
+    unused = _unused[size]
     try:
         memory = unused.pop()
     except IndexError:
-        memory = np.empty(1 << bits, np.uint8).data  # pages beyond the array are never touched
+        memory = np.empty(size, np.uint8).data
     array = np.frombuffer(memory, kind, items)
     # The base of every view is `array`, as that of `array` is no array.
     weakref.finalize(array, unused.append, memory).atexit = False
