@@ -30,9 +30,9 @@ from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 from rlbuffer.wire.payload import Payload, in_range
 
-CHUNK_BYTES = 8 * 2**20
-"""Payloads that are read at once: what one chunk took is used again for the next, and is still in the cache when it is
-written."""
+CHUNK_BYTES = 16 * 2**20
+"""Payloads that are read at once: what one chunk took is used again for the next. A push whose rollouts lie in several
+chunks is asked once for each, so smaller ones cost more."""
 # glibc's malloc gives freed memory back to the system above 128 KiB, or above twice the largest block that was freed so
 # far. Without this one each chunk would come in fresh pages, whose first touch costs more than reading the payloads.
 np.empty(CHUNK_BYTES, np.uint8)
