@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import WORKLOADS, Workload
-from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import DERIVED_ARRAYS, MicroBatch, Sample
@@ -67,7 +66,7 @@ def rank_zero(workload: Workload, *, wide: bool) -> tuple[list[list[tuple[int, .
 
 
 def run(report: Report) -> None:
-    """Assembles rank 0's part of two workloads, with and without an arena."""
+    """Assembles rank 0's part of two workloads."""
     report.begin(
         "assembly",
         measures="assemble() for one rank's step from decoded rollouts, one thread, best of five; `all`: every derived "
@@ -79,12 +78,8 @@ def run(report: Report) -> None:
         workload = WORKLOADS[name]
         rows, items = rank_zero(workload, wide=wide)
         tokens = sum(item.length for item in items)
-        for how, arena, names in (
-            ("stored, fresh", None, STORED),
-            ("stored, arena", Arena(), STORED),
-            ("all, arena", Arena(), (*STORED, *sorted(DERIVED_ARRAYS))),
-        ):
-            made = partial(assemble, rows, items, row_tokens=workload.row_tokens, normalizers=NORMALIZERS, arena=arena)
+        for how, names in (("stored", STORED), ("all", (*STORED, *DERIVED_ARRAYS))):
+            made = partial(assemble, rows, items, row_tokens=workload.row_tokens, normalizers=NORMALIZERS)
             work = partial(_columns, made, names)
             cpu, wall = best_of(work, warm=2)
             arrays = work()
@@ -102,7 +97,7 @@ def run(report: Report) -> None:
                     f"{cpu / copy_cpu:.1f}x",
                 ]
             )
-    head = ["workload, memory", "tokens", "bytes/token", "M tokens/CPU s", "M tokens/s", "np.copy of the same", "time"]
+    head = ["workload, arrays", "tokens", "bytes/token", "M tokens/CPU s", "M tokens/s", "np.copy of the same", "time"]
     report.table(head, lines)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.bench_prefetch import train_recorded
 from benchmarks.report import Report
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.micro_batch import DERIVED_ARRAYS
 from rlbuffer.state.text import percent
 from rlbuffer.testing import make_group
 
@@ -214,4 +215,5 @@ def _copies(report: Report, settings: RunSettings) -> None:
 
 
 def _arrays_of(micro_batch: Any) -> list[str]:
-    return [f.name for f in fields(micro_batch) if hasattr(getattr(micro_batch, f.name), "nbytes")]
+    names = (*DERIVED_ARRAYS, *(f.name for f in fields(micro_batch)))
+    return [name for name in names if hasattr(getattr(micro_batch, name), "nbytes")]

@@ -13,7 +13,8 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import Dropped
-from rlbuffer.store.records import PartRollout, StepBytes
+from rlbuffer.store.part_rollouts import StepBytes
+from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import FETCH_BYTES, Viewer
 
 HISTORY_PAGE = 1000

@@ -35,7 +35,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.records import StepPart
+from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 

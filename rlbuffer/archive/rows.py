@@ -19,10 +19,8 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.records import PartRollout
-from rlbuffer.wire.arrays import Details
-from rlbuffer.wire.payload import loads
-from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES
-from rlbuffer.wire.payload_split import PayloadParts, joined_again, split
+from rlbuffer.wire.encoding import joined
+from rlbuffer.wire.payload import Announced, Payload, decode
 
 MISSING = "its payload is missing"
 
@@ -33,7 +31,7 @@ class Source:
 
     ref: PartRollout
     """The rollout as a step's part, or the record of a drop, names it; with checksum 0 where nothing announced one."""
-    data: bytes | memoryview | None
+    data: bytes | None
     """Its payload; None when it is gone."""
     group: bytes | None = None
     """Answer and metadata of its push, as encoded; beside the first rollout of each push only."""
@@ -73,10 +71,10 @@ def rollout_tables(groups: Iterable[Sequence[Source]]) -> Iterator[Any]:
     tokens: dict[str, list[NDArray[Any]]] = {name: [] for name in REQUIRED_COLUMNS}
     size = 0
     for sources in groups:
-        pieces = [_split(source) for source in sources]
+        pieces = [_opened(source) for source in sources]
         rows += [_scalars(source, *piece) for source, piece in zip(sources, pieces, strict=True)]
         for name, arrays in tokens.items():
-            arrays += _copied([parts.required[name] for parts, _, _ in pieces if parts is not None])
+            arrays += _copied([getattr(its, name) for its, _, _ in pieces if its is not None])
         size += sum([len(source.data) for source in sources if source.data is not None])
         if size >= ROW_GROUP_BYTES:
             yield _table(rows, tokens)
@@ -108,8 +106,8 @@ def _values(field: Any, arrays: Sequence[NDArray[Any]]) -> Any:
     return pa.array(whole, field.type.value_type)
 
 
-def _split(source: Source) -> tuple[PayloadParts | None, RolloutInfo, str]:
-    """The parts of a payload that is what was announced, what it is, and what is wrong with it.
+def _opened(source: Source) -> tuple[Payload | None, RolloutInfo, str]:
+    """A payload that is what was announced, what it is, and what is wrong with it.
 
     What nobody has announced is described by its own details.
     """
@@ -117,41 +115,15 @@ def _split(source: Source) -> tuple[PayloadParts | None, RolloutInfo, str]:
     if source.data is None:
         return None, info, MISSING
     try:
-        parts = split(source.data)
-        if not info.checksum:
-            info = _info_of(parts)  # what is not of the types of a rollout is kept as it came
-        elif (len(source.data), parts.checksum) != (info.size, info.checksum):
-            raise PayloadError(
-                f"{len(source.data)} bytes with checksum {parts.checksum:08x} do not agree with the metadata: "
-                f"{info.size} bytes with checksum {info.checksum:08x}"
-            )
-    except (PayloadError, TypeError, ValueError, AttributeError) as error:
+        its = decode(source.data, info if info.checksum else None)
+        if its.loss_mask.view(np.uint8).max() > 1:  # a column of booleans cannot keep it
+            raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
+    except PayloadError as error:
         return None, info, str(error)
-    return parts, info, ""
+    return its, info if info.checksum else RolloutInfo(**Announced._make(its.said)._asdict()), ""
 
 
-def _info_of(parts: PayloadParts) -> RolloutInfo:
-    """The rollout as its payload describes it."""
-    d, mask = Details(*loads(parts.packed, limit=MAX_DETAILS_BYTES)), parts.required["loss_mask"]
-    versions = [int(version) for version in d.spans[::3]]
-    trained = np.flatnonzero(mask)
-    return RolloutInfo(
-        rollout_id=str(d.rollout_id),
-        length=len(mask),
-        prompt_tokens=int(trained[0]) if len(trained) else len(mask),
-        loss_tokens=len(trained),
-        reward=None if d.reward is None else float(d.reward),
-        rewards={str(name): float(value) for name, value in d.rewards.items()},
-        min_version=min(versions),
-        max_version=max(versions),
-        turns=len(d.turns),
-        is_truncated=bool(d.is_truncated),
-        size=0,
-        checksum=parts.checksum,
-    )
-
-
-def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, problem: str) -> dict[str, Any]:
+def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: str) -> dict[str, Any]:
     """Everything of a row but its columns of tokens."""
     ref = source.ref
     return {
@@ -177,14 +149,14 @@ def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, prob
         "rewards": list(info.rewards.items()),
         "min_version": info.min_version,
         "max_version": info.max_version,
-        "finish_reason": "" if parts is None else str(parts.finish_reason),
+        "finish_reason": "" if parts is None else parts.details.finish_reason,
         "is_truncated": info.is_truncated,
         "size": len(source.data) if source.data is not None else info.size,
         "checksum": info.checksum,
         "problem": problem,
         "left_out": source.left_out,
         "text": None if parts is None else parts.text,
-        "tokens": 0 if parts is None else len(parts.required["tokens"]),  # of each of the three columns
+        "tokens": 0 if parts is None else len(parts.tokens),  # of each of the three columns
         "columns": [] if parts is None else _packed(parts.columns),
         "attachments": [] if parts is None else _packed(parts.attachments),
         "details": None if parts is None else parts.packed,
@@ -195,11 +167,9 @@ def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, prob
     }
 
 
-def _advantage(ref: PartRollout, parts: PayloadParts | None) -> float:
+def _advantage(ref: PartRollout, parts: Payload | None) -> float:
     """The one that trained; of a payload that cannot be read the one that was planned."""
-    return (
-        ref.advantage if parts is None else trained_advantage(ref.advantage, parts.columns, parts.required["loss_mask"])
-    )
+    return ref.advantage if parts is None else trained_advantage(ref.advantage, parts.columns, parts.loss_mask)
 
 
 def _packed(arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
@@ -218,16 +188,15 @@ def payload_of(row: Mapping[str, Any]) -> bytes | None:
     if row["details"] is None:
         raw: bytes | None = row["raw"]
         return raw
-    return joined_again(
-        PayloadParts(
-            packed=row["details"],
-            finish_reason=row["finish_reason"],
-            required={name: np.asarray(row[name], dtype) for name, dtype in REQUIRED_COLUMNS.items()},
-            columns={array["name"]: _unpacked(array) for array in row["columns"]},
-            attachments={array["name"]: _unpacked(array) for array in row["attachments"]},
-            text=row["text"],
-            checksum=row["checksum"],
-        )
+    text = row["text"]
+    return joined(
+        row["details"],
+        [
+            *(np.ascontiguousarray(row[name], dtype) for name, dtype in REQUIRED_COLUMNS.items()),
+            *(_unpacked(array) for array in (*row["columns"], *row["attachments"])),
+        ],
+        None if text is None else text.encode(),
+        tokens=len(row["tokens"]),
     )
 
 

@@ -37,7 +37,8 @@ from rlbuffer.errors import ArchiveError
 from rlbuffer.process.files import rename_for_good
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import VOID_FIELDS
-from rlbuffer.store.records import Meta, StepBytes
+from rlbuffer.store.part_rollouts import StepBytes
+from rlbuffer.store.records import Meta
 
 _NO_DICTIONARY = frozenset({"tokens", "loss_mask", "logprobs", "columns", "attachments", "details", "raw"})
 _OPTIONS: Mapping[str, Any] = {"compression": "zstd", "compression_level": 1}

@@ -22,7 +22,7 @@ from rlbuffer.records.states import State
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata_pages import numbers_of
-from rlbuffer.wire.payload_split import PayloadParts, split
+from rlbuffer.wire.payload import Payload, decode
 
 TextOf = Callable[[HasTokens], str | None]
 PAGE_BYTES = 4 * 2**20
@@ -187,9 +187,9 @@ def _by_payloads(
 class _Glance:
     """The fields of a payload that filters ask for, named as in :class:`RolloutView`; nothing else is checked."""
 
-    def __init__(self, parts: PayloadParts, text_of: TextOf | None, planned: float) -> None:
-        self.finish_reason = parts.finish_reason
-        self.tokens = parts.required["tokens"]
+    def __init__(self, parts: Payload, text_of: TextOf | None, planned: float) -> None:
+        self.finish_reason = parts.details.finish_reason
+        self.tokens = parts.tokens
         self._parts, self._text_of, self._planned = parts, text_of, planned
 
     @property
@@ -202,12 +202,12 @@ class _Glance:
     @property
     def advantage(self) -> float:
         """The one that it trains with."""
-        return trained_advantage(self._planned, self._parts.columns, self._parts.required["loss_mask"])
+        return trained_advantage(self._planned, self._parts.columns, self._parts.loss_mask)
 
     @property
     def logprob_mean(self) -> float | None:
         """Mean over the trained tokens."""
-        return logprob_mean(self._parts.required["logprobs"], self._parts.required["loss_mask"])
+        return logprob_mean(self._parts.logprobs, self._parts.loss_mask)
 
 
 def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None, planned: float) -> bool:
@@ -216,7 +216,7 @@ def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None, plann
     if data is None:
         return False
     try:
-        return glance.matches_rollout(_Glance(split(data), text_of, planned))
+        return glance.matches_rollout(_Glance(decode(data), text_of, planned))
     except PayloadError:
         return False
 

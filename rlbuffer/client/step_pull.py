@@ -6,32 +6,36 @@ normalisers stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.packing.arena import Arena
-from rlbuffer.packing.derived_columns import ItemFacts, own_advantages
+from rlbuffer.packing.assembly import Assembly, Layout
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import dealt_to
-from rlbuffer.packing.slabs import IGNORE_INDEX, Layout, Slab, lay_out
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.columns import trained_advantage
-from rlbuffer.records.micro_batch import Sample, Step
-from rlbuffer.records.rollout import Rollout, RolloutArrays
+from rlbuffer.records.micro_batch import IGNORE_INDEX, Sample, Step
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.store.part_payloads import PartPayloads, read_part
 from rlbuffer.store.part_rollouts import PartRollouts
-from rlbuffer.store.payloads import Trainable, decoded
+from rlbuffer.store.payloads import Trainable, chunks, opened, sound
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
-from rlbuffer.wire.views import in_range
+from rlbuffer.wire.payload import Payload, in_range
+
+CHUNK_BYTES = 16 * 2**20
+"""Payloads that are read at once: what one chunk took is used again for the next. A push whose rollouts lie in several
+chunks is asked once for each, so smaller ones cost more."""
+# glibc's malloc gives freed memory back to the system above 128 KiB, or above twice the largest block that was freed so
+# far. Without this one each chunk would come in fresh pages, whose first touch costs more than reading the payloads.
+np.empty(CHUNK_BYTES, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,6 @@ class StepPull:
         self._can = can
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
-        self._arena = Arena()
 
     @without_garbage_collection()
     def part(self, header: StepHeader) -> Part:
@@ -75,7 +78,7 @@ class StepPull:
         if header.world_size != self._world_size:
             return self._dealt_again(header)
         (own,) = self._store.read_parts(header.step, [self._rank])
-        return Part(own.rows, PartRollouts.of(own.rollouts), own.row_tokens)
+        return Part(own.rows, own.rollouts, own.row_tokens)
 
     def _dealt_again(self, header: StepHeader) -> Part:
         """The rows that `redeal` gives to this rank. Of many ranks none reads what all of them hold.
@@ -108,7 +111,7 @@ class StepPull:
         def row(step: int, layer: int, rank: int) -> tuple[int, ...]:
             nonlocal used
             its = parts[rank].rows[step][layer]
-            pieces.append((PartRollouts.of(parts[rank].rollouts), its))
+            pieces.append((parts[rank].rollouts, its))
             used += len(its)
             return tuple(range(used - len(its), used))
 
@@ -132,27 +135,21 @@ class StepPull:
             ignore_index=IGNORE_INDEX,
             normalizers=normalizers,
         )
-        lengths = rollouts.numbers["length"].tolist()
-        slabs = lay_out(part.rows, lengths, rollouts.column("adapter"), layout, self._arena)
-        pulled = read_part(self._store, rollouts, schema, self._can)
-        for slab in slabs:
-            self._fill(slab, rollouts, pulled, schema, masks=header.masks_truncated)
-        arrays = pulled.arrays
-        masked = rollouts.column("is_truncated") if header.masks_truncated else (False,) * len(rollouts)
-        own = {i: its for i, its in arrays.items() if not masked[i]}
-        facts = ItemFacts(
-            spans=[arrays[i].version_spans if i in arrays else () for i in range(len(rollouts))],
-            advantages=rollouts.column("advantage"),
-            own_advantages=own_advantages(arrays),
-            samples=Samples(rollouts, pulled.groups, arrays, _trained(own, rollouts)),
-        )
+        truncated = rollouts.are_truncated if header.masks_truncated else ()
+        masked = {i for i, is_truncated in enumerate(truncated) if is_truncated}
+        made = Assembly(part.rows, rollouts.table["length"].tolist(), rollouts.of_push("adapter"), layout, masked)
+        pulled = Pulled(rollouts, masked)
+        for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
+            self._take(made, chunk, rollouts, schema, pulled)
+        samples = Samples(rollouts, pulled.groups, pulled.attachments, pulled.advantages)
+        micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)
         damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.damaged.items())]
         step = Step(
             number=header.step,
             epoch=header.epoch,
             digest=header.digest,
             world_size=self._world_size,
-            micro_batches=tuple(micro_batch for slab in slabs for micro_batch in slab.cut(facts, arrays)),
+            micro_batches=micro_batches,
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),
@@ -162,61 +159,94 @@ class StepPull:
         )
         return step, damaged
 
-    def _fill(
-        self, slab: Slab, rollouts: PartRollouts, pulled: PartPayloads, schema: Mapping[str, ColumnSpec], *, masks: bool
+    def _take(
+        self, made: Assembly, segments: range, rollouts: PartRollouts, schema: Mapping[str, ColumnSpec], pulled: Pulled
     ) -> None:
-        """Writes the rollouts of a slab. Checks the range of all, and masks what is not to be trained.
+        """Reads the payloads of some segments, verifies each, and writes those that can be trained.
 
         A rollout is judged by its own values, whatever it shares a slab with: rows that are dealt again give the same.
+        The ranges of tokens, marks and logprobs are looked at over many rollouts at once, which costs less.
         """
-        slab.write(pulled.arrays)
-        truncated = rollouts.column("is_truncated") if masks else ()
-        masked = {item: place for item, place in slab.places() if item >= 0 and truncated[item]} if masks else {}
-        if not self._are_in_range(slab, slice(None)):
-            for item, place in slab.places():
-                its = pulled.arrays.get(item)
-                if isinstance(its, RolloutArrays) and not self._are_in_range(slab, place, item in masked):
-                    pulled.put(item, decoded(rollouts[item], its.payload, schema, self._can))
-                    slab.put(place, pulled.arrays.get(item))
-        for place in masked.values():
-            slab.arrays["loss_mask"][place] = False
+        items = [item for item in made.items[segments.start : segments.stop] if item >= 0]
+        keys, names, adapters = pulled.keys, pulled.names, pulled.adapters
+        request: dict[str, dict[str, int]] = {}
+        for i in items:
+            request.setdefault(keys[i], {})[names[i]] = rollouts.announced[i].size
+        values, groups = self._store.read_fields(request, "group")
+        pulled.groups.update(groups)
+        read: dict[int, Payload] = {}
+        for i in items:
+            its = opened(values[keys[i], names[i]], rollouts.announced[i], adapters[i], schema, self._can)
+            if isinstance(its, str):
+                pulled.damaged[i] = its
+            else:
+                read[i] = its
+        for run in made.runs(segments):
+            if not in_range(*made.write(run, read), self._can.vocabulary):
+                for i in made.items[run.segments.start : run.segments.stop]:
+                    if i in read and not self._is_in_range(read[i], i in pulled.masked):
+                        pulled.damaged[i] = str(sound(read.pop(i), self._can))
+                made.write(run, read)
+        made.note(read)
+        pulled.keep(read)
 
-    def _are_in_range(self, slab: Slab, place: slice, is_masked: bool = False) -> bool:
+    def _is_in_range(self, its: Payload, is_masked: bool) -> bool:
         """`is_masked`: whatever its marks are, nothing of it is trained."""
-        tokens, loss_mask, logprobs = (array[place] for array in slab.arrays.values())
-        return in_range(tokens, np.zeros_like(loss_mask) if is_masked else loss_mask, logprobs, self._can.vocabulary)
+        marks = np.zeros_like(its.loss_mask) if is_masked else its.loss_mask
+        return in_range(its.tokens, marks, its.logprobs, self._can.vocabulary)
+
+
+class Pulled:
+    """What a pull keeps of the payloads of a part, beside the arrays that are trained."""
+
+    def __init__(self, rollouts: PartRollouts, masked: Set[int]) -> None:
+        self.keys, self.names = rollouts.of_push("payload_key"), [*map(str, rollouts.table["index"].tolist())]
+        """Payload key and field of each rollout."""
+        self.masked = masked
+        """Nothing of these is trained."""
+        self.adapters = rollouts.of_push("adapter")
+        self.damaged: dict[int, str] = {}
+        """What is wrong with those that cannot be trained."""
+        self.groups: dict[str, bytes | None] = {}
+        """Payload key -> encoded group part of the push."""
+        self.attachments: dict[int, Mapping[str, NDArray[Any]]] = {}
+        self._planned = rollouts.table["advantage"].tolist()
+        self.advantages: dict[int, float] = {}
+        """Of those that bring their own and are trained."""
+
+    def keep(self, read: Mapping[int, Payload]) -> None:
+        """Copies what samples have of payloads."""
+        for i, its in read.items():
+            if its.attachments:
+                self.attachments[i] = {name: _copied(array) for name, array in its.attachments.items()}
+            if "advantages" in its.columns and i not in self.masked:
+                self.advantages[i] = trained_advantage(self._planned[i], its.columns, its.loss_mask)
+
+
+def _copied(array: NDArray[Any]) -> NDArray[Any]:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 class Samples:
-    """Makes the records of rollouts that people and losses read. Keeps of payloads the encoded group parts, and whole
-    those that have attachments, which are views of them."""
+    """Makes the records of rollouts that people and losses read. Keeps the encoded group parts of payloads."""
 
     def __init__(
         self,
         rollouts: PartRollouts,
         groups: Mapping[str, bytes | None],
-        arrays: Mapping[int, Rollout | RolloutArrays],
+        attachments: Mapping[int, Mapping[str, NDArray[Any]]],
         advantages: Mapping[int, float],
     ) -> None:
-        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.column("payload_key")
-        self._advantages = advantages
-        self._attachments = {i: its.attachments for i, its in arrays.items() if its.attachments}
+        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.of_push("payload_key")
+        self._attachments, self._advantages = attachments, advantages
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
         """A function that makes the records of these rollouts."""
         groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
         attachments = {item: self._attachments[item] for item in items if item in self._attachments}
         return partial(_samples, self._rollouts, items, groups, attachments, self._advantages)
-
-
-def _trained(arrays: Mapping[int, Rollout | RolloutArrays], rollouts: PartRollouts) -> dict[int, float]:
-    """Rollout -> its advantage, of those that bring their own."""
-    planned = rollouts.column("advantage")
-    return {
-        i: trained_advantage(planned[i], its.columns, its.loss_mask)
-        for i, its in arrays.items()
-        if "advantages" in its.columns
-    }
 
 
 def _samples(

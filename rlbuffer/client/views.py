@@ -16,7 +16,8 @@ from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
-from rlbuffer.store.records import PartRollout, PoolEntry, StepPart
+from rlbuffer.store.part_rollouts import StepPart
+from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata_pages import scored_rewards
 

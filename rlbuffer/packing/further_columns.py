@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike
 from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.records.info import ColumnKind, GroupInfo
-from rlbuffer.records.rollout import Rollout, RolloutArrays
+from rlbuffer.records.rollout import TokenArrays
 from rlbuffer.records.step_plan import StepPlan, pushes_of
 
 
@@ -143,7 +143,7 @@ def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
     return f"{arrived}, but [{expected_shape}] in most rollouts of its step"
 
 
-def fits(rollout: Rollout | RolloutArrays, schema: Mapping[str, ColumnSpec]) -> bool:
+def fits(rollout: TokenArrays, schema: Mapping[str, ColumnSpec]) -> bool:
     """True when the rollout's further columns are all in `schema`, of its shapes, in dtypes that convert."""
     for name, array in rollout.columns.items():
         if name == "advantages":

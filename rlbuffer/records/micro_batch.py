@@ -8,15 +8,17 @@ The order of the fields that have no default is public: these records can be mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
-from rlbuffer.records.info import unfrozen
+from rlbuffer.records.memory import empty
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers
@@ -93,41 +95,43 @@ class Padded:
     """Divisors of the whole update, over all ranks."""
 
 
-DERIVED_ARRAYS = frozenset({"position_ids", "advantages", "targets", "sample_index", "policy_versions"})
-"""Arrays of a micro-batch that follow from the others and from its rollouts."""
-_WHEN_READ = DERIVED_ARRAYS | {"samples"}
+IGNORE_INDEX = -100
+"""Target where there is no next token; what torch's cross entropy leaves out."""
+DERIVED_ARRAYS = ("position_ids", "advantages", "targets", "sample_index", "policy_versions")
+"""Arrays of a micro-batch that follow from the others and from its segments."""
 
 
-class _Deriving:
-    """The derived arrays and the samples of a pulled :class:`MicroBatch`, made when somebody first asks for them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The segments of a micro-batch, each a rollout or the padding of a row: what its derived arrays follow from.
 
     The arrays are three quarters of a micro-batch's bytes, and few trainers read all of them on the host; to make a
-    record of each rollout took longer than to receive it.
+    record of each rollout took longer than to receive it. So they are made when somebody asks for them.
     """
 
-    __slots__ = ("_derive",)
-    _derive: Callable[[MicroBatch, str], Any]
+    spans: Sequence[Sequence[Sequence[int]]]
+    """(policy version, start, end) of every stretch that was sampled; () of padding, and of a rollout that is missing
+    or damaged."""
+    advantages: Sequence[float]
+    """One each; 0 of padding."""
+    own_advantages: Mapping[int, NDArray[Any]]
+    """Segment -> its own column of them, which wins."""
+    are_samples: Sequence[bool]
+    """False for padding."""
+    samples: Callable[[], tuple[Sample, ...]]
+    """Makes the records."""
+    ignore_index: int = IGNORE_INDEX
 
-    if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
 
-        def __getattr__(self, name: str) -> Any:
-            """Called for a slot that is still empty."""
-            if name not in _WHEN_READ:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            made = self._derive(self, name)
-            object.__setattr__(self, name, made)
-            return made
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch(_Deriving):
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
     """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
 
     The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
     ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
 
-    In a micro-batch of a step `position_ids`, `advantages`, `targets`, `sample_index`, `policy_versions` and `samples`
-    are made when they are first read, the arrays from the other arrays as they are then.
+    `position_ids`, `advantages`, `targets`, `sample_index`, `policy_versions` and `samples` are made when first
+    read, the arrays from the other arrays as they are then.
 
     Example:
         >>> import rlbuffer
@@ -143,35 +147,82 @@ class MicroBatch(_Deriving):
 
     input_ids: NDArray[np.int32]
     """[T] int32; padding is `pad_token_id`."""
-    position_ids: NDArray[np.int32]
-    """[T] int32; from 0 in every rollout."""
     cu_seqlens: NDArray[np.int32]
     """[S + 1] int32; segment boundaries, each rollout one, the padding of a row one more."""
     loss_mask: NDArray[np.bool_]
     """[T] bool; True where a token is trained."""
-    advantages: NDArray[np.float32]
-    """[T] float32; 0 where not trained."""
     logprobs: NDArray[np.float32]
     """[T] float32; inference logprobs, 0 where not sampled."""
-    targets: NDArray[np.int64]
-    """[T] int64; next token inside the same rollout, `ignore_index` elsewhere."""
-    sample_index: NDArray[np.int32]
-    """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
     columns: Mapping[str, NDArray[Any]]
     """Further columns, [T] or [T, ...], filled where a rollout lacks one (see `lacking`)."""
-    samples: tuple[Sample, ...]
-    """The rollouts, in segment order."""
     adapter_tokens: Mapping[str, int]
     """adapter -> tokens, padding included, in the order of the rows: running sums cut T by adapter."""
     normalizers: Normalizers
     """Divisors of the whole update, over all ranks."""
     is_dummy: bool
     """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
+    segments: Segments
+    """What the derived arrays and the samples are made of."""
     lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
     columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
-    policy_versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[T] int64; the policy version that sampled the token, -1 where none did. Empty in one that was made by hand."""
+
+    @cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        """The rollouts, in segment order."""
+        return self.segments.samples()
+
+    @cached_property
+    def position_ids(self) -> NDArray[np.int32]:
+        """[T] int32; from 0 in every rollout."""
+        lengths = np.diff(self.cu_seqlens).tolist()
+        ramp = np.arange(max(lengths), dtype=np.int32)
+        return np.concatenate([ramp[:length] for length in lengths], out=empty((self.length,), np.int32))
+
+    @cached_property
+    def sample_index(self) -> NDArray[np.int32]:
+        """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
+        number = count()
+        return self._of_segments([next(number) if its else -1 for its in self.segments.are_samples], np.int32)
+
+    @cached_property
+    def advantages(self) -> NDArray[np.float32]:
+        """[T] float32; 0 where not trained."""
+        out = self._of_segments(self.segments.advantages, np.float32)
+        for i, own in self.segments.own_advantages.items():
+            start = self.cu_seqlens[i]
+            out[start : start + len(own)] = own
+        np.multiply(out, self.loss_mask, out=out)
+        np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
+        return out
+
+    @cached_property
+    def targets(self) -> NDArray[np.int64]:
+        """[T] int64; next token inside the same rollout, `ignore_index` elsewhere."""
+        out, bounds = empty((self.length,), np.int64), self.cu_seqlens
+        out[:-1] = self.input_ids[1:]
+        out[bounds[1:] - 1] = self.segments.ignore_index
+        for i, spans in enumerate(self.segments.spans):
+            if not spans:
+                out[bounds[i] : bounds[i + 1]] = self.segments.ignore_index
+        return out
+
+    @cached_property
+    def policy_versions(self) -> NDArray[np.int64]:
+        """[T] int64; the policy version that sampled the token, -1 where none did."""
+        out = empty((self.length,), np.int64)
+        out.fill(-1)
+        for begin, spans in zip(self.cu_seqlens.tolist(), self.segments.spans, strict=False):
+            for version, start, end in spans:
+                out[begin + start : begin + end] = version
+        return out
+
+    def _of_segments(self, values: Iterable[float], dtype: type[np.generic]) -> NDArray[Any]:
+        """The value of each segment, on all of its tokens."""
+        out = empty((self.length,), dtype)
+        for value, (start, end) in zip(values, pairwise(self.cu_seqlens.tolist()), strict=True):
+            out[start:end] = value
+        return out
 
     @property
     def length(self) -> int:
@@ -227,24 +278,12 @@ class MicroBatch(_Deriving):
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device, non_blocking=non_blocking)
 
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: move(v) for k, v in values.items() if isinstance(v, np.ndarray) or hasattr(v, "device")}
-        tables = {name: {k: move(v) for k, v in values[name].items()} for name in ("columns", "lacking")}
-        return MicroBatch(**(values | moved | tables))
-
-
-_UnfrozenMicroBatch = unfrozen(MicroBatch)
-
-
-def deriving(derive: Callable[[MicroBatch, str], Any], **values: Any) -> MicroBatch:
-    """A micro-batch of these values. Its :data:`DERIVED_ARRAYS` and samples are made by `derive`, by name, when they
-    are read."""
-    made = _UnfrozenMicroBatch()
-    for name, value in values.items():
-        setattr(made, name, value)
-    made._derive = derive
-    made.__class__ = MicroBatch
-    return cast(MicroBatch, made)
+        names = "input_ids", "cu_seqlens", "loss_mask", "logprobs"
+        stored: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
+        columns, lacking = ({k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking))
+        moved = replace(self, **stored, columns=columns, lacking=lacking)
+        vars(moved).update({name: move(getattr(self, name)) for name in DERIVED_ARRAYS}, samples=self.samples)
+        return moved
 
 
 NO_HEADER = cast(StepHeader, None)

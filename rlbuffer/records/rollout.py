@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -255,28 +255,19 @@ class Rollout:
 _Unfrozen = unfrozen(Rollout)
 
 
-class RolloutArrays(NamedTuple):
-    """The part of a stored rollout that is trained: views of its payload, without what only people look at."""
-
-    tokens: NDArray[np.int32]
-    """[T] int32, as in :class:`Rollout`."""
-    loss_mask: NDArray[np.bool_]
-    """[T] bool."""
-    logprobs: NDArray[np.float32]
-    """[T] float32."""
-    version_spans: tuple[VersionSpan, ...]
-    """Policy version that sampled each range of tokens."""
-    columns: Mapping[str, NDArray[Any]]
-    """Further quantities per token."""
-    attachments: Mapping[str, NDArray[Any]]
-    """Named arrays that are not per token."""
-    payload: bytes
-    """The received bytes; :func:`rlbuffer.wire.payload.decode_rollout` makes the whole rollout of them."""
+class TokenArrays(Protocol):
+    """The part of a rollout that is trained, of a record or of a payload."""
 
     @property
-    def length(self) -> int:
-        """Number of tokens T."""
-        return len(self.tokens)
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]: ...
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]: ...
+    @property
+    def columns(self) -> Mapping[str, NDArray[Any]]: ...
 
 
 def check_logprobs(name: str, array: NDArray[Any]) -> None:

@@ -34,14 +34,14 @@ from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import BLOCK_SECONDS, entries, raise_first, sound, text
 from rlbuffer.store.step_format import (
     check_numbers,
-    encode,
+    encoded_parts,
     header_record,
     left_out,
-    part_records,
     step_digest,
 )
 from rlbuffer.store.viewer import heartbeats_of, seconds_of, sources_of, tombstone_ms, tombstone_steps
 from rlbuffer.wire import payload
+from rlbuffer.wire.bounded_msgpack import pack
 
 SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
@@ -280,8 +280,8 @@ class LeaderStore(TicketStore):
         record = header_record(plan, entries, meta, waiting_for_version, columns, planned)
         record |= left_out(plan, entries, self.keys.payload_prefix)
         check_numbers(record, plan)
-        header = encode(record)
-        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix, planned)]
+        header = pack(record)
+        parts = [*encoded_parts(plan, entries, self.keys.payload_prefix, planned)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps

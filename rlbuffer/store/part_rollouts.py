@@ -1,102 +1,101 @@
-"""The rollouts of a step's part in columns: a pull works on all of them at once, and people read a record of each."""
+"""The rollouts of a step's part as one table, of the same bytes as the part's: a pull works on all of them at once, and
+people read a record of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records.info import RolloutInfo, unfrozen
+from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, RolloutInfo
 from rlbuffer.store.records import PartRollout
-from rlbuffer.wire.views import ANNOUNCED, Announced
+from rlbuffer.wire.payload import Announced
 
-_COLUMNS = (
-    "source", "index", "advantage", "rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards",
-    "min_version", "max_version", "turns", "is_truncated", "size", "checksum",
-)  # fmt: skip
-"""The values of a rollout as they stand in a part."""
-_SOURCE = ("payload_key", "group_id", "env", "adapter", "prompt_id", "planned_size", "worker", "pushed_ms")
-"""The values of a push."""
-_UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
+PART_ROW = np.dtype([("source", "<u4"), ("index", "<u4"), ("advantage", "<f4"), *ROW_DTYPE.descr])
+"""A rollout of a part: its push among those of the part, its payload field there, its advantage, its numbers."""
+
+
+class Source(NamedTuple):
+    """A push that rollouts of a part lie in."""
+
+    payload_key: str
+    group_id: str
+    env: str
+    adapter: str
+    prompt_id: str
+    planned_size: int
+    worker: str
+    pushed_ms: int
 
 
 class PartRollouts(Sequence[PartRollout]):
     """The rollouts of a part; the records of all are made when somebody reads one.
 
     Args:
-        items: per rollout the number of its push and its own values, as they stand in a part.
-        sources: the values of each push.
-        prefix: stands before every payload key.
-
-    Raises:
-        ValueError, IndexError, TypeError: these are no values of a part.
+        table: [rollouts] of :data:`PART_ROW`.
+        sources: the pushes that it names.
+        ids: one each; None for ``<group id>/<index>``.
+        rewards: named ones of each; None where there are none.
     """
 
-    def __init__(self, items: Sequence[Sequence[Any]], sources: Sequence[Sequence[Any]], prefix: str = "") -> None:
-        columns = zip(*items, strict=True) if items else ((),) * len(_COLUMNS)
-        self._columns: dict[str, tuple[Any, ...]] = dict(zip(_COLUMNS, columns, strict=True))
-        named = set(self._columns["source"])
-        if not named <= set(range(len(sources))):
-            raise ValueError("a rollout names a push that the part does not have")
-        pushes = {number: dict(zip(_SOURCE, sources[number], strict=True)) for number in named}
-        self._sources, self._prefix = sources, prefix
-        self._pushes = {number: push | {"payload_key": prefix + push["payload_key"]} for number, push in pushes.items()}
-
-    @classmethod
-    def of(cls, refs: Sequence[PartRollout]) -> PartRollouts:
-        """The same rollouts in columns, whatever they come as."""
-        if isinstance(refs, PartRollouts):
-            return refs
-        infos = [ref.info for ref in refs]
-        items = [
-            [i, ref.index, ref.advantage, *(getattr(info, name) for name in _COLUMNS[3:])]
-            for i, (ref, info) in enumerate(zip(refs, infos, strict=True))
-        ]
-        return cls(items, [[getattr(ref, name) for name in _SOURCE] for ref in refs])
+    def __init__(
+        self,
+        table: NDArray[np.void],
+        sources: Sequence[Source],
+        ids: Sequence[str] | None = None,
+        rewards: Sequence[Mapping[str, float]] | None = None,
+    ) -> None:
+        self.table, self._sources = table, sources
+        self._named = [{}] * len(table) if rewards is None else rewards
+        indices = table["index"].tolist()
+        self._ids = [f"{i}/{n}" for i, n in zip(self.of_push("group_id"), indices, strict=True)] if ids is None else ids
 
     @classmethod
     def joined(cls, pieces: Iterable[tuple[PartRollouts, Sequence[int]]]) -> PartRollouts:
         """Some rollouts of several parts of one step, by their places there."""
-        items: list[list[Any]] = []
-        sources: list[Sequence[Any]] = []
+        tables = [np.empty(0, PART_ROW)]
+        sources: list[Source] = []
+        ids: list[str] = []
+        rewards: list[Mapping[str, float]] = []
         first: dict[int, int] = {}
-        prefix = ""
         for part, places in pieces:
             if id(part) not in first:
-                first[id(part)], prefix = len(sources), part._prefix
+                first[id(part)] = len(sources)
                 sources += part._sources
-            for place in places:
-                source, *values = (column[place] for column in part._columns.values())
-                items.append([first[id(part)] + source, *values])
-        return cls(items, sources, prefix)
+            tables.append(part.table[[*places]])
+            tables[-1]["source"] += first[id(part)]
+            ids += [part._ids[place] for place in places]
+            rewards += [part._named[place] for place in places]
+        return cls(np.concatenate(tables), sources, ids, rewards)
 
-    def column(self, name: str) -> Sequence[Any]:
-        """A value of each rollout, by the name of a field of its records."""
-        if name in _SOURCE:
-            return [self._pushes[number][name] for number in self._columns["source"]]
-        return self._columns[name]
+    def of_push(self, name: str) -> list[Any]:
+        """A value of the push of each rollout, by the name of a field of :class:`Source`."""
+        values = [getattr(source, name) for source in self._sources]
+        return [values[number] for number in self.table["source"].tolist()]
+
+    @property
+    def are_truncated(self) -> list[bool]:
+        """True for those whose sampling ended at a length limit."""
+        truncated: list[bool] = (self.table["flags"] & IS_TRUNCATED != 0).tolist()
+        return truncated
 
     @cached_property
-    def numbers(self) -> NDArray[np.void]:
-        """[rollouts] of :data:`~rlbuffer.wire.views.ANNOUNCED`.
-
-        Raises:
-            TypeError, OverflowError, ValueError: some are no numbers of a rollout.
-        """
-        out = np.empty(len(self), ANNOUNCED)
-        for name in Announced._fields:
-            if not {int}.issuperset(map(type, self._columns[name])):
-                raise TypeError(f"{name} is not a whole number")
-            out[name] = self._columns[name]
-        if not out["length"].all():
-            raise ValueError("a rollout has no tokens")
-        return out
+    def announced(self) -> list[Announced]:
+        """Each rollout as its payload must be."""
+        table = self.table
+        of = {name: table[name].tolist() for name in ROW_DTYPE.names or ()}
+        scored = table["flags"] & HAS_REWARD != 0
+        if not scored.all():
+            of["reward"] = [reward if has else None for reward, has in zip(of["reward"], scored.tolist(), strict=True)]
+        of |= {"rollout_id": self._ids, "rewards": self._named, "is_truncated": self.are_truncated}
+        return [*map(Announced._make, zip(*[of[name] for name in Announced._fields], strict=True))]
 
     def __len__(self) -> int:
-        return len(self._columns["source"])
+        return len(self.table)
 
     @overload
     def __getitem__(self, index: int) -> PartRollout: ...
@@ -109,7 +108,7 @@ class PartRollouts(Sequence[PartRollout]):
         return iter(self._records)
 
     def __eq__(self, other: object) -> bool:
-        return self._records == (other._records if isinstance(other, PartRollouts) else other)
+        return isinstance(other, PartRollouts) and self._records == other._records
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -118,16 +117,42 @@ class PartRollouts(Sequence[PartRollout]):
 
     @cached_property
     def _records(self) -> tuple[PartRollout, ...]:
-        return tuple(map(self._record, zip(*self._columns.values(), strict=True)))
+        its = zip(self.table[["source", "index", "advantage"]].tolist(), self.announced, strict=True)
+        return tuple(
+            PartRollout(
+                index=index,
+                advantage=advantage,
+                info=RolloutInfo(**announced._asdict()),
+                **self._sources[source]._asdict(),
+            )
+            for (source, index, advantage), announced in its
+        )
 
-    def _record(self, item: Sequence[Any]) -> PartRollout:
-        info, made = _UnfrozenInfo(), _UnfrozenRollout()
-        (source, made.index, made.advantage, info.rollout_id, info.length, info.prompt_tokens, info.loss_tokens,
-         info.reward, info.rewards, info.min_version, info.max_version, info.turns, info.is_truncated, info.size,
-         info.checksum) = item  # fmt: skip
-        (made.payload_key, made.group_id, made.env, made.adapter, made.prompt_id, made.planned_size, made.worker,
-         made.pushed_ms) = self._pushes[source].values()  # fmt: skip
-        info.__class__ = RolloutInfo
-        made.info = info
-        made.__class__ = PartRollout
-        return cast(PartRollout, made)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """`<s>-<r+1>`: what planned rank r trains on."""
+
+    step: int
+    rank: int
+    rollouts: PartRollouts
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """``rows[micro_step]`` are the rank's rows; indices into `rollouts`, () a dummy."""
+    row_tokens: int
+    rows_per_micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """A committed step as it stands on the server: what its digest is computed over."""
+
+    step: int
+    digest: str
+    """SHA-256 that COMMIT stored with it."""
+    committed_ms: int
+    """Server time of the commit, in milliseconds."""
+    header: bytes
+    parts: tuple[bytes, ...]
+    """One per planned rank, in their order."""
+    decoded: tuple[StepPart, ...]
+    """The same, decoded."""

@@ -11,10 +11,12 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, fits
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import FETCH_BYTES, Viewer
 from rlbuffer.wire import payload
+from rlbuffer.wire.payload import Announced, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +50,46 @@ class Trainable:
 def read_rollouts(
     store: Viewer, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
 ) -> Iterator[tuple[PartRollout, Rollout | str]]:
-    """Each rollout decoded and verified; what is wrong with it where it cannot be trained.
+    """Each rollout; what is wrong with it where it cannot be trained.
 
     `schema`: the further columns of its step.
     """
-    for chunk in chunks([ref.info.size for ref in refs]):
+    for chunk in chunks([ref.info.size for ref in refs], FETCH_BYTES):
         its = refs[chunk.start : chunk.stop]
         for ref, data in zip(its, store.read_payloads(its), strict=True):
-            yield ref, decoded(ref, data, schema, can)
+            read = opened(data, ref.info, ref.adapter, schema, can)
+            yield ref, read if isinstance(read, str) else sound(read, can)
 
 
-def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:
-    """A payload, whole and verified; what is wrong with it where it cannot be trained."""
+def opened(
+    data: bytes | None,
+    announced: Announced | RolloutInfo,
+    adapter: str,
+    schema: Mapping[str, ColumnSpec],
+    can: Trainable,
+) -> Payload | str:
+    """A payload, verified up to the values of tokens and logprobs; what is wrong with it where it cannot be trained."""
     if data is None:
         return "its payload is missing"
-    if ref.adapter and not can.adapters:
-        return f"it is of adapter {ref.adapter!r}, and the trainer trains all weights and no adapters"
+    if adapter and not can.adapters:
+        return f"it is of adapter {adapter!r}, and the trainer trains all weights and no adapters"
     try:
-        rollout = payload.decode_rollout(data, expected=ref.info)
+        read = payload.decode(data, announced)
     except PayloadError as error:
         return str(error)
-    if not fits(rollout, schema):
-        return _misfit(rollout, schema)
-    lacking = [name for name in can.columns if name not in rollout.columns]
-    if lacking:
+    if read.columns and not fits(read, schema):
+        return _misfit(read, schema)
+    if can.columns and (lacking := [name for name in can.columns if name not in read.columns]):
         return f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
+    return read
+
+
+def sound(read: Payload, can: Trainable) -> Rollout | str:
+    """The rollout of a payload that was opened; what is wrong with it where one of its values cannot be trained."""
+    try:
+        rollout = read.rollout()
+    except PayloadError as error:
+        return str(error)
     highest = int(rollout.tokens.max())
     if can.vocabulary is not None and highest >= can.vocabulary:
         # The model would fail at it, in every replay of the step.
@@ -80,7 +97,7 @@ def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpe
     return rollout
 
 
-def _misfit(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> str:
+def _misfit(rollout: Payload, schema: Mapping[str, ColumnSpec]) -> str:
     for name, array in rollout.columns.items():
         spec = schema.get(name)
         if spec is not None and array.shape[1:] != spec.shape:
@@ -91,11 +108,11 @@ def _misfit(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> str:
     return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
 
 
-def chunks(sizes: Sequence[int]) -> Iterator[range]:
-    """Consecutive runs of at most :data:`FETCH_BYTES`, so that no reply holds a whole step in the server's memory."""
+def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive runs of at most `most` bytes, so that no reply holds a whole step in the server's memory."""
     start, size = 0, 0
     for i, its in enumerate(sizes):
-        if size and size + its > FETCH_BYTES:
+        if size and size + its > most:
             yield range(start, i)
             start, size = i, 0
         size += its

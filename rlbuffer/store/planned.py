@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW, ROW_DTYPE, GroupInfo
+from rlbuffer.records.info import HAS_REWARD, ROW, ROW_DTYPE, GroupInfo
 from rlbuffer.records.step_plan import PlannedPush, PlannedRollouts, RolloutRef, StepPlan, pushes_of, version_trained
+from rlbuffer.store.part_rollouts import PART_ROW
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata_pages import names_of
-from rlbuffer.wire.tables import Column, booleans, floats, integers, maps, strings
 
 
 class Planned:
@@ -82,20 +82,13 @@ class Planned:
         first: dict[str, int] = {}
         return self.spread([first.setdefault(push.entry_id, i) for i, push in enumerate(self.pushes)])
 
-    def columns(self) -> list[Column]:
-        """The columns of a part's rollouts without the first, which is the number of their push."""
-        numbers, (ids, named) = self.numbers, self.names
-        return [
-            integers(np.array(self.places)),
-            floats(np.asarray(self.plan.advantages, dtype=np.float32)),
-            strings(ids),
-            *(integers(numbers[name]) for name in ("length", "prompt_tokens", "loss_tokens")),
-            floats(numbers["reward"], self.are_scored),
-            maps(named),
-            *(integers(numbers[name]) for name in ("min_version", "max_version", "turns")),
-            booleans((numbers["flags"] & IS_TRUNCATED) != 0),
-            *(integers(numbers[name]) for name in ("size", "checksum")),
-        ]
+    def table(self) -> NDArray[np.uint8]:
+        """[rollouts, bytes] of :data:`~rlbuffer.store.part_rollouts.PART_ROW`, whose sources are places in `pushes`."""
+        data = np.empty((len(self.numbers), PART_ROW.itemsize), np.uint8)
+        data[:, -ROW.size :] = self.numbers.view(np.uint8).reshape(-1, ROW.size)
+        out = data.view(PART_ROW).reshape(-1)
+        out["source"], out["index"], out["advantage"] = self.origins, self.places, self.plan.advantages
+        return data
 
     def spread(self, of_pushes: Sequence[int]) -> NDArray[np.int64]:
         """[rollouts] of a value for each of `pushes`."""

@@ -235,35 +235,6 @@ class PartRollout:
     """Server time of its push."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPart:
-    """`<s>-<r+1>`: what planned rank r trains on."""
-
-    step: int
-    rank: int
-    rollouts: Sequence[PartRollout]
-    rows: tuple[tuple[tuple[int, ...], ...], ...]
-    """``rows[micro_step]`` are the rank's rows; indices into `rollouts`, () a dummy."""
-    row_tokens: int
-    rows_per_micro_batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """A committed step as it stands on the server: what its digest is computed over."""
-
-    step: int
-    digest: str
-    """SHA-256 that COMMIT stored with it."""
-    committed_ms: int
-    """Server time of the commit, in milliseconds."""
-    header: bytes
-    parts: tuple[bytes, ...]
-    """One per planned rank, in their order."""
-    decoded: tuple[StepPart, ...]
-    """The same, decoded."""
-
-
 HistoryOf = Literal["history", "records"]
 """The stream of drops and steps, or that of the trainer's records."""
 

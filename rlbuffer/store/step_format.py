@@ -11,28 +11,49 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import chain, count, islice
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgpack
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
+from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER
+from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, Row, StepPlan, pushes_of
-from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
+from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source, StepPart
 from rlbuffer.store.planned import Planned, numbered
-from rlbuffer.store.records import Meta, PoolEntry, StepPart
+from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.wire import payload
-from rlbuffer.wire.tables import PackedList, integers, pack_map, packed_rows
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _HEADER_FIELDS = frozenset(field.name for field in fields(StepHeader))
 Built = TypeVar("Built")
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step: _Count
+    rank: _Count
+    row_tokens: _Count
+    rows_per_micro_batch: _Count
+    sources: list[Source]
+    rollouts: bytes
+    """Of :data:`PART_ROW` each, in the order of the rows."""
+    ids: list[str] | None
+    """None: each is ``<group id>/<index>``."""
+    rewards: list[dict[str, Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]]] | None
+    """Named rewards; None where no rollout has any."""
+    rows: list[list[_Count]]
+    """Per micro-step the number of rollouts of each row."""
+
+
+_ENCODER, _PARTS = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Part)
 
 
 def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
@@ -42,12 +63,6 @@ def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
         digest.update(len(piece).to_bytes(8, "little"))
         digest.update(piece)
     return digest.hexdigest()
-
-
-def encode(record: Mapping[str, Any]) -> bytes:
-    """The bytes of a header or part. Its values were checked when they came in, or by `check_numbers`, so they are not
-    looked at again here: that would be two thirds of the cost of a commit."""
-    return pack_map(record)
 
 
 def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
@@ -156,47 +171,44 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     return config.get("max_age") if limit is None else limit
 
 
-def part_records(
+def encoded_parts(
     plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", planned: Planned | None = None
-) -> Iterator[dict[str, Any]]:
-    """The parts of a planned step, in the order of ranks, for `encode`; indices are the part's own.
+) -> Iterator[bytes]:
+    """The parts of a planned step, in the order of ranks. Each has its rollouts in the order of its rows.
 
     Payload keys stand in them without the run's `prefix`.
     """
     layout = plan.plan
     planned = Planned(plan, entries) if planned is None else planned
-    its_rows = [[micro_step[rank] for micro_step in layout.rows] for rank in range(layout.world_size)]
-    orders = [np.array([*chain.from_iterable(chain.from_iterable(rows))], dtype=np.int64) for rows in its_rows]
-    pack = msgpack.Packer().pack
-    known = [pack(_source(entries[push.entry_id], push.adapter, prefix)) for push in planned.pushes]
-    number = np.zeros(len(planned.numbers), dtype=np.int64)
-    sources = []
-    for order in orders:
-        its, number[order] = numbered(planned.origins[order])
-        sources.append(PackedList(len(its), b"".join([known[source] for source in its.tolist()])))
-    rollouts = packed_rows([integers(number), *planned.columns()], orders)
-    for rank, (its_sources, its_rollouts, rows) in enumerate(zip(sources, rollouts, its_rows, strict=True)):
-        yield {
-            "step": plan.step,
-            "rank": rank,
-            "row_tokens": layout.row_tokens,
-            "rows_per_micro_batch": layout.rows_per_micro_batch,
-            "sources": its_sources,
-            "rollouts": its_rollouts,
-            "rows": _renumbered(rows),
-        }
+    known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
+    packed = [msgspec.Raw(_ENCODER.encode(source)) for source in known]
+    ids, named = planned.names
+    own_ids = ids != [f"{push.group_id}/{place}" for push in planned.pushes for place in push.places]
+    table = planned.table()
+    for rank in range(layout.world_size):
+        its_rows = [micro_step[rank] for micro_step in layout.rows]
+        order = [*chain.from_iterable(chain.from_iterable(its_rows))]
+        its = table.take(order, axis=0).view(PART_ROW).reshape(-1)
+        sources, its["source"] = numbered(its["source"].astype(np.int64))
+        yield _ENCODER.encode(
+            _Part(
+                step=plan.step,
+                rank=rank,
+                row_tokens=layout.row_tokens,
+                rows_per_micro_batch=layout.rows_per_micro_batch,
+                sources=[packed[source] for source in sources.tolist()],
+                rollouts=its.tobytes(),
+                ids=[ids[i] for i in order] if own_ids else None,
+                rewards=[dict(named[i]) for i in order] if any(named) else None,
+                rows=[[len(row) for row in rows] for rows in its_rows],
+            )
+        )
 
 
-def _renumbered(rows: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
-    """The same rows, their rollouts numbered from 0."""
-    places = count()
-    return [[list(islice(places, len(row))) for row in its] for its in rows]
-
-
-def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:
+def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
     info = entry.info
-    info_fields = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
-    return [entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *info_fields, entry.pushed_ms]
+    of_info = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
+    return Source(entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *of_info, entry.pushed_ms)
 
 
 def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
@@ -234,27 +246,41 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
 
 def decode_part(data: bytes, prefix: str = "") -> StepPart:
     """A part as the reader wants it; `prefix` is that of the run's payload keys."""
+    try:
+        part = _PARTS.decode(data)
+        table = np.frombuffer(part.rollouts, PART_ROW)
+        _check_part(part, table)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise PayloadError(f"step part: unexpected content ({error})") from None
+    places = count()
+    rows = tuple(tuple(tuple(islice(places, n)) for n in its) for its in part.rows)
+    sources = [source._replace(payload_key=prefix + source.payload_key) for source in part.sources]
+    return StepPart(
+        step=part.step,
+        rank=part.rank,
+        rollouts=PartRollouts(table, sources, part.ids, part.rewards),
+        rows=rows,
+        row_tokens=part.row_tokens,
+        rows_per_micro_batch=part.rows_per_micro_batch,
+    )
 
-    def build(record: dict[str, Any]) -> StepPart:
-        sources = record["sources"]
-        rollouts = PartRollouts(record["rollouts"], sources, prefix)
-        rollouts.numbers  # noqa: B018  whoever pulls needs them, and what is wrong with them is wrong with the part
-        rows = tuple(tuple(map(tuple, rows)) for rows in record["rows"])
-        named = [index for micro_step in rows for row in micro_step for index in row]
-        if any(not 0 <= index < len(rollouts) for index in named):
-            raise ValueError("a row names a rollout that the part does not have")
-        if sorted(named) != list(range(len(rollouts))):
-            raise ValueError("the rows do not name each rollout once")
-        return StepPart(
-            step=record["step"],
-            rank=record["rank"],
-            rollouts=rollouts,
-            rows=rows,
-            row_tokens=record["row_tokens"],
-            rows_per_micro_batch=record["rows_per_micro_batch"],
-        )
 
-    return _decoded("step part", data, build)
+def _check_part(part: _Part, table: NDArray[np.void]) -> None:
+    in_rows = sum(map(sum, part.rows))
+    if in_rows != len(table):
+        raise ValueError(f"its rows hold {in_rows} rollouts, and it has {len(table)}")
+    if table["source"].max(initial=0) >= max(len(part.sources), 1):
+        raise ValueError("a rollout names a push that the part does not have")
+    if any(its is not None and len(its) != len(table) for its in (part.ids, part.rewards)):
+        raise ValueError("ids or named rewards of another number of rollouts")
+    numbers_are_right = (
+        (table["length"] > 0)
+        & (table["flags"] <= HAS_REWARD | IS_TRUNCATED)
+        & np.isfinite(table["reward"])
+        & np.isfinite(table["advantage"])
+    )
+    if not numbers_are_right.all():
+        raise ValueError(f"rollout {int(numbers_are_right.argmin())} has numbers that no rollout has")
 
 
 def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -> Built:

@@ -28,6 +28,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.hand import Hand
 from rlbuffer.store.keys import RUNS, SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.part_rollouts import StepBytes, StepPart
 from rlbuffer.store.pool import pool_entries
 from rlbuffer.store.records import (
     Attempt,
@@ -38,8 +39,6 @@ from rlbuffer.store.records import (
     PartRollout,
     PoolEntry,
     Sources,
-    StepBytes,
-    StepPart,
     policy_of,
 )
 from rlbuffer.store.session import (

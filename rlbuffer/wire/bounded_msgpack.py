@@ -7,15 +7,13 @@ ever written here, so none is read: what comes back is what :func:`rlbuffer.reco
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_DEPTH, MAX_ITEMS, plain
+from rlbuffer.records.checks import MAX_DEPTH, plain
 
 MAX_LEVELS = MAX_DEPTH + 8
 """A record wraps its user's values in a few levels of its own."""
@@ -66,85 +64,6 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
     return value
 
 
-def unchecked(data: bytes, *, limit: int) -> Any:
-    """The value of at most `limit` bytes of msgpack, of which the caller checks what it uses.
-
-    Raises:
-        PayloadError: too long, malformed, trailing bytes.
-    """
-    if len(data) > limit:
-        raise PayloadError(f"msgpack of {len(data)} bytes is above the limit of {limit}")
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except _FAULTS as error:
-        raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-
-
-def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> list[Any]:
-    """The items at `places` of a packed list of `items`; the others become no objects.
-
-    Raises:
-        PayloadError: another list, or what :func:`loads` refuses in an item that is asked for.
-    """
-    out: list[Any] = []
-    with _unpacker() as unpacker:
-        end = unpacker.tell() + len(data)
-        unpacker.feed(data)
-        if unpacker.read_array_header() != items:
-            raise ValueError("a list of another length")
-        for place in range(items):
-            if place in places:
-                out.append(unpacker.unpack())
-            else:
-                unpacker.skip()
-        if unpacker.tell() != end:
-            raise ValueError("bytes after the list")
-    _check(out, -1)
-    return out
-
-
-def picked_of_each(packed: Sequence[bytes | memoryview], place: int, *, items: int) -> list[Any]:
-    """The item at `place` of each of these packed lists of `items`.
-
-    Raises:
-        PayloadError: as :func:`picked`, of any of them.
-    """
-    out: list[Any] = []
-    before, behind = range(place), range(place + 1, items)
-    with _unpacker() as unpacker:
-        begin, skip, unpack, tell = unpacker.read_array_header, unpacker.skip, unpacker.unpack, unpacker.tell
-        end = tell()
-        unpacker.feed(b"".join(packed))
-        for size in map(len, packed):
-            end += size
-            if begin() != items:
-                raise ValueError("a list of another length")
-            for _ in before:
-                skip()
-            out.append(unpack())
-            for _ in behind:
-                skip()
-            if tell() != end:
-                raise ValueError("bytes after the list")
-    _check(out, -1)
-    return out
-
-
-@contextmanager
-def _unpacker() -> Iterator[Any]:
-    """An unpacker, which takes longer to make than to use here, so each thread keeps one. One that fails stops inside a
-    value, and is not used again."""
-    mine = vars(_mine)
-    unpacker = mine.pop("unpacker", None)
-    if unpacker is None:
-        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
-    try:
-        yield unpacker
-    except _FAULTS as error:
-        raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-    mine["unpacker"] = unpacker
-
-
 def check(value: Any) -> None:
     """Refuses what msgpack itself lets through, and what would therefore be written and never read.
 
@@ -173,27 +92,20 @@ _STRICT: dict[str, Any] = {
     "ext_hook": _no_extension,
     "max_ext_len": 0,
 }
-_mine = threading.local()
-"""Keeps this thread's unpacker."""
 _FAULTS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
 def _check(container: Sequence[Any] | dict[Any, Any], level: int) -> None:
-    """Leaves are looked at in place, and a table of lists column by column, because a step has a million of them."""
     if isinstance(container, dict):
         for key in container:
             if type(key) is not str:
                 raise PayloadError("malformed msgpack: a key that is not a string")
         container = tuple(container.values())
-    kinds = set(map(type, container))
-    if float in kinds and not all(map(math.isfinite, [item for item in container if type(item) is float])):
-        raise PayloadError("malformed msgpack: a number that is not finite")
-    if kinds == {list} and len(set(map(len, container))) == 1 and len(container) > len(container[0]):
-        container = tuple(zip(*container, strict=True))
-        kinds = {tuple}
-    if not kinds.isdisjoint((list, dict, tuple)):
-        if level + 1 >= MAX_LEVELS:
-            raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
-        for item in container:
-            if item and type(item) in (list, dict, tuple):
-                _check(item, level + 1)
+    for item in container:
+        if type(item) is float:
+            if not math.isfinite(item):
+                raise PayloadError("malformed msgpack: a number that is not finite")
+        elif item and type(item) in (list, dict, tuple):
+            if level + 1 >= MAX_LEVELS:
+                raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
+            _check(item, level + 1)

@@ -7,8 +7,12 @@ A rollout's payload (little-endian, every array aligned to 8 bytes, the gaps zer
     arrays      tokens [T] i4, loss_mask [T] bool, logprobs [T] f4, the columns, the attachments, the text in UTF-8
 
 The checksum is a CRC-32 over everything but itself, header included: it finds every flipped bit and every burst of up
-to 32. Offsets are not stored but follow from the shapes, so that no two arrays can overlap. Decoding is `np.frombuffer`
-on the received bytes: 9 bytes and no Python object per token.
+to 32. Offsets are not stored but follow from the shapes, so that no two arrays can overlap.
+
+There is one way to read a payload, :func:`decode`, for pulls, scorers, views, archives and verify: `np.frombuffer` on
+the received bytes, 9 bytes and no Python object per token, and every rule of a rollout but two. The values of tokens,
+marks and logprobs cost less for many rollouts at once (:func:`in_range`), and the user's own values become objects when
+somebody asks for the record, which checks everything (:meth:`Payload.rollout`).
 
 A push's metadata, which is all that the batcher reads, is in :mod:`rlbuffer.wire.metadata`; the group's answer and
 metadata travel as a payload of their own (magic "RLBG").
@@ -16,99 +20,206 @@ metadata travel as a payload of their own (magic "RLBG").
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_ITEMS
-from rlbuffer.records.group import Group
-from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.spans import Turn
-from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, content_of
+from rlbuffer.records.checks import MAX_COUNT, MAX_ITEMS, MAX_NUMBER
+from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.info import MAX_ROLLOUT_ID, RolloutInfo
+from rlbuffer.records.rollout import AT_LIMIT, MAX_LOGPROB, MIN_LOGPROB, Rollout, as_arrays, check_logprobs
+from rlbuffer.records.spans import MAX_SPANS, VersionSpan, as_spans
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads
-from rlbuffer.wire.checksum import crc32
+from rlbuffer.wire.encoding import EncodedPush as EncodedPush
+from rlbuffer.wire.encoding import encode_push as encode_push
+from rlbuffer.wire.encoding import encode_rollout as encode_rollout
+from rlbuffer.wire.frame import ARRAY_ALIGNMENT, CODES, HEADER, MAX_DETAILS_BYTES, ROLLOUT, unframed
+from rlbuffer.wire.frame import decode_group_payload as decode_group_payload
+from rlbuffer.wire.frame import encode_group_payload as encode_group_payload
+from rlbuffer.wire.frame import payload_checksum as payload_checksum
 from rlbuffer.wire.metadata import MAX_METADATA_BYTES as MAX_METADATA_BYTES
 from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from rlbuffer.wire.metadata import decode_info as decode_info
-from rlbuffer.wire.metadata import drafted, filled
 from rlbuffer.wire.metadata import encode_info as encode_info
 from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
-from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES, arrays_of, giant, packed_details
 
-PAYLOAD_FORMAT = 1
-"""Grows when the layout changes; a reader refuses any other."""
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_TOKENS, _MASK, _LOGPROBS = REQUIRED_COLUMNS.values()
+_NONE: Mapping[str, NDArray[Any]] = MappingProxyType({})
+_TOKEN_IDS = 2**31
 
-_HEADER = struct.Struct("<4sHHIIII")
-HEADER_DTYPE = np.dtype(
-    [
-        ("magic", "S4"),
-        ("format", "<u2"),
-        ("arrays", "<u2"),
-        ("details", "<u4"),
-        ("tokens", "<u4"),
-        ("total", "<u4"),
-        ("checksum", "<u4"),
-    ]
-)
-"""A payload's header as a record of an array."""
-ROLLOUT, _GROUP = b"RLBR", b"RLBG"
-_CHECKSUM_AT = _HEADER.size - 4
+_Count = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
+_Finite = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+_Short = Annotated[str, Meta(max_length=64)]
+_Arrays = Annotated[
+    list[Annotated[list[str | int], Meta(min_length=2, max_length=2 + MAX_DIMENSIONS)]], Meta(max_length=MAX_ARRAYS)
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedPush:
-    """A group as it goes onto the wire."""
-
-    info: GroupInfo
-    """With size and checksum of every rollout."""
-    metadata: bytes
-    """`info`, encoded: at most 64 KiB."""
-    payloads: tuple[bytes, ...]
-    """Rollout i is payload field ``str(i)``."""
-    group_payload: bytes | None
-    """Payload field ``group``: answer and metadata; None when there is neither."""
+class _Turn(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    role: _Short
+    start: _Count
+    end: _Count
+    reward: _Finite | None
+    metadata: msgspec.Raw
 
 
-def encode_push(group: Group) -> EncodedPush:
-    """Encodes a group for PUSH.
+class Details(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Everything that a payload says of its rollout beside the arrays, in order."""
+
+    rollout_id: Annotated[str, Meta(max_length=MAX_ROLLOUT_ID)]
+    reward: _Finite | None
+    rewards: dict[_Short, _Finite]
+    successes: dict[_Short, bool]
+    finish_reason: _Short
+    is_truncated: bool
+    spans: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(min_length=3, max_length=3 * MAX_SPANS)]
+    """Version, start and end of each."""
+    turns: Annotated[list[_Turn], Meta(max_length=MAX_SPANS)]
+    columns: _Arrays
+    """Name, dtype and trailing shape of each."""
+    attachments: _Arrays
+    """Name, dtype and shape of each."""
+    text_bytes: _Count | None
+    metadata: msgspec.Raw
+
+
+_DETAILS = msgspec.msgpack.Decoder(Details)
+
+
+class Announced(NamedTuple):
+    """What a push's metadata, or a step's part, says of a payload: the values of a
+    :class:`~rlbuffer.records.info.RolloutInfo`."""
+
+    rollout_id: str
+    length: int
+    prompt_tokens: int
+    loss_tokens: int
+    reward: float | None
+    rewards: Mapping[str, float]
+    min_version: int
+    max_version: int
+    turns: int
+    is_truncated: bool
+    size: int
+    """0: described before it was encoded."""
+    checksum: int
+
+
+_announced = attrgetter(*Announced._fields)
+
+
+class Payload(NamedTuple):
+    """A rollout as its payload has it; arrays are read-only views of the received bytes."""
+
+    tokens: NDArray[np.int32]
+    """[T] int32, as in :class:`~rlbuffer.records.rollout.Rollout`."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool."""
+    logprobs: NDArray[np.float32]
+    """[T] float32."""
+    version_spans: tuple[VersionSpan, ...]
+    columns: Mapping[str, NDArray[Any]]
+    """Further columns, [T, ...], in the order of the payload."""
+    attachments: Mapping[str, NDArray[Any]]
+    """Arrays of any shape, in the order of the payload."""
+    details: Details
+    text: str | None
+    """Rendered transcript."""
+    said: tuple[Any, ...]
+    """The values of an :class:`Announced` that fits it."""
+    packed: bytes
+    """The details as they stand in it."""
+
+    def rollout(self) -> Rollout:
+        """The record. Raises PayloadError: it breaks a rule of its own."""
+        d = self.details
+        try:
+            return Rollout(
+                rollout_id=d.rollout_id,
+                tokens=self.tokens,
+                loss_mask=self.loss_mask,
+                logprobs=self.logprobs,
+                reward=d.reward,
+                rewards=d.rewards,
+                successes=d.successes,
+                version_spans=self.version_spans,
+                turns=[(t.role, t.start, t.end, t.reward, _free(t.metadata)) for t in d.turns],  # type: ignore[arg-type]
+                finish_reason=d.finish_reason,
+                is_truncated=d.is_truncated,
+                columns=self.columns,
+                attachments=self.attachments,
+                text=self.text,
+                metadata=_free(d.metadata),
+            )
+        except InvalidRollout as error:
+            raise PayloadError(f"invalid rollout payload: {error}") from None
+
+
+def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Payload:
+    """The rollout of a payload.
+
+    `announced` is what the push's metadata said: any disagreement with it is an error, so that a payload cannot stand
+    in for another one.
 
     Raises:
-        InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
-            metadata above 64 KiB; the message names the rollout and the sizes.
+        PayloadError: not a payload of this format, damaged, above 64 MiB, a rollout that breaks a rule, or another one
+            than was announced.
     """
-    arrays = [arrays_of(rollout) for rollout in group.rollouts]
-    info = group.info()
-    draft = drafted(info)
-    payloads = tuple(map(_encoded, group.rollouts, arrays))
+    count, length, end, checksum = unframed(data, ROLLOUT)
+    total = len(data)
+    if announced is not None and announced.size and (total, checksum) != (announced.size, announced.checksum):
+        raise PayloadError(
+            f"rollout {announced.rollout_id}: {total} bytes with checksum {checksum:08x} do not agree with the "
+            f"metadata: {announced.size} bytes with checksum {announced.checksum:08x}"
+        )
+    packed = data[HEADER.size : end]
     try:
-        group_payload = encode_group_payload(group.answer, group.metadata)
-    except PayloadError as error:
-        raise InvalidRollout(f"group {group.group_id}: {error}") from None
-    for rollout, data in zip(info.rollouts, payloads, strict=True):  # `info` is frozen for others, and new
-        object.__setattr__(rollout, "size", len(data))
-        object.__setattr__(rollout, "checksum", payload_checksum(data))
-    metadata = filled(draft, info.rollouts)
-    return EncodedPush(info=info, metadata=metadata, payloads=payloads, group_payload=group_payload)
+        d = _DETAILS.decode(packed)
+        tokens, mask, logprobs, prompt, at = _required(data, length, end)
+        columns, attachments, text = _NONE, _NONE, None
+        if d.columns or d.attachments or d.text_bytes is not None or count != len(REQUIRED_COLUMNS):
+            columns, attachments, text, at = _further(data, d, count, length, at)
+        if at != total:
+            raise PayloadError(f"payload has {total - at} bytes too many")
+        trained = int(np.count_nonzero(mask))
+        spans = d.spans
+        version, start, stop = spans[:3]
+        if len(spans) == 3 and start <= prompt and start < stop == length:  # as nearly all have
+            version_spans: tuple[VersionSpan, ...] = (VersionSpan(version, start, stop),)
+            oldest = newest = version
+        else:
+            version_spans = as_spans(tuple(zip(*[iter(spans)] * 3, strict=True)), mask)
+            oldest, newest = min(version_spans)[0], max(version_spans)[0]
+        if d.turns:
+            _check_turns(d.turns, length)
+    except PayloadError:
+        raise
+    except (msgspec.MsgspecError, RecursionError, InvalidRollout, ValueError, TypeError, OverflowError) as error:
+        raise PayloadError(f"invalid rollout payload: {error}") from None
+    if d.finish_reason == AT_LIMIT and not d.is_truncated:
+        raise PayloadError(f"invalid rollout payload: is_truncated: False, but finish_reason is {AT_LIMIT!r}")
+    said = (
+        *(d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest),
+        *(len(d.turns), d.is_truncated, total, checksum),
+    )
+    if announced is not None and said != announced:
+        _compare(said, announced)
+    return Payload._make((tokens, mask, logprobs, version_spans, columns, attachments, d, text, said, packed))
 
 
-def payload_checksum(data: bytes) -> int:
-    """The checksum that an encoded payload carries: what `RolloutInfo.checksum` holds."""
-    return int(_HEADER.unpack_from(data)[-1]) if len(data) >= _HEADER.size else 0
-
-
-def encode_rollout(rollout: Rollout) -> bytes:
-    """The payload of one rollout.
-
-    Raises:
-        InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
+    """The record of a payload, see :func:`decode`.
 
     Example:
         >>> from rlbuffer.testing import make_group
@@ -121,173 +232,112 @@ def encode_rollout(rollout: Rollout) -> bytes:
             ...
         rlbuffer.errors.PayloadError: payload of 159 bytes should have 160
     """
-    return _encoded(rollout, arrays_of(rollout))
+    return decode(data, expected).rollout()
 
 
-def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
-    """The payload of a rollout, whose arrays :func:`~rlbuffer.wire.payload_parts.arrays_of` has found small enough."""
-    text = None if rollout.text is None else memoryview(rollout.text.encode())
-    details = packed_details(rollout, None if text is None else text.nbytes)
-    data = joined(details, arrays, text, tokens=rollout.length)
-    if len(data) > MAX_PAYLOAD_BYTES:
-        raise giant(rollout, arrays, len(data))
-    return data
-
-
-def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryview | None, *, tokens: int) -> bytes:
-    """The payload of these packed details, arrays in wire order and UTF-8 text, with its checksum."""
-    parts: list[Any] = [*arrays] if text is None else [*arrays, memoryview(text)]
-    chunks: list[Any] = [details]
-    at = _HEADER.size + len(details)
-    for part in parts:
-        if gap := -at % ARRAY_ALIGNMENT:
-            chunks.append(bytes(gap))
-        chunks.append(part)
-        at += gap + part.nbytes
-    return _framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
-
-
-def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
-    """The rollout of a payload; its arrays are read-only views of `data`.
-
-    `expected` is what the push's metadata said: any disagreement with it is an error, so that a payload cannot stand in
-    for another one.
-
-    Raises:
-        PayloadError: not a payload of this format, damaged, above 64 MiB, a record that breaks its own rules, or
-            another rollout than expected.
-    """
-    count, tokens, at, checksum = unframed(data)
-    details = _details(data, at)
-    if expected is not None and expected.size:  # 0: described before it was encoded
-        size = len(data)
-        if (size, checksum) != (expected.size, expected.checksum):
-            raise PayloadError(
-                f"rollout {expected.rollout_id}: {size} bytes with checksum {checksum:08x} do not agree with the "
-                f"metadata: {expected.size} bytes with checksum {expected.checksum:08x}"
-            )
-    try:
-        rollout = _rollout(data, count, details, tokens, at)
-    except PayloadError:
-        raise
-    except (InvalidRollout, ValueError, TypeError, OverflowError) as error:
-        raise PayloadError(f"invalid rollout payload: {error}") from None
-    if expected is not None:
-        _compare(rollout, expected)
-    return rollout
-
-
-def encode_group_payload(answer: Any, metadata: Any) -> bytes | None:
-    """Answer and metadata of a group; None when there is nothing to keep.
-
-    Raises:
-        PayloadError: they take more than 4 MiB, or hold what msgpack cannot.
-    """
-    if answer is None and not metadata:
-        return None
-    packed = dumps([answer, metadata], max_items=MAX_ITEMS)
-    if len(packed) > MAX_DETAILS_BYTES:
-        raise PayloadError(f"answer and metadata take {len(packed)} bytes, above the limit of {MAX_DETAILS_BYTES}")
-    return _framed(_GROUP, 0, len(packed), 0, _HEADER.size + len(packed), [packed])
-
-
-def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
-    """(answer, metadata) of a group payload.
-
-    Raises:
-        PayloadError: not a group payload of this format, or damaged.
-    """
-    count, tokens, at, _ = unframed(data, _GROUP)
-    details = _details(data, at)
-    if count or tokens or at != len(data):
-        raise PayloadError("invalid group payload: bytes after the details")
-    if not isinstance(details, list) or len(details) != 2 or not isinstance(details[1], dict):
-        raise PayloadError("invalid group payload: expected answer and metadata")
-    return details[0], details[1]
-
-
-def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, chunks: Sequence[Any]) -> bytes:
-    header = _HEADER.pack(magic, PAYLOAD_FORMAT, arrays, details, tokens, total, 0)[:_CHECKSUM_AT]
-    checksum = crc32(header)
-    for chunk in chunks:
-        checksum = crc32(chunk, checksum)
-    return b"".join([header, struct.pack("<I", checksum), *chunks])
-
-
-def unframed(data: bytes | memoryview, magic: bytes = ROLLOUT) -> tuple[int, int, int, int]:
-    """(arrays, tokens, offset behind the details, checksum) of a payload whose checksum holds.
-
-    Raises:
-        PayloadError: not a payload of this kind and format, damaged, or above 64 MiB.
-    """
-    if not isinstance(data, bytes | memoryview):
-        raise PayloadError(f"expected bytes, got {type(data).__name__}")
-    if len(data) < _HEADER.size:
-        raise PayloadError(f"payload of {len(data)} bytes is shorter than its header of {_HEADER.size}")
-    actual_magic, version, arrays, details_bytes, tokens, total, checksum = _HEADER.unpack_from(data)
-    if actual_magic != magic:
-        raise PayloadError(f"not a payload: starts with {actual_magic!r}, expected {magic!r}")
-    if version != PAYLOAD_FORMAT:
-        raise PayloadError(f"payload format {version} is not the one this version reads, {PAYLOAD_FORMAT}")
-    if len(data) > MAX_PAYLOAD_BYTES:
-        raise PayloadError(f"payload of {len(data)} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
-    if total != len(data):
-        raise PayloadError(f"payload of {len(data)} bytes should have {total}")
-    view = memoryview(data)
-    actual = crc32(view[_HEADER.size :], crc32(view[:_CHECKSUM_AT]))
-    if actual != checksum:
-        raise PayloadError(f"payload is damaged: checksum {actual:08x}, expected {checksum:08x}")
-    at = _HEADER.size + details_bytes
-    if at > total:
-        raise PayloadError(f"details of {details_bytes} bytes do not fit a payload of {total}")
-    return arrays, tokens, at, checksum
-
-
-def _details(data: bytes, end: int) -> Any:
-    return loads(memoryview(data)[_HEADER.size : end], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
-
-
-def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rollout:
-    d, required, columns, attachments, text = content_of(data, details, count=count, tokens=tokens, at=at)
-    if not isinstance(d.spans, list) or len(d.spans) % 3:
-        raise PayloadError("invalid rollout payload: version_spans")
-    if not isinstance(d.turns, list) or not all(isinstance(t, list) and len(t) == len(Turn._fields) for t in d.turns):
-        raise PayloadError("invalid rollout payload: turns")
-    return Rollout(
-        rollout_id=d.rollout_id,
-        **required,
-        reward=d.reward,
-        rewards=d.rewards,
-        successes=d.successes,
-        version_spans=tuple(d.spans[i : i + 3] for i in range(0, len(d.spans), 3)),  # type: ignore[misc]
-        turns=d.turns,  # type: ignore[arg-type]
-        finish_reason=d.finish_reason,
-        is_truncated=d.is_truncated,
-        columns=columns,
-        attachments=attachments,
-        text=text,
-        metadata=d.metadata,
+def in_range(
+    tokens: NDArray[np.int32], loss_mask: NDArray[np.bool_], logprobs: NDArray[np.float32], vocabulary: int | None
+) -> bool:
+    """True when all tokens are ids of a vocabulary of this size (None: any), the mask's bytes are 0 and 1, and all
+    logprobs can be trained."""
+    return bool(
+        # A negative one is above all others when its bits are taken for a number without a sign.
+        tokens.view(np.uint32).max() < (_TOKEN_IDS if vocabulary is None else min(vocabulary, _TOKEN_IDS))
+        and loss_mask.view(np.uint8).max() <= 1
+        # False for what is not a number, too: it is the smallest and the largest of every array that has one.
+        and logprobs.min() >= MIN_LOGPROB
+        and logprobs.max() <= MAX_LOGPROB
     )
 
 
-_COMPARED: tuple[tuple[str, Callable[[Rollout], Any], Callable[[RolloutInfo], Any]], ...] = (
-    ("rollout_id", lambda r: r.rollout_id, lambda i: i.rollout_id),
-    ("length", lambda r: r.length, lambda i: i.length),
-    ("prompt_tokens", lambda r: r.prompt_tokens, lambda i: i.prompt_tokens),
-    ("loss_tokens", lambda r: r.loss_tokens, lambda i: i.loss_tokens),
-    ("reward", lambda r: r.reward, lambda i: i.reward),
-    ("rewards", lambda r: dict(r.rewards), lambda i: dict(i.rewards)),
-    ("min_version", lambda r: r.min_policy_version, lambda i: i.min_version),
-    ("max_version", lambda r: r.max_policy_version, lambda i: i.max_version),
-    ("turns", lambda r: len(r.turns), lambda i: i.turns),
-    ("is_truncated", lambda r: r.is_truncated, lambda i: i.is_truncated),
-)
+def _required(
+    data: bytes, length: int, end: int
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int, int]:
+    """Tokens, marks and logprobs behind the details, the number of tokens before the first trained one, and where the
+    arrays end."""
+    if not length:
+        raise PayloadError("invalid rollout payload: it has no tokens")
+    tokens_at = end + (-end & 7)
+    tokens_end = tokens_at + 4 * length
+    marks_at = tokens_end + (-tokens_end & 7)
+    marks_end = marks_at + length
+    logprobs_at = marks_end + (-marks_end & 7)
+    at = logprobs_at + 4 * length
+    if at > len(data):
+        raise PayloadError(f"payload is too short: {length} tokens in {len(data)} bytes")
+    if (data[end:tokens_at] + data[tokens_end:marks_at] + data[marks_end:logprobs_at]).strip(b"\0"):
+        raise PayloadError("payload has bytes between its arrays")
+    first = data.find(1, marks_at, marks_end)
+    if first == marks_at:
+        raise InvalidRollout("column loss_mask: the first token cannot be trained")
+    return (
+        np.frombuffer(data, _TOKENS, length, tokens_at),
+        np.frombuffer(data, _MASK, length, marks_at),
+        np.frombuffer(data, _LOGPROBS, length, logprobs_at),
+        length if first < 0 else first - marks_at,
+        at,
+    )
 
 
-def _compare(rollout: Rollout, expected: RolloutInfo) -> None:
-    for name, of_rollout, of_info in _COMPARED:
-        actual, announced = of_rollout(rollout), of_info(expected)
-        if actual != announced:
+def _further(
+    data: bytes, d: Details, count: int, length: int, at: int
+) -> tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]], str | None, int]:
+    """Columns, attachments and text from `at` on, and where they end."""
+    if count != len(REQUIRED_COLUMNS) + len(d.columns) + len(d.attachments):
+        raise PayloadError(f"invalid rollout payload: {count} arrays in the header, others in the table")
+
+    def skipped(size: int) -> int:
+        """The place of the next `size` bytes. Knows what is left, so that no shape can ask for more."""
+        nonlocal at
+        start = at + -at % ARRAY_ALIGNMENT
+        if start + size > len(data):
+            raise PayloadError(f"payload is too short: {size} bytes at {start} of {len(data)}")
+        if any(data[at:start]):
+            raise PayloadError("payload has bytes between its arrays")
+        at = start + size
+        return start
+
+    tables = []
+    rows: Any
+    for kind, rows, leading in (("column", d.columns, (length,)), ("attachment", d.attachments, ())):
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, code, *shape in rows:
+            sizes: tuple[Any, ...] = (*leading, *shape)
+            dtype = _DTYPES.get(code)
+            if dtype is None or name in arrays or not all(type(n) is int and 0 <= n <= len(data) for n in sizes):
+                raise PayloadError(f"invalid rollout payload: {kind} {name!r} of dtype {code!r} and shape {sizes}")
+            items = math.prod(sizes)
+            start = skipped(items * dtype.itemsize)
+            arrays[name] = np.frombuffer(data, dtype, items, start).reshape(sizes) if items else np.zeros(sizes, dtype)
+        tables.append(as_arrays(kind, arrays))
+    for name, array in tables[0].items():
+        if name.endswith("logprobs"):
+            check_logprobs(name, array)
+    text = None
+    if d.text_bytes is not None:
+        start = skipped(d.text_bytes)
+        text = data[start:at].decode()
+    return tables[0], tables[1], text, at
+
+
+def _check_turns(turns: Sequence[_Turn], length: int) -> None:
+    position = 0
+    for turn in turns:
+        if not position <= turn.start <= turn.end <= length:
+            raise InvalidRollout(f"turns: [{turn.start}, {turn.end}) is out of order or outside {length} tokens")
+        position = turn.end
+
+
+def _compare(said: tuple[Any, ...], announced: Announced | RolloutInfo) -> None:
+    """Names the first value in which a payload is another one than was announced. Size and checksum agree."""
+    values = announced if type(announced) is Announced else _announced(announced)
+    for name, actual, expected in zip(Announced._fields[:-2], said, values, strict=False):
+        if actual != expected:
             raise PayloadError(
-                f"rollout {expected.rollout_id}: {name} = {actual!r} does not agree with the metadata: {announced!r}"
+                f"rollout {announced.rollout_id}: {name} = {actual!r} does not agree with the metadata: {expected!r}"
             )
+
+
+def _free(packed: msgspec.Raw) -> Any:
+    """A value of the user's own."""
+    return loads(memoryview(packed), limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)

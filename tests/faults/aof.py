@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.records import StepPart
+from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.step_format import decode_part
 
 Steps = dict[tuple[int, str], list[str]]

@@ -9,7 +9,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import fewest_rows, plan, redeal
@@ -189,7 +188,6 @@ def test_a_whole_step_assembled_on_all_ranks_adds_up(
         )
         items.append(PackItem(None if number in damaged else rollout, rollout.length, sample))
     counts = Normalizers(loss_tokens=sum(r.loss_tokens for r in given_rollouts), rollouts=len(items), groups=1)
-    arena = Arena()
     trained, seen = 0, []
     for rank in range(world_size):
         batches = assemble(
@@ -199,7 +197,6 @@ def test_a_whole_step_assembled_on_all_ranks_adds_up(
             normalizers=counts,
             pad_to_multiple_of=pad,
             pad_token_id=1,
-            arena=arena,
         )
         assert len(batches) == made.micro_steps
         for batch in batches:

@@ -16,20 +16,22 @@ from wounds import false_payload, mutated, packed, resealed, tampered, with_fals
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import GroupInfo, totals_of
+from rlbuffer.records.info import GroupInfo, RolloutInfo, totals_of
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.metadata_pages import decode_infos
 from rlbuffer.wire.payload import (
+    Payload,
+    decode,
     decode_group_payload,
     decode_rollout,
     encode_push,
     encode_rollout,
+    in_range,
     payload_checksum,
 )
-from rlbuffer.wire.views import in_range, view_rollout
 
 MUTATIONS = 2_000
 
@@ -127,7 +129,7 @@ def test_payloads_with_tampered_details_are_refused_or_valid() -> None:
 def test_every_flipped_bit_of_a_payload_and_of_its_metadata_is_noticed() -> None:
     push = encode_push(rich_group())
     assert push.group_payload is not None
-    for data, decode in (
+    for data, read in (
         (push.payloads[0], decode_rollout),
         (push.metadata, decode_info),
         (push.group_payload, decode_group_payload),
@@ -135,15 +137,15 @@ def test_every_flipped_bit_of_a_payload_and_of_its_metadata_is_noticed() -> None
         for bit in range(8 * len(data)):
             flipped = bytearray(data)
             flipped[bit // 8] ^= 1 << bit % 8
-            assert refuses(decode, bytes(flipped)), f"bit {bit} was flipped unnoticed"
+            assert refuses(read, bytes(flipped)), f"bit {bit} was flipped unnoticed"
 
 
 def test_every_truncation_and_extension_is_noticed() -> None:
     push = encode_push(rich_group())
-    for data, decode in ((push.payloads[0], decode_rollout), (push.metadata, decode_info)):
+    for data, read in ((push.payloads[0], decode_rollout), (push.metadata, decode_info)):
         for wounded in (*(data[:n] for n in range(len(data))), data + b"\x00", data + data):
             with pytest.raises(PayloadError):
-                decode(wounded)
+                read(wounded)
 
 
 def test_mutated_metadata_maps_are_each_refused() -> None:
@@ -251,41 +253,47 @@ def tampered_map(rng: random.Random, whole: tuple[bytes, ...]) -> bytes:
     return resealed_map(packed(values))
 
 
-def test_a_payload_is_viewed_only_as_its_push_announced_it() -> None:
+def opened(data: bytes, info: RolloutInfo) -> Payload | None:
+    try:
+        return decode(data, info)
+    except PayloadError:
+        return None
+
+
+def test_a_payload_is_taken_only_as_its_push_announced_it() -> None:
     push = encode_push(rich_group())
     known = dict(zip(push.payloads, push.info.rollouts, strict=True))
     for data, info in known.items():
-        assert view_rollout(data, info) is not None
-        assert all(view_rollout(data, other) is None for other in known.values() if other is not info)
+        assert opened(data, info) is not None
+        assert all(opened(data, other) is None for other in known.values() if other is not info)
     rng = random.Random(7)
     for i in range(MUTATIONS):
         data, other = rng.sample(push.payloads, 2)
         wounded = mutated(rng, data, other)
         for claimed in (wounded, resealed(wounded)):
-            assert claimed == data or view_rollout(claimed, known[data]) is None, f"mutation {i} was viewed"
+            assert claimed == data or opened(claimed, known[data]) is None, f"mutation {i} was taken"
 
 
 def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> None:
     """Whoever writes a payload writes its metadata. What of it would be trained is a rollout, or nothing is."""
     push = encode_push(rich_group())
     known = dict(zip(push.payloads, push.info.rollouts, strict=True))
-    rng, viewed, doubted, lenient = random.Random(8), 0, 0, 0
+    rng, taken, refused = random.Random(8), 0, 0
     for i in range(MUTATIONS):
         data, other = rng.sample(push.payloads, 2)
         wounded = false_payload(rng, data, other, i)
         info = replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))
-        views = view_rollout(wounded, info)
+        its = opened(wounded, info)
         try:
             whole: Rollout | None = decode_rollout(wounded, expected=info)
         except PayloadError:
             whole = None
-        if views is None or not in_range(views.tokens, views.loss_mask, views.logprobs, None):
-            assert whole is None, f"mutation {i} is sound, and was not viewed"
-            doubted += 1
+        if its is None or not in_range(its.tokens, its.loss_mask, its.logprobs, None):
+            assert whole is None, f"mutation {i} is sound, and was not taken"
+            refused += 1
             continue
-        viewed += 1
-        lenient += whole is None  # only what people look at is wrong with it
-        arrays = {name: getattr(views, name) for name in TRAINED}
+        taken += 1  # only the user's own values can be wrong with it
+        arrays = {name: getattr(its, name) for name in TRAINED}
         trained = Rollout(rollout_id="", reward=info.reward, rewards=info.rewards, **arrays)
         assert whole is None or trained == Rollout(
             rollout_id="", reward=whole.reward, rewards=whole.rewards, **{k: getattr(whole, k) for k in TRAINED}
@@ -293,7 +301,7 @@ def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> N
         for name in ("length", "prompt_tokens", "loss_tokens"):
             assert getattr(trained, name) == getattr(info, name)
         assert (trained.min_policy_version, trained.max_policy_version) == (info.min_version, info.max_version)
-    assert min(viewed, doubted, lenient) > MUTATIONS // 100
+    assert min(taken, refused) > MUTATIONS // 100
 
 
 TRAINED = ("tokens", "loss_mask", "logprobs", "version_spans", "columns", "attachments")

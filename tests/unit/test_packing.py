@@ -12,7 +12,6 @@ import pytest
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing import further_columns
-from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import register_column
 from rlbuffer.packing.pack import pack
@@ -144,8 +143,7 @@ def test_micro_batch_of_damaged_rollouts_only_is_no_dummy() -> None:
     assert not batch.loss_mask.any()
 
 
-def test_dummy_is_a_short_masked_segment_in_fresh_arrays_with_all_columns() -> None:
-    arena = Arena()
+def test_dummy_is_a_short_masked_segment_with_all_columns() -> None:
     items = [make_item(20, weights=np.full(20, 3.0))]
     real, dummy, again = assemble(
         [[(0,)], [()], [()]],
@@ -153,7 +151,6 @@ def test_dummy_is_a_short_masked_segment_in_fresh_arrays_with_all_columns() -> N
         row_tokens=100,
         normalizers=COUNTS,
         columns=["temperatures"],
-        arena=arena,
         pad_token_id=5,
     )
     assert (real.is_dummy, dummy.is_dummy) == (False, True)
@@ -167,9 +164,7 @@ def test_dummy_is_a_short_masked_segment_in_fresh_arrays_with_all_columns() -> N
     assert dummy.columns["temperatures"].tolist() == [1.0] * 8
     assert dummy.samples == ()
     assert not np.shares_memory(dummy.input_ids, again.input_ids)
-    held = arena.held_bytes
     assert all(not np.shares_memory(dummy.input_ids, array) for array in (real.input_ids, real.targets))
-    assert held < 3000  # the block of the real micro-batch alone
 
 
 @pytest.mark.parametrize(("row_tokens", "pad", "total"), [(100, 1, 8), (5, 1, 5), (100, 64, 64), (100, 6, 12)])
@@ -272,8 +267,8 @@ def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:
 def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
     rows: list[list[tuple[int, ...]]] = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
-    together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4, arena=Arena())
-    monkeypatch.setattr("rlbuffer.packing.slabs.SLAB_TOKENS", 1)
+    together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
+    monkeypatch.setattr("rlbuffer.packing.assembly.SLAB_TOKENS", 1)
     apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
     for left, right in zip(together, apart, strict=True):
         for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask", "advantages", "logprobs", "targets"):
@@ -281,28 +276,6 @@ def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch:
         assert np.array_equal(left.sample_index, right.sample_index)
         assert np.array_equal(left.columns["mine"], right.columns["mine"])
         assert (left.samples, left.is_dummy) == (right.samples, right.is_dummy)
-
-
-def test_arena_reuses_memory_only_when_no_array_of_it_is_held() -> None:
-    arena = Arena()
-    items = [make_item(50)]
-
-    def address(batch: MicroBatch) -> int:
-        return int(batch.input_ids.__array_interface__["data"][0])
-
-    first = one([(0,)], items, arena=arena)
-    where = address(first)
-    second = one([(0,)], items, arena=arena)
-    assert address(second) != where
-    kept = first.unpack(first.input_ids)[0]
-    del first
-    third = one([(0,)], [make_item(50, first=500)], arena=arena)
-    assert address(third) != where
-    assert kept.tolist() == list(range(10, 60))
-    held = arena.held_bytes
-    del kept
-    assert address(one([(0,)], items, arena=arena)) == where
-    assert arena.held_bytes == held
 
 
 def test_every_token_names_the_policy_version_that_sampled_it() -> None:
@@ -318,18 +291,13 @@ def test_every_token_names_the_policy_version_that_sampled_it() -> None:
 DERIVED = ("position_ids", "advantages", "targets", "sample_index", "policy_versions")
 
 
-def test_derived_columns_take_no_memory_until_they_are_read_and_are_made_once() -> None:
-    arena = Arena()
-    (batch,) = one_step([(0, 1)], [make_item(700), make_item(900)], arena=arena)
-    stored = arena.held_bytes
-    assert stored < 1600 * 9 * 1.5
+def test_derived_columns_are_made_once() -> None:
+    (batch,) = one_step([(0, 1)], [make_item(700), make_item(900)])
+    assert not vars(batch).keys() & set(DERIVED)
     targets = batch.targets
-    assert arena.held_bytes > stored
     assert batch.targets is targets
     assert targets[:3].tolist() == [11, 12, 13]
-    size = arena.held_bytes
     assert [len(getattr(batch, name)) for name in DERIVED] == [1600] * 5
-    assert arena.held_bytes == size, "one block serves all of them"
 
 
 @pytest.mark.parametrize("copied", [lambda b: pickle.loads(pickle.dumps(b)), copy.copy, copy.deepcopy, replace])
@@ -339,13 +307,6 @@ def test_copies_of_a_micro_batch_have_the_derived_columns_though_nobody_had_read
     twin = copied(other)
     for name in DERIVED:
         assert getattr(twin, name).tolist() == getattr(batch, name).tolist()
-
-
-def test_arena_gives_idle_memory_back_beyond_its_limit() -> None:
-    arena = Arena(keep_bytes=12_000)
-    for length in (50, 100, 200, 300):
-        one([(0,)], [make_item(length)], row_tokens=999, arena=arena)
-    assert arena.held_bytes <= 14_000
 
 
 def test_micro_batch_moves_to_torch_and_still_unpacks() -> None:

@@ -121,24 +121,15 @@ ONE = msgpack.packb(["answer"])
             ),
         ),
         (decode_part, msgpack.packb({})),
-        (decode_part, msgpack.packb({"sources": [], "rollouts": [], "rows": [[[0]]]})),
-        (
-            decode_part,
-            msgpack.packb(
-                {
-                    "sources": [["k", "g", "a", "", "", 0, "", 0]],
-                    "rollouts": [[0, i, 0.0, f"g/{i}", 1, 1, 0, None, {}, 0, 0, 0, False, 1, 1] for i in range(2)],
-                    "rows": [[[0]], [[0]]],
-                }
-            ),
-        ),
         (decode_part, b"\xc1"),
         (
             lambda data: part_of("1-1", {b"part": data}, Keys("r")),
             msgpack.packb(
                 {
                     "sources": [],
-                    "rollouts": [],
+                    "rollouts": b"",
+                    "ids": None,
+                    "rewards": None,
                     "rows": [],
                     "step": 2,
                     "rank": 0,

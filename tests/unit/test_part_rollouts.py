@@ -1,102 +1,108 @@
-"""The rollouts of a part: the same in columns and as records, whichever they were made of."""
+"""The rollouts of a part as columns and as records, and parts that cannot be any."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.part_rollouts import PartRollouts
-from rlbuffer.store.records import PartRollout
+from rlbuffer.records.info import ROW_DTYPE
+from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source
 from rlbuffer.store.step_format import decode_part
-from rlbuffer.wire import payload
-from rlbuffer.wire.views import ANNOUNCED
+from rlbuffer.wire.payload import Announced
 
-SOURCES = [["g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17], ["g:a.0:w.2", "a.0", "a", "lora", "p0", 4, "w", 18]]
-
-
-def item(source: int, index: int, **changes: Any) -> list[Any]:
-    values = {
-        "rollout_id": f"{SOURCES[source][1]}/{index}",
-        "length": 9 + index,
-        "prompt_tokens": 2,
-        "loss_tokens": 7,
-        "reward": 0.5 if index else None,
-        "rewards": {"format": 1.0},
-        "min_version": 3,
-        "max_version": 4,
-        "turns": 2,
-        "is_truncated": bool(index),
-        "size": 200 + index,
-        "checksum": 2**32 - 1 - index,
-    }
-    return [source, index, 0.25 * index, *(values | changes).values()]
+SOURCES = [
+    Source("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
+    Source("g:a.0:w.2", "a.0", "a", "lora", "p", 4, "w", 18),
+]
+NUMBERS = {
+    "length": 9,
+    "prompt_tokens": 2,
+    "loss_tokens": 7,
+    "turns": 2,
+    "reward": 0.5,
+    "min_version": 3,
+    "max_version": 4,
+    "flags": 1,
+    "size": 200,
+    "checksum": 2**32 - 1,
+}
 
 
-ITEMS = [item(1, 0), item(0, 1), item(1, 3)]
+def table(*rows: tuple[int, int], **changes: Any) -> Any:
+    """A row of each (push, payload field)."""
+    numbers = NUMBERS | changes
+    values = [(*row, 0.25 * row[1], *(numbers[name] for name in ROW_DTYPE.names or ())) for row in rows]
+    return np.array(values, PART_ROW)
 
 
 def rollouts() -> PartRollouts:
-    return PartRollouts(ITEMS, SOURCES, "rlb:r:")
+    its = table((1, 0), (0, 1), (1, 3))
+    its["flags"], its["reward"], its["length"] = [0, 3, 1], [0.0, 0.5, 2.0], [9, 10, 11]
+    return PartRollouts(its, SOURCES, rewards=[{"format": 1.0}, {}, {}])
 
 
 def test_columns_hold_what_the_records_hold() -> None:
     part = rollouts()
     records = list(part)
     assert (len(part), part[1], part[1:]) == (3, records[1], tuple(records[1:]))
-    assert records[0].payload_key == "rlb:r:g:a.0:w.2"
-    for name in ("payload_key", "group_id", "env", "adapter", "index", "advantage"):
-        assert list(part.column(name)) == [getattr(record, name) for record in records]
-    for name in ANNOUNCED.names or ():
-        assert part.numbers[name].tolist() == [getattr(record.info, name) for record in records]
-
-
-@pytest.mark.parametrize("number", [-1, 2, 0.5])
-def test_a_push_that_the_part_does_not_have_is_no_push_of_it(number: Any) -> None:
-    with pytest.raises(ValueError, match="a rollout names a push that the part does not have"):
-        PartRollouts([[number, *ITEMS[0][1:]]], SOURCES, "rlb:r:")
-
-
-def test_records_make_the_same_columns() -> None:
-    part = rollouts()
-    again = PartRollouts.of(list(part))
-    assert again == part == tuple(part)
-    assert (again.numbers == part.numbers).all()
-    assert PartRollouts.of(part) is part
-    assert len(PartRollouts.of([])) == len(PartRollouts([], []).numbers) == 0
+    assert [record.info.rollout_id for record in records] == ["a.0/0", "b.1/1", "a.0/3"]
+    assert [record.info.reward for record in records] == [None, 0.5, 2.0]
+    assert [record.info.is_truncated for record in records] == part.are_truncated == [False, True, False]
+    assert [record.info.rewards for record in records] == [{"format": 1.0}, {}, {}]
+    for name in Source._fields:
+        assert part.of_push(name) == [getattr(record, name) for record in records]
+    for name in ("index", "advantage"):
+        assert part.table[name].tolist() == [getattr(record, name) for record in records]
+    for name in Announced._fields:
+        assert [getattr(its, name) for its in part.announced] == [getattr(record.info, name) for record in records]
 
 
 def test_parts_join_by_the_places_of_their_rollouts() -> None:
-    one, other = rollouts(), PartRollouts([item(0, 7)], SOURCES[1:], "rlb:r:")
+    one, other = rollouts(), PartRollouts(table((0, 7)), SOURCES[1:], ["own"])
     joined = PartRollouts.joined([(one, (2, 0)), (other, (0,)), (one, (1,)), (other, ())])
     assert list(joined) == [one[2], one[0], other[0], one[1]]
     assert list(PartRollouts.joined([])) == []
 
 
+def encoded(**changes: Any) -> bytes:
+    rows = changes.pop("rows", [[2, 0], [1]])
+    part = {"step": 1, "rank": 0, "row_tokens": 64, "rows_per_micro_batch": 2, "sources": SOURCES, "ids": None}
+    its = {"rollouts": rollouts().table.tobytes(), "rewards": None, "rows": rows}
+    return msgspec.msgpack.encode(part | its | changes)
+
+
+def test_rows_name_the_rollouts_one_after_the_other() -> None:
+    part = decode_part(encoded(), "rlb:r:")
+    assert part.rows == (((0, 1), ()), ((2,),))
+    assert part.rollouts[0] == replace(rollouts()[0], payload_key="rlb:r:g:a.0:w.2", info=part.rollouts[0].info)
+
+
 @pytest.mark.parametrize(
-    ("changes", "wrong"),
+    "changes",
     [
-        ({"size": "200"}, "TypeError: size is not a whole number"),
-        ({"length": 9.5}, "TypeError: length is not a whole number"),
-        ({"loss_tokens": True}, "TypeError: loss_tokens is not a whole number"),
-        ({"checksum": None}, "TypeError: checksum is not a whole number"),
-        ({"size": -1}, "OverflowError"),
-        ({"max_version": 2**64 - 1, "min_version": -2}, "OverflowError"),
-        ({"length": 0}, "ValueError: a rollout has no tokens"),
+        {"rows": [[2, 0], [2]]},
+        {"rows": [[2, 0]]},
+        {"rows": [[-1, 4]]},
+        {"rows": [[2**53 - 1]]},
+        {"sources": SOURCES[:1]},
+        {"sources": []},
+        {"sources": [["k", "g"]]},
+        {"ids": ["a"]},
+        {"rewards": [{}]},
+        {"rewards": [{"a": float("nan")}, {}, {}]},
+        {"rollouts": rollouts().table.tobytes()[:-1]},
+        {"rollouts": table((0, 0), (0, 1), (0, 2), length=0).tobytes()},
+        {"rollouts": table((0, 0), (0, 1), (0, 2), flags=4).tobytes()},
+        {"rollouts": table((0, 0), (0, 1), (0, 2), reward=float("inf")).tobytes()},
+        {"rank": -1},
+        {"more": 1},
     ],
 )
-def test_numbers_that_are_none_are_a_part_that_cannot_be_read(changes: dict[str, Any], wrong: str) -> None:
-    items = [*ITEMS, item(0, 2, **changes)]
-    part = {"step": 1, "rank": 0, "row_tokens": 64, "rows_per_micro_batch": 1, "sources": SOURCES, "rollouts": items}
-    data = payload.dumps(part | {"rows": [[list(range(len(items)))]]})
-    with pytest.raises(PayloadError, match=rf"^step part: unexpected content \({wrong}"):
-        decode_part(data)
-
-
-def test_a_record_of_another_part_is_another_one() -> None:
-    part = rollouts()
-    changed: list[PartRollout] = [replace(part[0], advantage=9.0), *part[1:]]
-    assert part != changed
-    assert PartRollouts.of(changed)[0].advantage == 9.0
+def test_a_part_that_holds_what_no_step_has_cannot_be_read(changes: dict[str, Any]) -> None:
+    with pytest.raises(PayloadError, match=r"^step part: "):
+        decode_part(encoded(**changes))

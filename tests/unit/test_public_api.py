@@ -270,14 +270,6 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
             "rollout_id group_id env reward rewards advantage policy_versions answer prompt_tokens length",
             {},
         ),
-        (
-            rlbuffer.MicroBatch,
-            (
-                "input_ids position_ids cu_seqlens loss_mask advantages logprobs targets sample_index columns samples "
-                "adapter_tokens normalizers is_dummy"
-            ),
-            {},
-        ),
         (rlbuffer.Step, "number epoch digest world_size normalizers rollouts groups", {"damaged": ()}),
         (rlbuffer.StepPlan, "step group_ids rollouts advantages plan normalizers tokens closed_by", {}),
         (rlbuffer.Drop, "group_id env reason rollouts tokens", {}),

@@ -83,9 +83,8 @@ def test_the_chance_of_a_token_is_the_same_in_whatever_micro_batch() -> None:
 
 def test_chance_is_even() -> None:
     packed = pack([r for seed in range(40) for r in make_group(size=4, seed=seed).rollouts], row_tokens=10**5)
-    named = dataclasses.replace(
-        packed, samples=tuple(dataclasses.replace(s, rollout_id=f"r{i}") for i, s in enumerate(packed.samples))
-    )
+    samples = tuple(dataclasses.replace(s, rollout_id=f"r{i}") for i, s in enumerate(packed.samples))
+    named = dataclasses.replace(packed, segments=dataclasses.replace(packed.segments, samples=lambda: samples))
     counts, _ = np.histogram(_draws(named, torch.device("cpu")).numpy(), bins=10, range=(0.0, 1.0))
     assert counts.sum() == packed.normalizers.loss_tokens
     assert counts.min() > 0.8 * counts.mean()

@@ -19,7 +19,7 @@ def sampled(rollout_id: str, reward: float | None, tokens: Sequence[int]) -> Mic
     )
     made = pack([rollout], [0.25], row_tokens=512)
     named = replace(made.samples[0], rollout_id=rollout_id, group_id=rollout_id.partition("/")[0], env="math")
-    return replace(made, samples=(named,))
+    return replace(made, segments=replace(made.segments, samples=lambda: (named,)))
 
 
 def one(reward: float | None, tokens: Sequence[int]) -> Any:

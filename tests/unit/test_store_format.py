@@ -8,7 +8,6 @@ from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -24,9 +23,8 @@ from rlbuffer.store.step_format import (
     age_limit,
     decode_header,
     decode_part,
-    encode,
+    encoded_parts,
     header_record,
-    part_records,
     step_digest,
 )
 from rlbuffer.testing import make_group
@@ -185,7 +183,7 @@ def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
 
 
 def parts_of(plan: StepPlan, entries: dict[str, PoolEntry]) -> list[bytes]:
-    return [encode(part) for part in part_records(plan, entries)]
+    return [*encoded_parts(plan, entries)]
 
 
 def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
@@ -237,15 +235,15 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
 
 def test_parts_name_each_push_once_in_the_order_of_its_first_rollout():
     plan, entries = planned()
-    first, second = map(msgpack.unpackb, parts_of(plan, entries))
-    assert [key for key, *_ in first["sources"]] == ["k1", "k0"]
-    assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 1]
+    first, second = map(decode_part, parts_of(plan, entries))
+    assert [r.payload_key for r in first.rollouts] == ["k1", "k0", "k0"]
+    assert first.rollouts.table["source"].tolist() == [0, 1, 1]
     a0, a1, a2, b0 = plan.rollouts
     mixed = replace(plan, rollouts=(a0, b0, a1, a2), plan=replace(plan.plan, rows=((((0, 1, 2),), ((3,),)),)))
-    first, second = map(msgpack.unpackb, parts_of(mixed, entries))
-    assert [key for key, *_ in first["sources"]] == ["k0", "k1"]
-    assert [rollout[0] for rollout in first["rollouts"]] == [0, 1, 0]
-    assert [key for key, *_ in second["sources"]] == ["k0"]
+    first, second = map(decode_part, parts_of(mixed, entries))
+    assert [r.payload_key for r in first.rollouts] == ["k0", "k1", "k0"]
+    assert first.rollouts.table["source"].tolist() == [0, 1, 0]
+    assert second.rollouts.table["source"].tolist() == [0]
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["made here", "read from the pool"])
@@ -263,14 +261,6 @@ def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
         (1.0, {"format": 2.0}),
     ]
     assert [(r.info.reward, dict(r.info.rewards)) for r in second.rollouts] == [(None, {"format": 1.0})]
-
-
-def test_parts_are_what_msgpack_writes_of_their_values():
-    parts = parts_of(*planned())
-    assert [msgpack.packb(msgpack.unpackb(part)) for part in parts] == parts
-    assert list(msgpack.unpackb(parts[0])) == [
-        *("step", "rank", "row_tokens", "rows_per_micro_batch", "sources", "rollouts", "rows")
-    ]
 
 
 def test_same_step_is_always_the_same_bytes():

@@ -42,7 +42,7 @@ def slices_of(step: Step, ranks: Ranks, updates_per_pass: int) -> tuple[Slice, .
     for first, last in pairwise([len(step) * i // parts for i in range(parts + 1)] if parts else []):
         cut = step.micro_batches[first:last]
         counts = cut[0].normalizers if parts == 1 else _counts(cut, ranks, step.groups)
-        made = tuple(replace(m, normalizers=counts) for m in cut)
+        made = cut if parts == 1 else tuple(replace(m, normalizers=counts) for m in cut)
         out.append(Slice(start=first, micro_batches=made, normalizers=counts))
     return tuple(out)
 

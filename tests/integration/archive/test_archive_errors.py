@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from store_runs import Run
@@ -24,9 +25,8 @@ from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.errors import ArchiveError, ConfigError, LeaseLost, NotFound, PayloadError
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
-from rlbuffer.wire.arrays import Details
-from rlbuffer.wire.payload import encode_push, joined, loads
-from rlbuffer.wire.payload_split import joined_again, split
+from rlbuffer.wire.encoding import joined
+from rlbuffer.wire.payload import decode, encode_push
 
 pytest_plugins = ["store_fixtures"]
 
@@ -100,25 +100,23 @@ def payload() -> bytes:
 
 def with_details(data: bytes, **changes: Any) -> bytes:
     """The same payload with other details, and a checksum that fits."""
-    from rlbuffer.wire.bounded_msgpack import pack
-
-    parts = split(data)
-    details = Details(*loads(parts.packed, limit=2**20))._replace(**changes)
+    its = decode(data)
+    arrays = [its.tokens, its.loss_mask, its.logprobs]
     text = b"\xff" if changes.get("text_bytes") else None
-    return joined(pack(list(details)), list(parts.required.values()), text, tokens=8)
+    return joined(msgspec.msgpack.encode(msgspec.structs.replace(its.details, **changes)), arrays, text, tokens=8)
 
 
 def test_a_payload_that_nobody_of_ours_has_written_is_kept_as_it_came() -> None:
-    mask = split(payload())
-    mask.required["loss_mask"] = mask.required["loss_mask"].view("u1") * 2
     whole = payload()
-    short = joined(split(whole).packed, list(split(whole).required.values())[:2], None, tokens=8)
+    its = decode(whole)
+    marked = joined(bytes(its.packed), [its.tokens, its.loss_mask.view("u1") * 2, its.logprobs], None, tokens=8)
+    short = joined(bytes(its.packed), [its.tokens, its.loss_mask], None, tokens=8)
     payloads = {
-        "invalid rollout payload: the text is not UTF-8": with_details(whole, text_bytes=1),
-        "invalid rollout payload: a mark of the loss mask is neither 0 nor 1": joined_again(mask),
-        "invalid rollout payload: 2 arrays in the header, others in the table": short,
+        "invalid rollout payload: 'utf-8' codec": with_details(whole, text_bytes=1),
+        "invalid rollout payload: a mark of the loss mask is neither 0 nor 1": marked,
+        "payload is too short": short,
         "payload is damaged: checksum": whole[:-1] + b"\x00",
-        "'int' object is not subscriptable": with_details(whole, spans=5),
+        "invalid rollout payload: Expected `array`": with_details(whole, spans=5),
     }
     info = replace(make_group(lengths=[8]).info().rollouts[0], size=0, checksum=0)
     for text, data in payloads.items():

@@ -10,8 +10,8 @@ from store_runs import Run
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.packing.planner import redeal
 from rlbuffer.records.step_plan import Plan
+from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.records import StepPart
 
 pytest_plugins = ("store_fixtures",)
 

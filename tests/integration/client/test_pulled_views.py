@@ -1,4 +1,4 @@
-"""A pull takes the arrays out of payloads that are what their pushes announced, and decodes only what is in doubt."""
+"""A pull takes the arrays out of payloads that are what their pushes announced, and masks the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from store_runs import Run
 
 from rlbuffer.client import step_pull
 from rlbuffer.client.reader import Reader
+from rlbuffer.packing import assembly
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
-from rlbuffer.store import part_payloads
+from rlbuffer.store import payloads
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -108,10 +108,11 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
     return reader.pull(1)
 
 
-def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
-    """As every rollout was pulled that is decoded whole."""
+def pull_one_by_one(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
+    """As if each payload and each micro-batch were too large to be read or written with another."""
     with patch.context() as patched:
-        patched.setattr(part_payloads, "view_rollouts", lambda payloads, announced: [None] * len(payloads))
+        patched.setattr(step_pull, "CHUNK_BYTES", 1)
+        patched.setattr(assembly, "SLAB_TOKENS", 1)
         return pull(run, can=can)
 
 
@@ -128,18 +129,15 @@ def assert_same(step: Step, other: Step) -> None:
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
+def test_a_pull_of_sound_payloads_makes_the_same_tensors_however_they_are_read(
     run: Run, monkeypatch: pytest.MonkeyPatch, masks: bool
 ) -> None:
     for number, change in enumerate(SOUND):
         pushed(run, change, number)
     committed(run, masks_truncated=masks)
-    careful = pull_carefully(run, monkeypatch)
+    careful = pull_one_by_one(run, monkeypatch)
     assert careful.damaged == ()
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "decode_rollout", lambda *_, **__: pytest.fail("a sound payload was decoded"))
-        patched.setattr(Viewer, "read_group_payloads", lambda *_: pytest.fail("answers were asked for apart"))
-        step = pull(run)
+    step = pull(run)
     assert_same(step, careful)
     assert {s.group_id: s.answer for mb in step for s in mb.samples} == {f"a.{n}": {"is": n} for n in range(len(SOUND))}
     assert run.store.ledger().damaged == 0
@@ -193,14 +191,14 @@ def lying(array: str, lie: bytes) -> Callable[[Group], payload.EncodedPush]:
         info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
         rollouts = (push.info.rollouts[0], info, *push.info.rollouts[2:])
         infos = replace(push.info, rollouts=rollouts)
-        payloads = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
+        its = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
 
     return encoded
 
 
 @pytest.mark.parametrize(("array", "lie", "wrong"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
-def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_one(
+def test_a_rollout_whose_writer_lies_is_masked_and_counted_and_no_other_one(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -215,20 +213,11 @@ def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_
     pushed(run, further_columns, 1)
     committed(run)
     can = Trainable(vocabulary=512)
-    careful = pull_carefully(run, monkeypatch, can=can)
+    careful = pull_one_by_one(run, monkeypatch, can=can)
     assert careful.damaged == ("a.0/1",)
     assert wrong in caplog.messages[-1]
 
-    decode, decoded = payload.decode_rollout, []
-
-    def counted(data: bytes, **options: Any) -> Rollout:
-        decoded.append(options["expected"].rollout_id)
-        return decode(data, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "decode_rollout", counted)
-        step = pull(run, can=can)
-    assert decoded == ["a.0/1"]
+    step = pull(run, can=can)
     assert caplog.messages[-1] == caplog.messages[-2]
     assert_same(step, careful)
     assert run.store.ledger().damaged == 1
@@ -246,7 +235,7 @@ def test_marks_of_a_truncated_rollout_that_nothing_of_is_trained_are_not_looked_
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
+def test_what_is_missing_damaged_or_anothers_is_found_however_it_is_read(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, change in enumerate(SOUND):
@@ -261,7 +250,7 @@ def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
     client.hset(others[1].payload_key, str(others[1].index), bytes(flipped[:-3]))
     another = client.hget(others[3].payload_key, str(others[3].index))
     client.hset(others[2].payload_key, str(others[2].index), another)
-    careful = pull_carefully(run, monkeypatch)
+    careful = pull_one_by_one(run, monkeypatch)
     step = pull(run)
     assert step.damaged == tuple(ref.info.rollout_id for ref in (first, *others[:3]))
     assert_same(step, careful)
@@ -269,14 +258,14 @@ def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
     assert run.store.ledger().damaged == 4
 
 
-def test_a_column_that_the_trainer_needs_is_asked_for_of_views_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_that_the_trainer_needs_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed(run, only_text, 0)
     pushed(run, further_columns, 1)
     committed(run)
     can = Trainable(columns=("ref_logprobs",))
     step = pull(run, can=can)
     assert step.damaged == tuple(f"a.0/{i}" for i in range(4))
-    assert_same(step, pull_carefully(run, monkeypatch, can=can))
+    assert_same(step, pull_one_by_one(run, monkeypatch, can=can))
 
 
 def test_a_needed_column_that_no_rollout_of_a_step_has_is_missed(run: Run) -> None:
@@ -307,7 +296,7 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
     with monkeypatch.context() as patched:
         patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
         patched.setattr(payload, "decode_group_payload", lambda data: made.append(-1) or decode(data))
-        patched.setattr(PartRollouts, "_record", lambda *_: pytest.fail("a record of a part was made"))
+        patched.setattr(PartRollouts, "_records", property(lambda _: pytest.fail("a record of a part was made")))
         step = pull(run)
         assert made == []
         assert [array.shape for mb in step for array in (mb.targets, mb.advantages)] == [
@@ -322,6 +311,49 @@ def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads
         assert step.micro_batches[1].samples is first
     assert [s.answer for s in first] == [{"is": 1}] * 4
     assert isinstance(first, tuple)
+
+
+def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = payload.encode_push
+
+    def marked(group: Group) -> payload.EncodedPush:
+        push = encode(group)
+        data = bytearray(push.payloads[1])
+        rollout = group.rollouts[1]
+        end = array_at(push.payloads[1], rollout, "loss_mask") + rollout.length
+        assert end % 8
+        data[end] = 7
+        false = resealed(data)
+        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
+        infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
+        its = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "encode_push", marked)
+        pushed(run, lambda rollout: {}, 0)
+    committed(run)
+    assert pull(run).damaged == ("a.0/1",)
+
+
+def test_a_pull_lets_go_of_each_payload_once_it_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, change in enumerate(SOUND):
+        pushed(run, change, number)
+    committed(run)
+    read: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        its = payloads.opened(*args)
+        read.append(weakref.ref(its.tokens))
+        alive.append(sum(array() is not None for array in read))
+        return its
+
+    monkeypatch.setattr(step_pull, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(step_pull, "opened", noted)
+    step = pull(run)
+    assert step.damaged == ()
+    assert (len(read), max(alive)) == (4 * len(SOUND), 1)
 
 
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:

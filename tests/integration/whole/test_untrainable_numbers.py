@@ -98,10 +98,8 @@ def test_a_run_with_a_step_that_cannot_be_read_is_taken_back_and_goes_on(
         reader.pull(2)
     reader.close()
     what = "step header" if bad_header else "step part"
-    assert str(error.value) == (
-        f"step 2 of run {run.store.run!r} cannot be read: {what}: malformed msgpack: a number that is not finite. "
-        "Take it back, and what follows it, with `rlbuffer runs void 2`"
-    )
+    assert str(error.value).startswith(f"step 2 of run {run.store.run!r} cannot be read: {what}: ")
+    assert str(error.value).endswith(". Take it back, and what follows it, with `rlbuffer runs void 2`")
 
     found = run.store.void_from(2, force=True) if move == "void" else run.store.rewind(1, force=True)
     assert found["steps"] == 2

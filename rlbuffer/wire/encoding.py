@@ -1,8 +1,9 @@
-"""Parts of a rollout's payload: the details and the arrays, each found small enough before it is copied."""
+"""Payloads as they are written: rollouts and groups to bytes, each found small enough before it is copied."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -10,20 +11,93 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS, plain
-from rlbuffer.records.columns import COLUMN_DTYPES, REQUIRED_COLUMNS
+from rlbuffer.records.columns import REQUIRED_COLUMNS
+from rlbuffer.records.group import Group
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.wire.bounded_msgpack import MAX_LEVELS, pack
-from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES
+from rlbuffer.wire.frame import (
+    ARRAY_ALIGNMENT,
+    CODES,
+    HEADER,
+    MAX_DETAILS_BYTES,
+    ROLLOUT,
+    encode_group_payload,
+    framed,
+    payload_checksum,
+)
+from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES, drafted, filled
 
-HEADER_BYTES = 24
-"""Bytes before the details."""
-MAX_DETAILS_BYTES = 4 * 2**20
-"""Turns and metadata of one rollout, or answer and metadata of one group: they become Python objects when read."""
-CODES = {dtype: dtype.str.lstrip("<|") for dtype in COLUMN_DTYPES}
-"""Dtype -> its name in the tables of arrays."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPush:
+    """A group as it goes onto the wire."""
+
+    info: GroupInfo
+    """With size and checksum of every rollout."""
+    metadata: bytes
+    """`info`, encoded: at most 64 KiB."""
+    payloads: tuple[bytes, ...]
+    """Rollout i is payload field ``str(i)``."""
+    group_payload: bytes | None
+    """Payload field ``group``: answer and metadata; None when there is neither."""
 
 
-def arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
+def encode_push(group: Group) -> EncodedPush:
+    """Encodes a group for PUSH.
+
+    Raises:
+        InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
+            metadata above 64 KiB; the message names the rollout and the sizes.
+    """
+    arrays = [_arrays_of(rollout) for rollout in group.rollouts]
+    info = group.info()
+    draft = drafted(info)
+    payloads = tuple(map(_encoded, group.rollouts, arrays))
+    try:
+        group_payload = encode_group_payload(group.answer, group.metadata)
+    except PayloadError as error:
+        raise InvalidRollout(f"group {group.group_id}: {error}") from None
+    for rollout, data in zip(info.rollouts, payloads, strict=True):  # `info` is frozen for others, and new
+        object.__setattr__(rollout, "size", len(data))
+        object.__setattr__(rollout, "checksum", payload_checksum(data))
+    metadata = filled(draft, info.rollouts)
+    return EncodedPush(info=info, metadata=metadata, payloads=payloads, group_payload=group_payload)
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """The payload of one rollout.
+
+    Raises:
+        InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+    """
+    return _encoded(rollout, _arrays_of(rollout))
+
+
+def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """The payload of a rollout, whose arrays :func:`_arrays_of` has found small enough."""
+    text = None if rollout.text is None else memoryview(rollout.text.encode())
+    details = _details_of(rollout, None if text is None else text.nbytes)
+    data = joined(details, arrays, text, tokens=rollout.length)
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise _giant(rollout, arrays, len(data))
+    return data
+
+
+def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryview | None, *, tokens: int) -> bytes:
+    """The payload of these packed details, arrays in wire order and UTF-8 text, with its checksum."""
+    parts: list[Any] = [*arrays] if text is None else [*arrays, memoryview(text)]
+    chunks: list[Any] = [details]
+    at = HEADER.size + len(details)
+    for part in parts:
+        if gap := -at % ARRAY_ALIGNMENT:
+            chunks.append(bytes(gap))
+        chunks.append(part)
+        at += gap + part.nbytes
+    return framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
+
+
+def _arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
     """Every array in wire order.
 
     Raises:
@@ -31,9 +105,9 @@ def arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
     """
     required = (rollout.tokens, rollout.loss_mask, rollout.logprobs)
     arrays = [*required, *rollout.columns.values(), *rollout.attachments.values()]
-    size = HEADER_BYTES + sum([array.nbytes for array in arrays]) + len(rollout.text or "")
+    size = HEADER.size + sum([array.nbytes for array in arrays]) + len(rollout.text or "")
     if size > MAX_PAYLOAD_BYTES:
-        raise giant(rollout, arrays, size)
+        raise _giant(rollout, arrays, size)
     for i, array in enumerate(arrays):
         # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
@@ -42,7 +116,7 @@ def arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
     return arrays
 
 
-def giant(rollout: Rollout, arrays: Sequence[NDArray[Any]], size: int) -> InvalidRollout:
+def _giant(rollout: Rollout, arrays: Sequence[NDArray[Any]], size: int) -> InvalidRollout:
     """The refusal of a payload of `size` bytes."""
     parts = [*zip(_names(rollout), (a.nbytes for a in arrays), strict=True), ("text", len(rollout.text or ""))]
     largest = sorted(parts, key=lambda item: -item[1])[:3]
@@ -57,7 +131,7 @@ def _names(rollout: Rollout) -> list[str]:
     return [*REQUIRED_COLUMNS, *rollout.columns, *(f"attachment {name}" for name in rollout.attachments)]
 
 
-def packed_details(rollout: Rollout, text_bytes: int | None) -> bytes:
+def _details_of(rollout: Rollout, text_bytes: int | None) -> bytes:
     """Everything that a payload says of its rollout beside the arrays.
 
     Only what a map holds can have changed since the record was checked, so only that is checked again.
