@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from rlbuffer.records.micro_batch import Step as Step
     from rlbuffer.records.policy_version import PolicyVersion as PolicyVersion
     from rlbuffer.records.rollout import Rollout as Rollout
+    from rlbuffer.records.rollout import TokenSequence as TokenSequence
     from rlbuffer.records.spans import Turn as Turn
     from rlbuffer.records.spans import VersionSpan as VersionSpan
     from rlbuffer.records.step_plan import AdapterProgress as AdapterProgress

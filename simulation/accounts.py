@@ -61,7 +61,7 @@ class Live:
     payloads: frozenset[bytes]
     amounts: dict[str, list[int]]
     """env -> rollouts, tokens."""
-    places: dict[str, tuple[bytes, bytes]]
+    places: dict[str, set[tuple[bytes, bytes]]]
     """rollout -> payload key, field."""
     parts: int
     """Ranks that it is planned for."""

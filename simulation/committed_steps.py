@@ -75,12 +75,16 @@ class CommittedSteps(ABC):
             again = header.uses.get(member.group_id, 0)
             if not again:
                 sums = amounts.setdefault(member.env, [0, 0])
-                sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
-            self._check_once(step, member, again, now)
+                sums[0], sums[1] = sums[0] + (member.sequence == 0), sums[1] + member.info.length
+            if member.sequence == 0:
+                self._check_once(step, member, again, now)
             self._check_stored(step, member)
             self._check_age(step, member, header, limits.get(member.env))
         payloads = frozenset(member.payload_key.encode() for member in members)
-        places = {m.info.rollout_id: (m.payload_key.encode(), str(m.index).encode()) for m in members}
+        places: dict[str, set[tuple[bytes, bytes]]] = {}
+        for member in members:
+            its = places.setdefault(member.info.rollout_id, set())
+            its.add((member.payload_key.encode(), str(member.index).encode()))
         fresh = Counter(its[0].env for group, its in groups.items() if group not in header.uses)
         self.steps[step] = Live(payloads, amounts, places, len(parts), dict(fresh))
         self._suspects |= payloads
@@ -160,14 +164,14 @@ class CommittedSteps(ABC):
 
     def is_damaged(self, step: int) -> bool:
         """True when chance has changed a payload of a live step."""
-        return step in self.steps and not self.damaged.isdisjoint(self.steps[step].places.values())
+        return step in self.steps and any(not its.isdisjoint(self.damaged) for its in self.steps[step].places.values())
 
     def check_damage(self, rank: int, step: Step) -> None:
         """I2: what a rank misses is what is damaged, and the losses are divided by the same counts all the same."""
         live = self.steps.get(step.number)
         if live is None or self.digests.get(step.number) != step.digest:
             return
-        missed = {rollout for rollout in step.damaged if live.places.get(rollout) not in self.damaged}
+        missed = {rollout for rollout in step.damaged if self.damaged.isdisjoint(live.places.get(rollout, ()))}
         if missed:
             self.fail("I2", f"rank {rank} misses rollouts {sorted(missed)} of step {step.number}")
         expected = self._normalizers.setdefault(step.digest, step.normalizers)
@@ -202,11 +206,14 @@ class CommittedSteps(ABC):
         if any(payload.decode_info(source.metadata).needs for source in sources):
             self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
         waited = round(1000 * (self.network.scheduler.now - min(source.came for source in sources)))
-        if len({m.info.rollout_id for m in members}) != len(members) or len(members) > info.planned_size:
-            self.fail("I6", f"step {step}: group {group} has {len(members)} rollouts, some twice or too many")
+        rollouts = Counter(m.info.rollout_id for m in members)
+        if any(rollouts[m.info.rollout_id] != m.sequences for m in members):
+            self.fail("I6", f"step {step}: group {group} has a rollout twice, or not all of its sequences")
+        if len(rollouts) > info.planned_size:
+            self.fail("I6", f"step {step}: group {group} has {len(rollouts)} rollouts of {info.planned_size}")
         is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said
-        if len(members) < info.planned_size and (len(members) < self.config.min_group_size or is_early):
-            self.fail("I6", f"step {step}: group {group} has {len(members)} of {info.planned_size} after {waited} ms")
+        if len(rollouts) < info.planned_size and (len(rollouts) < self.config.min_group_size or is_early):
+            self.fail("I6", f"step {step}: group {group} has {len(rollouts)} of {info.planned_size} after {waited} ms")
 
     def _close(self, group: str, by: str) -> None:
         self._closed[group] = self.server.now_ms(), by

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -30,11 +30,21 @@ _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in (Group, Rollout)
 def _shape(number: int, version: int) -> Group:
     size = 2 + number % 2
     rewards = [float(i and number % 4 > 0) for i in range(size)]
-    return make_group(seed=number, size=size, rewards=rewards, version=version)
+    made = make_group(seed=number, size=size, rewards=rewards, version=version)
+    first, *others = made.rollouts
+    further = tuple(_branch(n, version) for n in range(number % 4))
+    return _with(made, rollouts=(_with(first, further=further), *others))
+
+
+def _branch(tokens: int, version: int) -> TokenSequence:
+    """A further sequence of a rollout."""
+    sampled = {"role": "assistant", "tokens": [7] * (tokens + 1), "logprobs": [-0.5] * (tokens + 1)}
+    return TokenSequence.from_turns([{"role": "user", "tokens": [5, 6]}, sampled], policy_version=version)
 
 
 def made_group(dice: random.Random, group_id: str, env: str, version: int, adapter: str = "") -> Group:
-    """A group of two or three rollouts of 8 to 31 tokens, sampled by `version` of an adapter, "" being all weights."""
+    """A group of two or three rollouts of 8 to 31 tokens, the first of up to four sequences, sampled by `version` of an
+    adapter, "" being all weights."""
     return _named(dice.randrange(SHAPES), version, group_id, env, adapter)
 
 

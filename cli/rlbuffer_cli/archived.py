@@ -95,7 +95,7 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
     from rlbuffer.client.views import RolloutView, StepPlace
     from rlbuffer.errors import PayloadError
 
-    row = archived.row
+    row, rows_of = archived.row, archived.rows
     number = rows.get((row["rank"], row["place"]))
     try:
         rollout = archived.rollout
@@ -107,11 +107,11 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
         reward=row["reward"],
         rewards=row["rewards"],
         advantage=row["advantage"],
-        length=row["length"],
-        loss_tokens=row["loss_tokens"],
+        length=sum(its["length"] for its in rows_of),
+        loss_tokens=sum(its["loss_tokens"] for its in rows_of),
         prompt_tokens=row["prompt_tokens"],
-        min_version=row["min_version"],
-        max_version=row["max_version"],
+        min_version=min(its["min_version"] for its in rows_of),
+        max_version=max(its["max_version"] for its in rows_of),
         is_truncated=row["is_truncated"],
         finish_reason=row["finish_reason"],
         logprob_mean=float(sum(trained) / len(trained)) if len(trained) else None,

@@ -17,7 +17,7 @@ from rlbuffer.archive.writer import write_file
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.store.records import PartRollout
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout, encode_push
+from rlbuffer.wire.payload import decode_group_payload, decode_whole, encode_push
 
 GROUPS_PER_TABLE = 64
 """Groups of one row group in a file of groups."""
@@ -27,7 +27,7 @@ def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
     """Every group of the steps that count, by step, then every drop."""
     for step in archive.steps:
         for group_id, members in groupby(archive.rollouts(step.step), key=lambda member: member.row["group_id"]):
-            rows = [member.row for member in members]
+            rows = [row for member in members for row in member.rows]
             yield group_of(rows, group_id, rows[0]["env"], step.step, None)
     for dropped in archive.dropped():
         rows = [row for row in archive.dropped_rows(dropped) if row["group_id"] == dropped.group_id]
@@ -37,23 +37,25 @@ def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
 def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[Group]:
     """The pushes that these rollouts came in; `gone` takes the group of each rollout without a whole payload."""
     for _, push in groupby(members, key=lambda member: member.row["payload_key"]):
-        rows = [member.row for member in push]
-        whole = [row for row in rows if not row["problem"]]
-        gone.extend(row["group_id"] for row in rows if row["problem"])
+        its = [*push]
+        whole = [member for member in its if not any(row["problem"] for row in member.rows)]
+        gone.extend(member.row["group_id"] for member in its if member not in whole)
         if whole:
-            yield _group(whole)
+            yield _group([row for member in whole for row in member.rows])
 
 
 def _group(rows: list[Mapping[str, Any]]) -> Group:
     row = rows[0]
     group_payload = next((r["group_payload"] for r in rows if r["group_payload"] is not None), None)
     answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
+    by_id = groupby(rows, key=lambda row: row["rollout_id"])
+    rollouts = tuple(decode_whole([*map(payload_of, its)]) for _, its in by_id)
     return Group(
         group_id=row["group_id"],
         env=row["env"],
         prompt_id=row["prompt_id"] or "",
-        rollouts=tuple(decode_rollout(payload_of(r) or b"") for r in rows),
-        planned_size=max(row["planned_size"] or 0, len(rows)),
+        rollouts=rollouts,
+        planned_size=max(row["planned_size"] or 0, len(rollouts)),
         adapter=row["adapter"] or "",
         answer=answer,
         metadata=metadata,
@@ -81,7 +83,7 @@ def write_groups(path: Path, groups: Iterable[Group], *, run: str) -> None:
 
 def _sources(number: int, group: Group) -> Iterator[Source]:
     push = encode_push(group)
-    for index, (info, data) in enumerate(zip(push.info.rollouts, push.payloads, strict=True)):
+    for index, (info, data) in enumerate(zip(push.info.sequences, push.payloads, strict=True)):
         ref = PartRollout(
             payload_key=f"{group.group_id}:{number}",
             index=index,

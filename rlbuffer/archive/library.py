@@ -7,10 +7,10 @@ count are on the chain of digests that ends in the newest step: each names the d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.step_format import decode_header, decode_part
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout
+from rlbuffer.wire.payload import decode_group_payload, decode_whole
 
 _LIGHT = (
     *("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward"),
@@ -73,10 +73,15 @@ class ArchivedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedRollout:
-    """One rollout as it was archived; `row` has every column of the file."""
+    """One rollout as it was archived, a row for each of its sequences; a row has every column of the file."""
 
-    row: Mapping[str, Any]
+    rows: tuple[Mapping[str, Any], ...]
     """Column -> value; columns of tokens are arrays."""
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row of its first sequence, which has what is the rollout's own."""
+        return self.rows[0]
 
     @property
     def rollout_id(self) -> str:
@@ -84,9 +89,9 @@ class ArchivedRollout:
         return str(self.row["rollout_id"])
 
     @property
-    def payload(self) -> bytes | None:
-        """The payload as its worker sent it; None when it was gone already when it was archived."""
-        return payload_of(self.row)
+    def payloads(self) -> list[bytes | None]:
+        """The payload of each sequence as its worker sent it; None when it was gone when it was archived."""
+        return [payload_of(row) for row in self.rows]
 
     @property
     def rollout(self) -> Rollout:
@@ -95,10 +100,10 @@ class ArchivedRollout:
         Raises:
             PayloadError: its payload was missing or damaged when it was archived.
         """
-        data = self.payload
-        if data is None:
-            raise PayloadError(f"rollout {self.rollout_id}: {self.row['problem']}")
-        return decode_rollout(data)
+        payloads = self.payloads
+        if None in payloads:
+            raise PayloadError(f"rollout {self.rollout_id}: {self.rows[payloads.index(None)]['problem']}")
+        return decode_whole(payloads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +203,15 @@ class Archive:
         Raises NotFound when the archive does not have it.
         """
         rows = self._rows_of(step)
-        return (ArchivedRollout(row=row) for row in rows if (row.get("left_out") is not None) == left_out)
+        return _members(row for row in rows if (row.get("left_out") is not None) == left_out)
 
     def groups(self, step: int) -> Iterator[ArchivedGroup]:
         """The groups of a step, each with its rollouts that were left out. Raises NotFound."""
         left_out: dict[str, list[Mapping[str, Any]]] = {}
         for member in self.rollouts(step, left_out=True):
-            left_out.setdefault(member.row["group_id"], []).append(member.row)
+            left_out.setdefault(member.row["group_id"], []).extend(member.rows)
         for group_id, members in groupby(self.rollouts(step), key=lambda member: str(member.row["group_id"])):
-            rows = [*(member.row for member in members), *left_out.get(group_id, ())]
+            rows = [*chain.from_iterable(member.rows for member in members), *left_out.get(group_id, ())]
             yield group_of(rows, group_id, rows[0]["env"], step, None)
 
     def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
@@ -356,6 +361,12 @@ def _header(row: Mapping[str, Any]) -> StepHeader:
     return header
 
 
+def _members(rows: Iterable[Mapping[str, Any]]) -> Iterator[ArchivedRollout]:
+    """The rollouts of these rows, in which the sequences of each stand together."""
+    for _, its in groupby(rows, key=lambda row: (row["payload_key"], row["rollout_id"])):
+        yield ArchivedRollout(rows=tuple(its))
+
+
 def group_of(
     rows: Sequence[Mapping[str, Any]], group_id: str, env: str, step: int | None, dropped: DroppedGroup | None
 ) -> ArchivedGroup:
@@ -367,7 +378,7 @@ def group_of(
         env=env,
         step=step,
         dropped=dropped,
-        members=tuple(ArchivedRollout(row=row) for row in rows),
+        members=tuple(_members(rows)),
         answer=answer,
         metadata=metadata,
     )

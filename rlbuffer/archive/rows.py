@@ -27,7 +27,7 @@ MISSING = "its payload is missing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A rollout of a step, or of a dropped group, as it is archived."""
+    """A sequence of a rollout of a step, or of a dropped group, as it is archived."""
 
     ref: PartRollout
     """The rollout as a step's part, or the record of a drop, names it; with checksum 0 where nothing announced one."""
@@ -139,6 +139,7 @@ def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: 
         "worker": ref.worker,
         "payload_key": ref.payload_key,
         "index": ref.index,
+        "sequence": ref.sequence if parts is None else parts.details.number,
         "pushed_ms": ref.pushed_ms,
         "advantage": None if source.rank is None else _advantage(ref, parts),
         "rollout_id": info.rollout_id,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-ARCHIVE_FORMAT = 1
+ARCHIVE_FORMAT = 2
 """Grows when a file's columns change their meaning; a reader refuses any newer one."""
 FORMAT_KEY, RUN_KEY = b"rlbuffer.archive", b"rlbuffer.run"
 """In each file's metadata: the format, and the name of the run."""
@@ -64,6 +64,7 @@ ROLLOUTS = pa.schema(
         ("worker", pa.string()),
         ("payload_key", pa.string()),
         ("index", pa.int32()),
+        ("sequence", pa.int32()),
         ("pushed_ms", pa.int64()),
         ("advantage", pa.float64()),
         ("rollout_id", pa.string()),

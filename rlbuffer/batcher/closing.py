@@ -130,7 +130,7 @@ def needs_more_rows(groups: Sequence[Group], row_tokens: int, rows: int) -> bool
     """True when no packing puts `groups` into `rows` rows: then the step is full although its tokens are not."""
     adapters: dict[str, list[int]] = {}
     for group in groups:
-        adapters.setdefault(group.adapter, []).extend(info.length for info in group.infos)
+        adapters.setdefault(group.adapter, []).extend(group.lengths)
     return sum(_fewest_rows(np.array(lengths), row_tokens) for lengths in adapters.values()) > rows
 
 

@@ -53,10 +53,15 @@ class Part(NamedTuple):
         return [self.info.rollouts[place] for place in self.kept] if self.left_out else self.info.rollouts
 
     @property
+    def places(self) -> Sequence[int]:
+        """The payload fields of their sequences."""
+        return self.info.places_of(self.kept)
+
+    @property
     def rows(self) -> bytes:
-        """Their numbers: a :data:`~rlbuffer.records.info.ROW` each."""
+        """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
         rows = self.info.rows
-        return np.frombuffer(rows, ROW_DTYPE)[self.kept].tobytes() if self.left_out else rows
+        return np.frombuffer(rows, ROW_DTYPE)[self.places].tobytes() if self.left_out else rows
 
     @property
     def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
@@ -130,14 +135,19 @@ class Group:
 
     @property
     def rows(self) -> bytes:
-        """Their numbers: a :data:`~rlbuffer.records.info.ROW` each."""
+        """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
         return b"".join([part.rows for part in self.parts.values()])
 
     @property
     def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
         """Their places, by push."""
         about = self.group_id, self.env, self.adapter
-        return [(PlannedPush(key, *about, part.kept), part.info) for key, part in self.parts.items() if part.kept]
+        return [(PlannedPush(key, *about, part.places), part.info) for key, part in self.parts.items() if part.kept]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of their sequences."""
+        return [part.length for rollout in self.infos for part in rollout.sequences]
 
     @property
     def ids(self) -> set[str]:
@@ -236,8 +246,8 @@ class Group:
             return Rejected(Reason.DUPLICATE, f"rollout {rollout.rollout_id} came before")
         if self.is_ready or valid >= self.planned_size:
             return Rejected(Reason.LATE, f"the group was closed with {valid} of {plural(self.planned_size, 'rollout')}")
-        if rollout.length > row_tokens:
-            return Rejected(Reason.OVERSIZED, f"length {rollout.length} > row_tokens {row_tokens}")
+        if (longest := max(part.length for part in rollout.sequences)) > row_tokens:
+            return Rejected(Reason.OVERSIZED, f"length {longest} > row_tokens {row_tokens}")
         if rollout.reward is None and REWARD not in part.needs:
             return Rejected(Reason.INVALID, f"rollout {rollout.rollout_id} has no reward")
         return None

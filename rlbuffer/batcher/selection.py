@@ -112,7 +112,7 @@ class _Shares:
     rows: int = 0
     """Rows that its tokens need at least."""
     over_half: int = 0
-    """Rollouts longer than half a row."""
+    """Sequences longer than half a row."""
     tokens_of: dict[str, int] = field(default_factory=dict)
     """Adapter -> tokens."""
 
@@ -134,8 +134,8 @@ class _Shares:
     def is_past_rows(self, group: Group) -> bool:
         """Counts a group that goes next; True when no packing puts it into the rows, too."""
         row = self.limits.row_tokens
-        # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
-        self.over_half += sum(2 * info.length > row for info in group.infos)
+        # Sequences longer than half a row never share one: they fill a step long before its tokens do.
+        self.over_half += sum(2 * length > row for length in group.lengths)
         # A row holds one adapter: each one's tokens need rows of their own.
         before = self.tokens_of.get(group.adapter, 0)
         after = self.tokens_of[group.adapter] = before + group.tokens

@@ -22,21 +22,21 @@ from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE
+from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, rollouts_of, sequences_of
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, PlannedRollouts, StepPlan
 
 
-def _numbers(groups: Sequence[Group]) -> NDArray[np.void]:
-    """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
+def _rows(groups: Sequence[Group]) -> NDArray[np.void]:
+    """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
     return np.frombuffer(b"".join([group.rows for group in groups]), ROW_DTYPE)
 
 
 def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
-    """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
-    adapters = [g.adapter for g in groups for _ in range(g.rollouts)] if any(g.adapter for g in groups) else None
+    """The rows of these groups' sequences; index i of the plan is the i-th sequence, group by group."""
+    adapters = [g.adapter for g in groups for _ in g.lengths] if any(g.adapter for g in groups) else None
     return plan(
-        _numbers(groups)["length"],
+        _rows(groups)["length"],
         row_tokens=config.row_tokens,
         world_size=world_size,
         rows_per_micro_batch=config.rows_per_micro_batch,
@@ -90,7 +90,7 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    numbers = _numbers(groups)
+    numbers = rollouts_of(_rows(groups))
     rewards, lengths = np.ascontiguousarray(numbers["reward"]), numbers["loss_tokens"].astype(np.float64)
     advantages, start, own = np.zeros(len(numbers)), 0, list[slice]()
     is_finite = np.isfinite(rewards)
@@ -132,7 +132,7 @@ def advantages_of(
 
 def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
-    numbers = _numbers(groups)
+    numbers = rollouts_of(_rows(groups))
     tokens = numbers["loss_tokens"].astype(np.int64)
     if config.truncated == "mask":
         tokens[_are_truncated(numbers)] = 0
@@ -154,14 +154,14 @@ def step_plan(
     progress: Mapping[str, AdapterProgress],
     flat: int = 0,
 ) -> StepPlan:
-    """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted. `flat` of
-    them teach nothing."""
+    """The step that trains `groups` with these `advantages` of their rollouts, laid out as `rows`; every entry
+    accounted. `flat` of them teach nothing."""
     masks, loss_tokens = config.truncated == "mask", trained_tokens(groups, config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
         rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
-        advantages=advantages,
+        advantages=np.repeat(advantages, sequences_of(_rows(groups))),
         plan=rows,
         normalizers=Normalizers(loss_tokens=int(loss_tokens.sum()), rollouts=len(loss_tokens), groups=len(groups)),
         tokens=sum(group.tokens for group in groups),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count, islice
 from statistics import fmean
 from typing import Any
 
@@ -15,11 +16,11 @@ from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutVi
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import GroupInfo, RolloutInfo, folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.state.text import several_ids
-from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 
@@ -59,12 +60,13 @@ def detail_of(
     if view.state is State.DROPPED:
         keys = store.dropped_payloads([view.group_id]) if dropped is None else dropped
         return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
-    refs = sorted(stand_ins(sources), key=lambda ref: (ref.payload_key, ref.index))
+    refs = stand_ins(sources)
     places = _places(store, view) if refs and view.step is not None else {}
-    payloads = store.read_payloads(refs) if refs else []
+    rollouts = by_rollout(refs)
+    payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
     members = tuple(
-        rollout_view(ref, view.step, places.get((ref.payload_key, ref.index)), data)
-        for ref, data in zip(refs, payloads, strict=True)
+        rollout_view(its, view.step, places.get((its[0].payload_key, its[0].index)), [*islice(payloads, len(its))])
+        for its in rollouts
     )
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
@@ -96,41 +98,44 @@ def _places(store: Viewer, view: GroupView) -> dict[tuple[str, int], StepPlace]:
     }
 
 
-def stand_in(entry: PoolEntry, index: int, info: RolloutInfo) -> PartRollout:
-    """A pending rollout as a step would name it: what its payload is read by."""
-    return PartRollout(
-        payload_key=entry.payload_key,
-        index=index,
-        info=info,
-        group_id=entry.group_id,
-        env=entry.env,
-        adapter=entry.info.adapter if entry.info else "",
-        advantage=0.0,
-    )
-
-
 def stand_ins(sources: GroupSource) -> list[PartRollout]:
-    """The rollouts of a group as a step names them, or would name them."""
-    return [
-        part
-        for source in sources
-        for part in (
-            [source]
-            if isinstance(source, PartRollout)
-            else [stand_in(source, i, info) for i, info in enumerate(source.info.rollouts if source.info else ())]
-        )
-    ]
+    """The sequences of a group's rollouts as a step names them, or would name them: what payloads are read by."""
+    refs: list[PartRollout] = []
+    for source in sources:
+        if isinstance(source, PartRollout):
+            refs.append(source)
+        elif source.info is not None:
+            refs += _pending(source, source.info)
+    return refs
 
 
-def rollout_view(ref: PartRollout, step: int | None, place: StepPlace | None, data: bytes | None) -> RolloutView:
-    """A rollout at its place, with its encoded payload where there is one."""
-    info, rollout = ref.info, None
-    if data is not None:
-        try:
-            rollout = payload.decode_rollout(data, expected=info)
-        except PayloadError:
-            rollout = None
-    return _view_of(info, rollout, ref.advantage if step is not None else None, step, place)
+def _pending(entry: PoolEntry, info: GroupInfo) -> Iterator[PartRollout]:
+    index = count()
+    for rollout in info.rollouts:
+        for number, part in enumerate(rollout.sequences):
+            yield PartRollout(
+                payload_key=entry.payload_key,
+                index=next(index),
+                info=part,
+                group_id=entry.group_id,
+                env=entry.env,
+                adapter=info.adapter,
+                advantage=0.0,
+                sequence=number,
+                sequences=len(rollout.sequences),
+            )
+
+
+def rollout_view(
+    refs: Sequence[PartRollout], step: int | None, place: StepPlace | None, payloads: Sequence[bytes | None]
+) -> RolloutView:
+    """A rollout at its place, with the encoded payloads of its sequences where they are there."""
+    infos = [ref.info for ref in refs]
+    try:
+        rollout = payload.decode_whole(payloads, infos)
+    except PayloadError:
+        rollout = None
+    return _view_of(folded(infos), rollout, refs[0].advantage if step is not None else None, step, place)
 
 
 def _view_of(

@@ -12,7 +12,7 @@ from rlbuffer.client.views import GroupView, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State
-from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
 
 
@@ -65,7 +65,9 @@ def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> 
         refs.sort(key=lambda ref: ref.index)
         first = refs[0]
         further = {"worker": first.worker, "prompt_id": first.prompt_id, "adapter": first.adapter}
-        yield from _whole(store, refs, {**further, "planned_size": max(first.planned_size, len(refs))}, gone)
+        yield from _whole(
+            store, refs, {**further, "planned_size": max(first.planned_size, len(by_rollout(refs)))}, gone
+        )
 
 
 def _whole(store: Viewer, refs: Sequence[PartRollout], further: Mapping[str, Any], gone: list[str]) -> Iterator[Group]:

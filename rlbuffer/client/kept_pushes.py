@@ -9,7 +9,7 @@ from rlbuffer.client.views import GroupView
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout
+from rlbuffer.wire.payload import decode_group_payload, decode_rollouts
 
 
 def dropped_pushes(store: Viewer, view: GroupView, keys: Sequence[str], gone: list[str]) -> Iterator[Group]:
@@ -21,7 +21,7 @@ def dropped_pushes(store: Viewer, view: GroupView, keys: Sequence[str], gone: li
     """
     for fields in filter(None, map(store.read_push_payload, keys)):
         names = sorted((name for name in fields if name.isdigit()), key=int)
-        further = {"prompt_id": view.prompt_id, "worker": view.worker, "planned_size": max(len(names), 1)}
+        further = {"prompt_id": view.prompt_id, "worker": view.worker}
         yield from group_of(view.group_id, view.env, [fields[n] for n in names], fields.get("group"), further, gone)
 
 
@@ -37,14 +37,12 @@ def group_of(
 
     Args:
         further: further fields of the group.
-        gone: takes the group's id for each payload that cannot be read.
+        gone: takes the group's id for each rollout that cannot be read.
     """
-    rollouts = []
-    for data in payloads:
-        try:
-            rollouts.append(decode_rollout(data or b""))
-        except PayloadError:
-            gone.append(group_id)
+    found = [*decode_rollouts(payloads)]
+    rollouts = [rollout for rollout in found if rollout is not None]
+    further = {"planned_size": len(found), **further}
+    gone += [group_id] * (len(found) - len(rollouts))
     if rollouts:
         try:
             answer, metadata = decode_group_payload(group_payload) if group_payload is not None else (None, {})

@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from rlbuffer.client.details import detail_of, logprob_mean, rollout_view, stand_in
+from rlbuffer.client.details import detail_of, logprob_mean, rollout_view, stand_ins
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
 from rlbuffer.client.texts import HasTokens
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
 from rlbuffer.records.columns import trained_advantage
+from rlbuffer.records.info import folded
 from rlbuffer.records.states import State
-from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire.metadata_pages import numbers_of
 from rlbuffer.wire.payload import Payload, decode
 
 TextOf = Callable[[HasTokens], str | None]
@@ -37,6 +37,8 @@ OF_PUSH, OF_INFO = ("env", "id"), ("prompt", "worker", "adapter")
 
 _Source = TypeVar("_Source", bound=GroupSource)
 _Group = TypeVar("_Group")
+_Sequences = list[PartRollout]
+"""Those of one rollout."""
 
 
 def list_groups(
@@ -160,7 +162,7 @@ def _but_dropped(
 
 def _by_payloads(
     store: Viewer,
-    candidates: Iterable[tuple[tuple[GroupView, _Source], list[PartRollout]]],
+    candidates: Iterable[tuple[tuple[GroupView, _Source], list[_Sequences]]],
     chosen: Filter,
     text_of: TextOf | None,
 ) -> Iterator[tuple[GroupView, _Source]]:
@@ -169,17 +171,17 @@ def _by_payloads(
     total = 0
     for page in _pages(candidates):
         _check_amount(total)
-        every = [ref for _, refs in page for ref in refs]
+        every = [ref for _, rollouts in page for its in rollouts for ref in its]
         total += sum(ref.info.size for ref in every)
         data = iter(store.read_payloads(every))
-        for group, refs in page:
-            step, payloads = group[0].step, list(islice(data, len(refs)))
+        for group, rollouts in page:
+            step, payloads = group[0].step, [[*islice(data, len(its))] for its in rollouts]
             surviving = [
-                (ref, its)
-                for ref, its in zip(refs, payloads, strict=True)
-                if _may_match(its, glance, text_of, ref.advantage)
+                (refs, its)
+                for refs, its in zip(rollouts, payloads, strict=True)
+                if _may_match(its[0], glance, text_of, refs[0].advantage)
             ]
-            members = (rollout_view(ref, step, None, its) for ref, its in surviving)
+            members = (rollout_view(refs, step, None, its) for refs, its in surviving)
             if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
                 yield group
 
@@ -236,26 +238,25 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
     return replace(member, text=text_of(member.rollout))
 
 
-def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[PartRollout]:
+def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[_Sequences]:
     """Rollouts of the group for which the terms that need no payload hold; none of a pending one that `is_of_step`: a
     step must hold it."""
     refs: list[PartRollout] = []
     for source in sources:
         if isinstance(source, PartRollout):
-            refs += [source] * of_info.matches_rollout(source.info)
+            refs.append(source)
         elif source.info is not None and not is_of_step:
-            indices = [i for i, numbers in enumerate(numbers_of(source.info)) if of_info.matches_rollout(numbers)]
-            refs += [stand_in(source, i, source.info.rollouts[i]) for i in indices]
-    return refs
+            refs += stand_ins([source])
+    return [its for its in by_rollout(refs) if of_info.matches_rollout(folded([ref.info for ref in its]))]
 
 
-def _pages(candidates: Iterable[tuple[_Group, list[PartRollout]]]) -> Iterator[list[tuple[_Group, list[PartRollout]]]]:
+def _pages(candidates: Iterable[tuple[_Group, list[_Sequences]]]) -> Iterator[list[tuple[_Group, list[_Sequences]]]]:
     """Candidates in pages of about :data:`PAGE_BYTES`."""
-    page: list[tuple[_Group, list[PartRollout]]] = []
+    page: list[tuple[_Group, list[_Sequences]]] = []
     size = 0
     for candidate in candidates:
         page.append(candidate)
-        size += sum(ref.info.size for ref in candidate[1])
+        size += sum(ref.info.size for its in candidate[1] for ref in its)
         if size >= PAGE_BYTES:
             yield page
             page, size = [], 0

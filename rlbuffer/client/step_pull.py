@@ -153,7 +153,7 @@ class StepPull:
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),
-            damaged=tuple(ref.info.rollout_id for ref, _ in damaged),
+            damaged=tuple(dict.fromkeys(ref.info.rollout_id for ref, _ in damaged)),
             header=header,
             adapters=header.adapters,
         )
@@ -262,8 +262,8 @@ def _samples(
             rollout_id=ref.info.rollout_id,
             group_id=ref.group_id,
             env=ref.env,
-            reward=ref.info.reward,
-            rewards=ref.info.rewards,
+            reward=rollouts.reward[item],
+            rewards=rollouts.rewards[item],
             advantage=advantages.get(item, ref.advantage),
             policy_versions=(ref.info.min_version, ref.info.max_version),
             answer=answers[ref.payload_key],
@@ -272,6 +272,9 @@ def _samples(
             adapter=ref.adapter,
             is_truncated=ref.info.is_truncated,
             attachments=attachments.get(item, {}),
+            sequence=ref.sequence,
+            sequences=ref.sequences,
+            rollout_loss_tokens=ref.rollout_loss_tokens,
         )
         for item, ref in ((item, rollouts[item]) for item in items)
     )

@@ -7,11 +7,12 @@ and the history (dropped). Looking changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
@@ -19,7 +20,7 @@ from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, 
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire.metadata_pages import scored_rewards
+from rlbuffer.wire.metadata import scored_rewards
 
 VIEW_PAGE = 250
 """Pool entries per read: about a millisecond of the server."""
@@ -93,7 +94,32 @@ class RolloutView:
     rollout: Any
     step: int | None
     place: StepPlace | None
-    """Its place in the step."""
+    """Its place in the step; that of its first sequence, where it has several."""
+
+    def sequences(self) -> tuple[RolloutView, ...]:
+        """A view of each of its sequences, for people to look at; sequence 2 of ``g/0`` is named ``g/0.2``."""
+        whole = self.rollout
+        if whole is None or not whole.further:
+            return (self,)
+        return tuple(self._of(whole, number) for number in range(len(whole.sequences)))
+
+    def _of(self, whole: Rollout, number: int) -> RolloutView:
+        its, name = whole.sequences[number], f"{self.rollout_id}.{number}" if number else self.rollout_id
+        values = {f.name: getattr(its, f.name) for f in fields(TokenSequence)}
+        trained = its.logprobs[its.loss_mask]
+        return replace(
+            self,
+            rollout_id=name,
+            length=len(its.tokens),
+            loss_tokens=len(trained),
+            prompt_tokens=its.prompt_tokens,
+            min_version=min(its.version_spans).policy_version,
+            max_version=max(its.version_spans).policy_version,
+            logprob_mean=float(trained.mean()) if len(trained) else None,
+            text=None if number else self.text,
+            rollout=replace(whole, **values, rollout_id=name, text=None if number else whole.text, further=()),
+            place=None if number else self.place,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +130,10 @@ class GroupDetail:
     members: tuple[RolloutView, ...]
     answer: Any
     metadata: Mapping[str, Any]
+
+    def in_sequences(self) -> GroupDetail:
+        """The group with a member for each sequence of its rollouts."""
+        return replace(self, members=tuple(its for member in self.members for its in member.sequences()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +291,7 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         env=members[0].env,
         prompt_id=members[0].prompt_id,
         state=State.TRAINED if header.step <= trained else State.PACKED,
-        rollouts=len(members),
+        rollouts=sum(m.sequence == 0 for m in members),
         planned_size=members[0].planned_size,
         reward=fmean(scored) if scored else None,
         rewards=tuple(scored),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.packing.further_columns import Columns, ColumnSpec
 from rlbuffer.process.logs import fields
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo
 from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import printable
@@ -27,6 +29,17 @@ WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""
 RANK_FRESH_SECONDS = 10.0
 """Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
+
+
+def beyond_vocabulary(infos: Mapping[str, GroupInfo], beats: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Pushes with a token that the model of the ranks of these heartbeats does not have. -> entry id -> which."""
+    most = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= RANK_FRESH_SECONDS).vocabulary
+    largest = [(key, np.frombuffer(info.rows, ROW_DTYPE)["largest_token"].max()) for key, info in infos.items()]
+    return {
+        key: f"token {token} is outside of the model's vocabulary of {most}"
+        for key, token in largest
+        if most is not None and token >= most
+    }
 
 
 class Doubts:
@@ -74,7 +87,7 @@ class Doubts:
                     PartRollout(
                         payload_key=entry.payload_key,
                         index=ref.index,
-                        info=entry.info.rollouts[ref.index],
+                        info=entry.info.sequences[ref.index],
                         group_id=ref.group_id,
                         env=ref.env,
                         adapter=ref.adapter,

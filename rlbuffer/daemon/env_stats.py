@@ -17,14 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
-from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, GroupInfo
+from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.state.metric import SHORT_SECONDS, Metric, metrics_of
 from rlbuffer.state.run_state import EnvState
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import PoolEntry
-from rlbuffer.wire.metadata_pages import names_of
+from rlbuffer.wire.metadata import names_of
 
 MOST_ENVS, MOST_REWARDS = 64, 16
 """Envs, and named rewards of an env, that have numbers of their own: workers choose these names."""
@@ -127,7 +127,7 @@ class EnvStats:
         if self._batcher is not None:
             for entry in entries:
                 if entry.info is not None and entry.info.totals.rollouts:
-                    lengths = np.frombuffer(entry.info.rows, ROW_DTYPE)["length"]
+                    lengths = _numbers([entry.info])["length"]
                     self._env(entry.env).histograms["dropped_tokens"].add(lengths)
 
     def drop(self, drop: Drop) -> None:
@@ -185,12 +185,12 @@ class EnvStats:
     def _sum_pushes(self, env: _Env, pushes: list[_Note]) -> None:
         new = [push.info for push in pushes if push.is_new]
         env.came.update(groups=len(new), rollouts=sum(info.totals.rollouts for info in new))
-        env.came["tokens"] += int(_rows(new)["loss_tokens"].sum())
+        env.came["tokens"] += int(_numbers(new)["loss_tokens"].sum())
         scored = [push for push in pushes if push.info.totals.is_scored]
         if not scored:
             return
         counts = [push.info.totals.rollouts for push in scored]
-        rows = _rows([push.info for push in scored])
+        rows = _numbers([push.info for push in scored])
         rewards = rows["reward"]
         env.histograms["prompt_reward"].add(np.add.reduceat(rewards, np.cumsum([0, *counts[:-1]])) / counts)
         env.on_policy += int(
@@ -250,5 +250,6 @@ class EnvStats:
         return said
 
 
-def _rows(infos: Iterable[GroupInfo]) -> NDArray[np.void]:
-    return np.frombuffer(b"".join([info.rows for info in infos]), ROW_DTYPE)
+def _numbers(infos: Iterable[GroupInfo]) -> NDArray[np.void]:
+    """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
+    return rollouts_of(np.frombuffer(b"".join([info.rows for info in infos]), ROW_DTYPE))

@@ -17,7 +17,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.doubts import Doubts
+from rlbuffer.daemon.doubts import Doubts, beyond_vocabulary
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
@@ -252,6 +252,7 @@ class Leadership:
         if not broken:
             infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
             columns, broken = agree(plan, infos, self._needed)
+            broken |= beyond_vocabulary(infos, self._beats.get("rank", {}).values())
             self._doubts.look(self._meta.step)
             if not broken and self._doubts.are_any:
                 broken = self._doubts.unsound(plan, used, columns)

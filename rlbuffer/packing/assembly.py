@@ -25,7 +25,7 @@ from rlbuffer.errors import PackingError
 from rlbuffer.packing.further_columns import ColumnSpec, common_spec, shown_kind
 from rlbuffer.records.memory import empty
 from rlbuffer.records.micro_batch import IGNORE_INDEX, MicroBatch, Sample, Segments
-from rlbuffer.records.rollout import Rollout, TokenArrays
+from rlbuffer.records.rollout import TokenArrays, TokenSequence
 from rlbuffer.records.step_plan import Normalizers, Row
 
 DUMMY_TOKENS = 8
@@ -37,9 +37,9 @@ the cache for the next."""
 
 @dataclass(frozen=True, slots=True)
 class PackItem:
-    """One rollout as :func:`assemble` takes it."""
+    """One rollout, or one sequence of it, as :func:`assemble` takes it."""
 
-    rollout: Rollout | None
+    rollout: TokenSequence | None
     """None when it is missing or damaged: masked padding of the planned length takes its place."""
     length: int
     """Tokens, as planned."""
@@ -51,9 +51,9 @@ class PackItem:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise PackingError(f"assemble: rollout {self.sample.rollout_id!r} has length {self.length}")
-        if self.rollout is not None and self.rollout.length != self.length:
+        if self.rollout is not None and (tokens := len(self.rollout.tokens)) != self.length:
             raise PackingError(
-                f"assemble: rollout {self.sample.rollout_id!r} has {self.rollout.length} tokens, {self.length} planned"
+                f"assemble: rollout {self.sample.rollout_id!r} has {tokens} tokens, {self.length} planned"
             )
 
 

@@ -29,7 +29,7 @@ def pack(
     ignore_index: int = -100,
     normalizers: Normalizers | None = None,
 ) -> MicroBatch:
-    """Packs rollouts into one row, in the order given: a micro-batch outside of any run.
+    """Packs rollouts into one row, in the order given, each sequence a segment: a micro-batch outside of any run.
 
     For tests, notebooks and trainers that fetch rollouts themselves; a run's readers assemble committed steps with the
     same code. No rollouts give a dummy.
@@ -59,8 +59,9 @@ def pack(
         worst = int(np.argmin(np.isfinite(values)))
         raise PackingError(f"pack: the advantage of rollout {worst} is {values[worst]}")
     items = [
-        PackItem(rollout=rollout, length=rollout.length, sample=_sample(rollout, advantage))
+        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, number, advantage))
         for rollout, advantage in zip(rollouts, values.tolist(), strict=True)
+        for number, sequence in enumerate(rollout.sequences)
     ]
     if normalizers is None:
         normalizers = Normalizers(
@@ -80,18 +81,22 @@ def pack(
     return micro_batch
 
 
-def _sample(rollout: Rollout, advantage: float) -> Sample:
+def _sample(rollout: Rollout, number: int, advantage: float) -> Sample:
+    sequence = rollout.sequences[number]
     return Sample(
         rollout_id=rollout.rollout_id,
         group_id=rollout.rollout_id.rpartition("/")[0],
         env="",
         reward=rollout.reward,
         rewards=rollout.rewards,
-        advantage=trained_advantage(advantage, rollout.columns, rollout.loss_mask),
+        advantage=trained_advantage(advantage, sequence.columns, sequence.loss_mask),
         policy_versions=(rollout.min_policy_version, rollout.max_policy_version),
         answer=None,
-        prompt_tokens=rollout.prompt_tokens,
-        length=rollout.length,
+        prompt_tokens=sequence.prompt_tokens,
+        length=len(sequence.tokens),
         is_truncated=rollout.is_truncated,
-        attachments=rollout.attachments,
+        attachments=sequence.attachments,
+        sequence=number,
+        sequences=1 + len(rollout.further),
+        rollout_loss_tokens=rollout.loss_tokens,
     )

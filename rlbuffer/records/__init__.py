@@ -9,7 +9,7 @@ from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.states import ClosedBy, PushStatus, Reason, State
 from rlbuffer.records.step_header import StepHeader
@@ -38,6 +38,7 @@ __all__ = [
     "StepHeader",
     "StepPlan",
     "Ticket",
+    "TokenSequence",
     "Turn",
     "VersionSpan",
 ]

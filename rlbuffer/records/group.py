@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import NOT_GIVEN, as_items, plain, read_only, shown
-from rlbuffer.records.info import GroupInfo, RolloutInfo, group_fields, unfrozen
-from rlbuffer.records.rollout import Rollout, field_values, rebuilt, with_id
+from rlbuffer.records.info import NUMBERS, GroupInfo, RolloutInfo, folded, group_fields
+from rlbuffer.records.rollout import Rollout, TokenSequence, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
 
-_UnfrozenInfo = unfrozen(RolloutInfo)
+_OF_SEQUENCE = [(number.name, number.of) for number in NUMBERS if number.of is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,13 @@ class Group:
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), field_values(self))
 
+    def sequences(self) -> list[TokenSequence]:
+        """The sequences of all rollouts, in payload order."""
+        return [sequence for rollout in self.rollouts for sequence in rollout.sequences]
+
     def info(self) -> GroupInfo:
         """The group as the batcher sees it: no payloads."""
+        columns = {(name, a.dtype.str, a.shape[1:]) for s in self.sequences() for name, a in s.columns.items()}
         return GroupInfo(
             group_id=self.group_id,
             env=self.env,
@@ -91,26 +96,26 @@ class Group:
             needs=self.needs,
             worker=self.worker,
             created=self.created,
-            columns=tuple(sorted({(n, a.dtype.str, a.shape[1:]) for r in self.rollouts for n, a in r.columns.items()})),
+            columns=tuple(sorted(columns)),
             rollouts=tuple(map(_info, self.rollouts)),
         )
 
 
 def _info(rollout: Rollout) -> RolloutInfo:
-    made: Any = _UnfrozenInfo()
-    made.rollout_id = rollout.rollout_id
-    made.length = rollout.length
-    made.prompt_tokens = rollout.prompt_tokens
-    made.loss_tokens = rollout.loss_tokens
-    made.reward = rollout.reward
-    made.rewards = dict(rollout.rewards)
-    made.min_version = rollout.min_policy_version
-    made.max_version = rollout.max_policy_version
-    made.turns = len(rollout.turns)
-    made.is_truncated = rollout.is_truncated
-    made.size = made.checksum = 0
-    made.__class__ = RolloutInfo
-    return cast(RolloutInfo, made)
+    main = RolloutInfo(
+        rollout_id=rollout.rollout_id,
+        reward=rollout.reward,
+        rewards=dict(rollout.rewards),
+        is_truncated=rollout.is_truncated,
+        **{name: of(rollout) for name, of in _OF_SEQUENCE},
+    )
+    if not rollout.further:
+        return main
+    further = [
+        replace(main, reward=None, rewards={}, **{name: of(sequence) for name, of in _OF_SEQUENCE})
+        for sequence in rollout.further
+    ]
+    return folded((main, *further))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,22 @@
-"""Rollouts and groups as the batcher sees them: no payloads, 49 bytes a rollout and some 150 a group."""
+"""Rollouts and groups as the batcher sees them: no payloads, 53 bytes a sequence and some 60 a group."""
 
 from __future__ import annotations
 
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.records.checks import as_integer, as_number, as_text, shown
+from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, as_integer, as_number, as_text, shown
+
+if TYPE_CHECKING:
+    from rlbuffer.records.rollout import TokenSequence
 
 GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -22,26 +27,68 @@ ColumnKind = tuple[str, str, tuple[int, ...]]
 """Name, dtype (``<f4``) and trailing shape of a further column."""
 MAX_ROLLOUT_ID = 160
 """Characters: a group id, a slash and an index fit."""
-ROW = struct.Struct("<IIIIdQQBII")
-"""The numbers of a rollout, packed: length, prompt tokens, loss tokens, turns, reward (0.0 for none), min version, max
-version, flags, size, checksum."""
-ROW_DTYPE = np.dtype(
-    [
-        ("length", "<u4"),
-        ("prompt_tokens", "<u4"),
-        ("loss_tokens", "<u4"),
-        ("turns", "<u4"),
-        ("reward", "<f8"),
-        ("min_version", "<u8"),
-        ("max_version", "<u8"),
-        ("flags", "u1"),
-        ("size", "<u4"),
-        ("checksum", "<u4"),
-    ]
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""Bytes of the payload of one sequence; a token takes at least one."""
+HAS_REWARD, IS_TRUNCATED, FURTHER = 1, 2, 4
+"""Flags of a row. FURTHER: a sequence of the rollout of the row before, which has the reward."""
+
+
+class Number(NamedTuple):
+    """A number that a push says of each of its sequences."""
+
+    name: str
+    """Of the field of :class:`RolloutInfo`."""
+    code: str
+    """``I`` | ``Q`` | ``B`` unsigned, ``d`` float."""
+    most: float
+    """The largest value, either sign, that is believed."""
+    fold: str
+    """Value of a rollout of several sequences: ``sum`` | ``min`` | ``max`` of theirs, or that of the ``first``."""
+    of: Callable[[TokenSequence], Any] | None = None
+    """Its value for a sequence; None where the encoder knows it."""
+
+
+NUMBERS = (
+    Number("length", "I", MAX_PAYLOAD_BYTES, "sum", lambda s: len(s.tokens)),
+    Number("prompt_tokens", "I", MAX_PAYLOAD_BYTES, "first", lambda s: s.prompt_tokens),
+    Number("loss_tokens", "I", MAX_PAYLOAD_BYTES, "sum", lambda s: int(np.count_nonzero(s.loss_mask))),
+    Number("turns", "I", 2**32 - 1, "sum", lambda s: len(s.turns)),
+    Number("largest_token", "I", 2**31 - 1, "max", lambda s: s.tokens.item(s.tokens.argmax())),
+    Number("reward", "d", MAX_NUMBER, "first"),
+    Number("min_version", "Q", MAX_COUNT, "min", lambda s: min(s.version_spans)[0]),
+    Number("max_version", "Q", MAX_COUNT, "max", lambda s: max(s.version_spans)[0]),
+    Number("flags", "B", HAS_REWARD | IS_TRUNCATED | FURTHER, "first"),
+    Number("size", "I", MAX_PAYLOAD_BYTES, "sum"),
+    Number("checksum", "I", 2**32 - 1, "first"),
 )
+"""The numbers of a sequence, from the push to the pull: a further one is a line here, a field of :class:`RolloutInfo`,
+and the place that uses it."""
+ROW = struct.Struct("<" + "".join(number.code for number in NUMBERS))
+"""The numbers of a sequence, packed; the reward is 0.0 for none."""
+ROW_DTYPE = np.dtype([(n.name, {"I": "<u4", "Q": "<u8", "B": "u1", "d": "<f8"}[n.code]) for n in NUMBERS])
 """A :data:`ROW` as a record of an array."""
-HAS_REWARD, IS_TRUNCATED = 1, 2
-"""Flags of a :data:`ROW`."""
+_PYTHON_FOLDS: Mapping[str, Callable[[Sequence[int]], int]] = {"sum": sum, "min": min, "max": max}
+_FOLDS: Mapping[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def sequences_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
+    """[rollouts] the number of sequences of each, of [sequences] of :data:`ROW_DTYPE`."""
+    heads = np.flatnonzero(rows["flags"] & FURTHER == 0)
+    return np.diff(heads, append=len(rows))
+
+
+def rollouts_of(rows: NDArray[np.void]) -> NDArray[np.void]:
+    """[sequences] of :data:`ROW_DTYPE` -> [rollouts] of it, folded; of single sequences the rows themselves."""
+    heads = np.flatnonzero(rows["flags"] & FURTHER == 0)
+    if len(heads) == len(rows):
+        return rows
+    out = rows[heads]
+    for number in NUMBERS:
+        if number.fold in _FOLDS:
+            out[number.name] = _FOLDS[number.fold].reduceat(rows[number.name].astype(np.int64), heads)
+    return out
+
+
 FLAT_WITHIN = 1e-6
 """Share of the largest reward, either sign: what lies closer together counts as equal. Sums of the same parts, and
 numbers that a model gave in float32, differ by less."""
@@ -75,15 +122,25 @@ class RolloutInfo:
     """Bytes of the encoded payload; 0 before encoding."""
     checksum: int = 0
     """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
+    largest_token: int = 0
+    """Largest token id."""
+    parts: tuple[RolloutInfo, ...] = ()
+    """A record of each of its sequences, where it has several: what stands above is folded over them."""
+
+    @property
+    def sequences(self) -> tuple[RolloutInfo, ...]:
+        """A record of each of its sequences, which have a payload each."""
+        return self.parts or (self,)
 
 
 class Totals(NamedTuple):
     """Sums over the rollouts of one push: enough to hold a whole group, without looking at any of them."""
 
     rollouts: int
+    sequences: int
     tokens: int
     longest: int
-    """Tokens of the longest rollout."""
+    """Tokens of the longest sequence."""
     oldest: int
     """Smallest `min_version`."""
     newest: int
@@ -97,16 +154,18 @@ class Totals(NamedTuple):
 
 
 class _Unpacked:
-    """Three attributes of a :class:`GroupInfo` besides its fields. None takes part in comparisons, copies or pickles.
+    """Four attributes of a :class:`GroupInfo` besides its fields. None takes part in comparisons, copies or pickles.
 
     A leader that takes over reads a million rollouts and looks at few of them: those of a decoded push stay packed
     until somebody asks for `rollouts`.
     """
 
-    __slots__ = ("_unpack", "rows", "totals")
+    __slots__ = ("_unpack", "rows", "sequences", "totals")
     _unpack: Callable[[], tuple[RolloutInfo, ...]]
     rows: bytes
-    """A :data:`ROW` for each of `rollouts`, in their order."""
+    """A :data:`ROW` for each of `sequences`, in their order."""
+    sequences: tuple[RolloutInfo, ...]
+    """The sequences of all rollouts, in payload order: number i is payload field ``str(i)``."""
     totals: Totals
     """Totals of `rollouts`."""
 
@@ -117,7 +176,9 @@ class _Unpacked:
             if name == "rollouts":
                 made = self._unpack()
             elif name == "rows":
-                made = b"".join(map(row_of, self.rollouts))
+                made = b"".join([row for rollout in self.rollouts for row in rows_of(rollout)])
+            elif name == "sequences":
+                made = tuple([part for rollout in self.rollouts for part in rollout.sequences])
             elif name == "totals":
                 made = totals_of(self.rollouts)
             else:
@@ -150,7 +211,7 @@ class GroupInfo(_Unpacked):
     planned_size: int
     """Rollouts planned for the whole group."""
     rollouts: tuple[RolloutInfo, ...]
-    """The rollouts of this push, in payload order: rollout i is payload field ``str(i)``."""
+    """The rollouts of this push, in order."""
     columns: tuple[ColumnKind, ...] = ()
     """Every kind of further column that a rollout of this push has, in order."""
     needs: tuple[str, ...] = ()
@@ -165,22 +226,36 @@ class GroupInfo(_Unpacked):
         """Tokens of all rollouts in this push."""
         return self.totals.tokens
 
+    def places_of(self, rollouts: Sequence[int]) -> Sequence[int]:
+        """The payload fields of the sequences of some rollouts, both by their place in the push."""
+        if self.totals.sequences == self.totals.rollouts:
+            return rollouts
+        ends = list(accumulate(len(rollout.sequences) for rollout in self.rollouts))
+        return [place for i in rollouts for place in range(ends[i] - len(self.rollouts[i].sequences), ends[i])]
 
-def row_of(rollout: RolloutInfo) -> bytes:
-    """The numbers of a rollout as a :data:`ROW`."""
-    reward = rollout.reward
-    return ROW.pack(
-        rollout.length,
-        rollout.prompt_tokens,
-        rollout.loss_tokens,
-        rollout.turns,
-        0.0 if reward is None else reward,
-        rollout.min_version,
-        rollout.max_version,
-        (0 if reward is None else HAS_REWARD) | (IS_TRUNCATED if rollout.is_truncated else 0),
-        rollout.size,
-        rollout.checksum,
-    )
+
+def rows_of(rollout: RolloutInfo) -> list[bytes]:
+    """The numbers of a rollout as :data:`ROW` s, one for each of its sequences."""
+    return [_row_of(part, FURTHER if i else 0) for i, part in enumerate(rollout.sequences)]
+
+
+def _row_of(its: RolloutInfo, flags: int) -> bytes:
+    if its.reward is not None:
+        flags |= HAS_REWARD
+    if its.is_truncated:
+        flags |= IS_TRUNCATED
+    packed = {"flags": flags, "reward": 0.0 if its.reward is None else its.reward}
+    return ROW.pack(*[packed[n.name] if n.name in packed else getattr(its, n.name) for n in NUMBERS])
+
+
+def folded(parts: Sequence[RolloutInfo]) -> RolloutInfo:
+    """The record of a rollout of these sequences, of which the first has what is the rollout's own."""
+    if len(parts) == 1:
+        return parts[0]
+    values: dict[str, Any] = {
+        n.name: _PYTHON_FOLDS[n.fold]([getattr(p, n.name) for p in parts]) for n in NUMBERS if n.fold != "first"
+    }
+    return replace(parts[0], **values, parts=tuple(parts))
 
 
 def are_flat(rewards: Collection[float | None]) -> bool:
@@ -195,10 +270,12 @@ def are_flat(rewards: Collection[float | None]) -> bool:
 def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
     """Adds up the rollouts of one push; all zero when there are none."""
     rewards = {r.reward for r in rollouts}
+    lengths = [part.length for r in rollouts for part in r.sequences]
     return Totals(
         rollouts=len(rollouts),
-        tokens=sum(r.length for r in rollouts),
-        longest=max((r.length for r in rollouts), default=0),
+        sequences=len(lengths),
+        tokens=sum(lengths),
+        longest=max(lengths, default=0),
         oldest=min((r.min_version for r in rollouts), default=0),
         newest=max((r.max_version for r in rollouts), default=0),
         is_scored=None not in rewards,

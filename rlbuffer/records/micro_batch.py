@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Everything that a trainer may want to know of one rollout in a micro-batch."""
+    """Everything that a trainer may want to know of a segment: of one rollout, or of one of its sequences."""
 
     rollout_id: str
     """Unique in its group."""
@@ -50,13 +50,19 @@ class Sample:
     prompt_tokens: int
     """Tokens before the first trained one."""
     length: int
-    """Tokens in all."""
+    """Tokens of the segment."""
     adapter: str = ""
     """LoRA adapter that it trains; "" is all weights."""
     is_truncated: bool = False
     """Sampling ended at a length limit."""
     attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
-    """The rollout's own: named arrays of any shape. Empty where it is damaged."""
+    """The sequence's own: named arrays of any shape. Empty where it is damaged."""
+    sequence: int = 0
+    """Place of the sequence in its rollout."""
+    sequences: int = 1
+    """Sequences of the rollout. They are packed each by itself, on any rank."""
+    rollout_loss_tokens: int = 0
+    """Trained tokens of the rollout, over all of its sequences, as planned."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:

@@ -1,8 +1,8 @@
 """The records that move through the buffer: rollouts, groups, and their form without payload for the batcher.
 
-A rollout is a small table: one row per token, one column per quantity. A group holds the rollouts of one prompt.
-A :class:`GroupInfo` is a group (or a part of one) without its payload: all that a decision needs, 49 bytes a
-rollout and some 150 a group.
+A rollout is a small table: one row per token, one column per quantity; an agent's may have several of them. A group
+holds the rollouts of one prompt. A :class:`GroupInfo` is a group (or a part of one) without its payload: all that a
+decision needs, 53 bytes a sequence and some 60 a group.
 
 Life of a group::
 
@@ -17,11 +17,9 @@ Records are frozen; their invariants are checked once, at construction, and viol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import repeat
-from operator import attrgetter
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_items, as_mapping, as_number, as_text, read_only, same, shown
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
-from rlbuffer.records.info import MAX_ROLLOUT_ID, unfrozen
+from rlbuffer.records.info import MAX_ROLLOUT_ID
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
@@ -40,71 +38,46 @@ MIN_LOGPROB = np.float32(-104.0)
 """In float32 e^-104 is 0: no sampler draws such a token. What is below is a stand-in for a logprob that is missing."""
 MIN_OTHER_LOGPROB = np.float32(-1000.0)
 """The same for columns of other models, which have not sampled the token: below it is a stand-in, too."""
+MAX_SEQUENCES = 256
+"""Sequences of one rollout."""
 AT_LIMIT = "length"
 """The `finish_reason` of a rollout whose sampling a length limit ended: it is truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollout:
-    """One scored, sampled trajectory: a table with one row per token.
+class TokenSequence:
+    """One row of tokens as a model saw it, a table with one row per token: what is packed as one segment.
 
     There is no prompt/completion split beyond the mask: an agentic rollout interleaves context and sampled spans.
 
     Raises:
         InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob, of any
             column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding) or below -104 (e^-104 is 0 in
-            float32, so that nothing draws such a token; -1000 in columns of other models); a reward or a float of a
-            column is beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap
-            or do not cover the trained tokens; a version is negative; `finish_reason` is ``length`` and `is_truncated`
-            is False.
-
-    Example:
-        >>> rollout = Rollout.from_completion(
-        ...     prompt_ids=[1, 5], token_ids=[7, 9, 2], logprobs=[-0.1, -0.7, -0.2], reward=1.0, policy_version=3
-        ... )
-        >>> rollout.length, rollout.prompt_tokens, rollout.loss_tokens
-        (5, 2, 3)
-        >>> rollout.loss_mask.tolist()
-        [False, False, True, True, True]
-        >>> rollout.version_spans
-        (VersionSpan(policy_version=3, start=2, end=5),)
+            float32, so that nothing draws such a token; -1000 in columns of other models); a float of a column is
+            beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do
+            not cover the trained tokens; a version is negative.
     """
 
-    rollout_id: str = ""
-    """Unique in its group; empty until pushed (then ``<group_id>/<index>``)."""
     tokens: NDArray[np.int32]
     """[T] int32; token ids, context and sampled tokens interleaved."""
     loss_mask: NDArray[np.bool_]
     """[T] bool; True where a token is trained. The first is False: nothing predicts it."""
     logprobs: NDArray[np.float32]
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
-    reward: float | None = None
-    """Scalar of at most 1e12, either sign, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=lambda: NOT_GIVEN)
-    """Named components of the reward."""
-    successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
-    """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
     """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token. The oldest
     one is the rollout's age, also where its tokens are masked: leave out the span of a prefix that shall not age it."""
     turns: tuple[Turn, ...] = ()
     """Role that spoke each range of tokens: ascending, disjoint."""
-    finish_reason: str = ""
-    """Reason why sampling ended: ``stop``, ``length``, ..."""
-    is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment]
-    """A length limit ended sampling, or cut what was sampled. Not given: whether `finish_reason` is ``length``."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
     attachments: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)
     """Named arrays of any shape that are not per token."""
-    text: str | None = None
-    """Rendered transcript, for people."""
-    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
-    """The user's own; msgpack types only."""
+    name: str = ""
+    """For people: ``compacted``, ``sub-task``, ..."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "rollout_id", as_text("rollout_id", self.rollout_id, limit=MAX_ROLLOUT_ID))
         for name, dtype in REQUIRED_COLUMNS.items():
             array = as_column(name, getattr(self, name), dtype)
             if array.ndim != 1:
@@ -126,12 +99,87 @@ class Rollout:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", columns)
         put(self, "attachments", as_arrays("attachment", self.attachments))
+        put(self, "version_spans", as_spans(self.version_spans, self.loss_mask))
+        put(self, "turns", as_turns(self.turns, length))
+        if self.name != "":
+            put(self, "name", as_text("name", self.name, limit=64))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first trained one (T when none is trained)."""
+        first = int(self.loss_mask.argmax())
+        return first if self.loss_mask[first] else len(self.tokens)
+
+    @classmethod
+    def from_turns(cls, turns: Sequence[Mapping[str, Any]], *, policy_version: int, **fields: Any) -> TokenSequence:
+        """Builds a sequence from turns in order; a turn with ``logprobs`` was sampled and is trained.
+
+        Each turn is a mapping with ``role`` and ``tokens`` [n], and optionally ``logprobs`` [n], ``policy_version``
+        (else the one given), ``reward`` and ``metadata``.
+        """
+        return cls(**_of_turns(turns, policy_version), **fields)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
+        return rebuilt, (type(self), field_values(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout(TokenSequence):
+    """One scored, sampled trajectory: its own sequence of tokens, nearly always the only one, and further ones.
+
+    An agent whose context was compacted, that asked sub-agents or tried again from an earlier point has several
+    sequences: they are rewarded and compared as one, and packed each by itself (:meth:`from_sequences`).
+
+    Raises:
+        InvalidRollout: as :class:`TokenSequence`; a reward is beyond 1e12, either sign; there are more than 256
+            sequences; `finish_reason` is ``length`` and `is_truncated` is False.
+
+    Example:
+        >>> rollout = Rollout.from_completion(
+        ...     prompt_ids=[1, 5], token_ids=[7, 9, 2], logprobs=[-0.1, -0.7, -0.2], reward=1.0, policy_version=3
+        ... )
+        >>> rollout.length, rollout.prompt_tokens, rollout.loss_tokens
+        (5, 2, 3)
+        >>> rollout.loss_mask.tolist()
+        [False, False, True, True, True]
+        >>> rollout.version_spans
+        (VersionSpan(policy_version=3, start=2, end=5),)
+    """
+
+    rollout_id: str = ""
+    """Unique in its group; empty until pushed (then ``<group_id>/<index>``)."""
+    reward: float | None = None
+    """Scalar of at most 1e12, either sign, or None until scored."""
+    rewards: Mapping[str, float] = field(default_factory=lambda: NOT_GIVEN)
+    """Named components of the reward."""
+    successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
+    """Named verdicts."""
+    finish_reason: str = ""
+    """Reason why sampling ended: ``stop``, ``length``, ..."""
+    is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment]
+    """A length limit ended sampling, or cut what was sampled. Not given: whether `finish_reason` is ``length``."""
+    text: str | None = None
+    """Rendered transcript, for people."""
+    metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
+    """The user's own; msgpack types only."""
+    further: tuple[TokenSequence, ...] = ()
+    """Its sequences behind the first, which the fields above are."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "rollout_id", as_text("rollout_id", self.rollout_id, limit=MAX_ROLLOUT_ID))
         if self.reward is not None:
             put(self, "reward", as_number("reward", self.reward))
         put(self, "rewards", _named_values("rewards", self.rewards, as_number))
         put(self, "successes", _named_values("successes", self.successes, as_flag))
-        put(self, "version_spans", as_spans(self.version_spans, self.loss_mask))
-        put(self, "turns", as_turns(self.turns, length))
         put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
         at_limit = self.finish_reason == AT_LIMIT
         given: object = self.is_truncated
@@ -144,32 +192,34 @@ class Rollout:
         if self.text is not None:
             put(self, "text", as_text("text", self.text))
         put(self, "metadata", read_only("metadata", self.metadata))
+        TokenSequence.__post_init__(self)
+        if self.further != ():
+            put(self, "further", _as_further(self.further))
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """All of its sequences, itself the first: what is packed, each as one segment."""
+        return (self, *self.further)
 
     @property
     def length(self) -> int:
-        """Number of tokens T."""
-        return len(self.tokens)
+        """Number of tokens, over all sequences."""
+        return len(self.tokens) + sum([len(s.tokens) for s in self.further])
 
     @property
     def loss_tokens(self) -> int:
-        """Number of trained tokens."""
-        return int(np.count_nonzero(self.loss_mask))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens before the first trained one (T when none is trained)."""
-        first = int(self.loss_mask.argmax())
-        return first if self.loss_mask[first] else self.length
+        """Number of trained tokens, over all sequences."""
+        return sum([int(np.count_nonzero(s.loss_mask)) for s in self.sequences])
 
     @property
     def min_policy_version(self) -> int:
-        """The oldest policy version that sampled a token."""
-        return min(self.version_spans).policy_version
+        """The oldest policy version that sampled a token, over all sequences."""
+        return min([min(s.version_spans).policy_version for s in self.sequences])
 
     @property
     def max_policy_version(self) -> int:
-        """The newest policy version that sampled a token."""
-        return max(self.version_spans).policy_version
+        """The newest policy version that sampled a token, over all sequences."""
+        return max([max(s.version_spans).policy_version for s in self.sequences])
 
     @classmethod
     def from_completion(
@@ -204,55 +254,49 @@ class Rollout:
     def from_turns(
         cls, turns: Sequence[Mapping[str, Any]], *, reward: float | None, policy_version: int, **fields: Any
     ) -> Rollout:
-        """Builds a rollout from turns in order; a turn with ``logprobs`` was sampled and is trained.
+        """Builds a rollout of one sequence from turns in order, as :meth:`TokenSequence.from_turns`."""
+        return cls(reward=reward, **_of_turns(turns, policy_version), **fields)
 
-        Each turn is a mapping with ``role`` and ``tokens`` [n], and optionally ``logprobs`` [n], ``policy_version``
-        (else the rollout's), ``reward`` and ``metadata``.
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[TokenSequence], *, reward: float | None, **fields: Any) -> Rollout:
+        """Builds a rollout of several sequences, the main one first.
+
+        Sequences of one tree begin alike. A token that was sampled once is trained once: where a later sequence begins
+        with the same ids and the same inference logprobs as an earlier one, what that one trains is masked, and
+        ages it no longer. A later sequence in which nothing is left to train is left out.
+
+        Example:
+            >>> def sequence(*sampled):
+            ...     return TokenSequence.from_turns(
+            ...         [
+            ...             {"role": "user", "tokens": [1, 5]},
+            ...             {"role": "assistant", "tokens": sampled, "logprobs": [-0.5] * len(sampled)},
+            ...         ],
+            ...         policy_version=3,
+            ...     )
+            >>> rollout = Rollout.from_sequences([sequence(7, 8), sequence(7, 9, 2)], reward=1.0)
+            >>> [s.loss_mask.tolist() for s in rollout.sequences]
+            [[False, False, True, True], [False, False, False, True, True]]
+            >>> rollout.length, rollout.loss_tokens
+            (9, 4)
         """
-        tokens, mask, logprobs, spans, marks = [], [], [], [], []
-        position = 0
-        for i, turn in enumerate(as_items("turns", turns)):
-            for name in ("role", "tokens"):
-                if name not in as_mapping(f"turns[{i}]", turn):
-                    raise InvalidRollout(f"turns[{i}].{name}: missing")
-            ids = _column("tokens", turn["tokens"])
-            sampled = turn.get("logprobs") is not None
-            values = _column("logprobs", turn["logprobs"]) if sampled else np.zeros(len(ids), np.float32)
-            end = position + len(ids)
-            if len(values) != len(ids):
-                raise InvalidRollout(f"column logprobs: {len(values)} rows do not match {len(ids)} tokens of a turn")
-            tokens.append(ids)
-            mask.append(np.full(len(ids), sampled))
-            logprobs.append(values)
-            if sampled and len(ids):
-                spans.append(VersionSpan(turn.get("policy_version", policy_version), position, end))
-            marks.append(Turn(turn["role"], position, end, turn.get("reward"), turn.get("metadata")))
-            position = end
-        if not tokens:
-            raise InvalidRollout("turns: empty")
-        return cls(
-            tokens=_joined(tokens),
-            loss_mask=_joined(mask),
-            logprobs=_joined(logprobs),
-            reward=reward,
-            version_spans=tuple(spans) or (VersionSpan(policy_version, 0, position),),
-            turns=tuple(marks),
-            **fields,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rollout):
-            return NotImplemented
-        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
-        return rebuilt, (type(self), field_values(self))
+        main, *later = as_items("sequences", sequences) or [None]
+        if not isinstance(main, TokenSequence):
+            raise InvalidRollout(f"sequences[0]: expected a TokenSequence, got {shown(main)}")
+        seen, further = [main], []
+        for sequence in _as_further(later):
+            mask = sequence.loss_mask.copy()
+            for other in seen:
+                shared = _shared(sequence, other)
+                mask[:shared] &= ~other.loss_mask[:shared]
+            seen.append(sequence)
+            if mask.any():
+                further.append(_masked(sequence, mask))
+        given = {name: getattr(main, name) for name in _SEQUENCE_NAMES}
+        return cls(**given, reward=reward, further=tuple(further), **fields)
 
 
-_Unfrozen = unfrozen(Rollout)
+_NAMES, _SEQUENCE_NAMES = ([f.name for f in fields(record)] for record in (Rollout, TokenSequence))
 
 
 class TokenArrays(Protocol):
@@ -286,10 +330,68 @@ def check_logprobs(name: str, array: NDArray[Any]) -> None:
     raise InvalidRollout(f"column {name}: {float(array[at]):.6g} at position {at[0]} {why}")
 
 
+def _of_turns(turns: Sequence[Mapping[str, Any]], policy_version: int) -> dict[str, Any]:
+    """The fields of a sequence of these turns."""
+    tokens, mask, logprobs, spans, marks = [], [], [], [], []
+    position = 0
+    for i, turn in enumerate(as_items("turns", turns)):
+        for name in ("role", "tokens"):
+            if name not in as_mapping(f"turns[{i}]", turn):
+                raise InvalidRollout(f"turns[{i}].{name}: missing")
+        ids = _column("tokens", turn["tokens"])
+        sampled = turn.get("logprobs") is not None
+        values = _column("logprobs", turn["logprobs"]) if sampled else np.zeros(len(ids), np.float32)
+        end = position + len(ids)
+        if len(values) != len(ids):
+            raise InvalidRollout(f"column logprobs: {len(values)} rows do not match {len(ids)} tokens of a turn")
+        tokens.append(ids)
+        mask.append(np.full(len(ids), sampled))
+        logprobs.append(values)
+        if sampled and len(ids):
+            spans.append(VersionSpan(turn.get("policy_version", policy_version), position, end))
+        marks.append(Turn(turn["role"], position, end, turn.get("reward"), turn.get("metadata")))
+        position = end
+    if not tokens:
+        raise InvalidRollout("turns: empty")
+    return {
+        "tokens": _joined(tokens),
+        "loss_mask": _joined(mask),
+        "logprobs": _joined(logprobs),
+        "version_spans": tuple(spans) or (VersionSpan(policy_version, 0, position),),
+        "turns": tuple(marks),
+    }
+
+
+def _as_further(given: Any) -> tuple[TokenSequence, ...]:
+    further = tuple(as_items("further", given))
+    if len(further) >= MAX_SEQUENCES:
+        raise InvalidRollout(f"further: {len(further) + 1} sequences are more than {MAX_SEQUENCES}")
+    for i, sequence in enumerate(further):
+        if not isinstance(sequence, TokenSequence) or isinstance(sequence, Rollout):
+            raise InvalidRollout(f"further[{i}]: expected a TokenSequence, got {shown(sequence)}")
+    return further
+
+
+def _shared(a: TokenSequence, b: TokenSequence) -> int:
+    """Tokens of the longest common beginning: same ids and same inference logprobs, so one act of sampling."""
+    most = min(len(a.tokens), len(b.tokens))
+    differs = (a.tokens[:most] != b.tokens[:most]) | (a.logprobs[:most] != b.logprobs[:most])
+    return int(differs.argmax()) if differs.any() else most
+
+
+def _masked(sequence: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
+    """The sequence with another mask, which leaves out some of its trained tokens, and all spans of only such."""
+    if np.array_equal(mask, sequence.loss_mask):
+        return sequence
+    own = sequence.loss_mask
+    spans = tuple(s for s in sequence.version_spans if mask[s.start : s.end].any() or not own[s.start : s.end].any())
+    return replace(sequence, loss_mask=mask, version_spans=spans)
+
+
 def lacks_logprobs(rollout: Rollout) -> bool:
     """True when several tokens are trained, and every logprob is exactly 0: nothing was sampled with such a certainty,
     except greedily."""
-    return not rollout.logprobs.any() and rollout.loss_tokens > 1
+    return rollout.loss_tokens > 1 and not any(sequence.logprobs.any() for sequence in rollout.sequences)
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:
@@ -339,12 +441,19 @@ def rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
     return cls(**values)
 
 
+def with_column(rollout: Rollout, name: str, values: Sequence[NDArray[Any]]) -> Rollout:
+    """The rollout with a further column, of which `values` has an array for each sequence."""
+    first, *rest = values
+    further = [replace(s, columns={**s.columns, name: v}) for s, v in zip(rollout.further, rest, strict=True)]
+    return replace(rollout, columns={**rollout.columns, name: first}, further=tuple(further))
+
+
 def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
     """The same rollout with an id where it has none; its other fields were checked already."""
     if rollout.rollout_id:
         return rollout
-    copy = _Unfrozen()
-    names = Rollout.__slots__
-    any(map(setattr, repeat(copy), names, attrgetter(*names)(rollout)))  # which returns None
-    copy.rollout_id, copy.__class__ = rollout_id, Rollout
-    return cast(Rollout, copy)
+    copy = object.__new__(Rollout)
+    for name in _NAMES:
+        object.__setattr__(copy, name, getattr(rollout, name))
+    object.__setattr__(copy, "rollout_id", rollout_id)
+    return copy

@@ -67,8 +67,8 @@ class StepHeader:
     masks_truncated: bool = False
     """No token of a truncated rollout is trained, whatever its payload says."""
     left_out: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
-    """Payload key without the run's prefix -> (index, reason) of the rollouts of that push that its group's step leaves
-    out."""
+    """Payload key without the run's prefix -> (payload field, reason) of what that push holds that its group's step
+    leaves out."""
 
     def masks(self, info: RolloutInfo) -> bool:
         """True when this rollout of the step is there, and not trained."""

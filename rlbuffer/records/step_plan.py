@@ -53,7 +53,7 @@ class Normalizers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRef:
-    """One rollout of a step plan, and where its payload is."""
+    """One rollout of a step plan, or one sequence of it, and where its payload is."""
 
     entry_id: str
     """Pool entry (one push) that holds it."""
@@ -133,7 +133,7 @@ class PlannedRollouts(Sequence[RolloutRef]):
     def _each(self) -> Iterator[RolloutRef]:
         for (entry_id, group_id, env, adapter, places), push in self._pushes:
             for place in places:
-                info = push.rollouts[place]
+                info = push.sequences[place]
                 made = _UnfrozenRef()
                 made.entry_id = entry_id
                 made.index = place
@@ -231,9 +231,9 @@ class StepPlan:
     group_ids: tuple[str, ...]
     """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
     rollouts: Sequence[RolloutRef]
-    """The rollouts that `plan` indexes."""
+    """The rollouts that `plan` indexes; each sequence of one that has several."""
     advantages: NDArray[np.float32]
-    """[rollouts] float32; one per rollout, broadcast to its trained tokens (a column ``advantages`` wins)."""
+    """[rollouts] float32, as `rollouts`; broadcast to the trained tokens (a column ``advantages`` wins)."""
     plan: Plan
     """The place of each rollout."""
     normalizers: Normalizers

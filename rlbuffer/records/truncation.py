@@ -12,16 +12,16 @@ attachment belongs to which tokens. `text` is for people and stays whole.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout, TokenSequence
 
 
 def truncated(rollout: Rollout, length: int) -> Rollout:
-    """The tokens of `rollout` up to the last trained one of the first `length`, flagged as truncated.
+    """The tokens of each sequence of `rollout` up to the last trained one of the first `length`, flagged as truncated.
 
-    Itself when it is no longer than that, or cannot be cut.
+    Itself when none is longer than that, or can be cut.
 
     Example:
         >>> whole = Rollout.from_completion(
@@ -31,32 +31,33 @@ def truncated(rollout: Rollout, length: int) -> Rollout:
         >>> cut.tokens.tolist(), cut.loss_tokens, cut.is_truncated, truncated(cut, 4) is cut
         ([1, 2, 3, 4], 2, True, True)
     """
-    trained = rollout.loss_mask[:length].nonzero()[0]
-    if rollout.length <= length or not len(trained):
+    cuts = [_cut(sequence, length) for sequence in rollout.sequences]
+    if not any(cuts):
         return rollout
+    further = tuple(replace(s, **cut) if cut else s for s, cut in zip(rollout.further, cuts[1:], strict=True))
+    return replace(rollout, **cuts[0], further=further, is_truncated=True)
+
+
+def _cut(sequence: TokenSequence, length: int) -> dict[str, Any]:
+    """The fields of a sequence that is cut; none where it is short enough, or cannot be cut."""
+    trained = sequence.loss_mask[:length].nonzero()[0]
+    if len(sequence.tokens) <= length or not len(trained):
+        return {}
     length = int(trained[-1]) + 1
-    if rollout.attachments and not rollout.loss_mask[length:].all():
-        return rollout
-    spans = tuple(VersionSpan(v, start, min(end, length)) for v, start, end in rollout.version_spans if start < length)
-    turns = tuple(
-        Turn(turn.role, turn.start, min(turn.end, length), turn.reward, turn.metadata)
-        for turn in rollout.turns
-        if turn.start < length
-    )
-    return replace(
-        rollout,
-        tokens=rollout.tokens[:length],
-        loss_mask=rollout.loss_mask[:length],
-        logprobs=rollout.logprobs[:length],
-        columns={name: values[:length] for name, values in rollout.columns.items()},
-        version_spans=spans,
-        turns=turns,
-        is_truncated=True,
-    )
+    if sequence.attachments and not sequence.loss_mask[length:].all():
+        return {}
+    return {
+        "tokens": sequence.tokens[:length],
+        "loss_mask": sequence.loss_mask[:length],
+        "logprobs": sequence.logprobs[:length],
+        "columns": {name: values[:length] for name, values in sequence.columns.items()},
+        "version_spans": tuple(s._replace(end=min(s.end, length)) for s in sequence.version_spans if s.start < length),
+        "turns": tuple(t._replace(end=min(t.end, length)) for t in sequence.turns if t.start < length),
+    }
 
 
 def truncated_group(group: Group, length: int) -> Group:
-    """The group with every rollout cut to at most `length` tokens; itself when none is longer."""
-    if all(rollout.length <= length for rollout in group.rollouts):
+    """The group with every sequence cut to at most `length` tokens; itself when none is longer."""
+    if all(len(sequence.tokens) <= length for sequence in group.sequences()):
         return group
     return replace(group, rollouts=tuple(truncated(rollout, length) for rollout in group.rollouts))

@@ -17,9 +17,10 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlbuffer.client.details import stand_in
+from rlbuffer.client.details import stand_ins
 from rlbuffer.client.producer import Producer
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import (
@@ -37,7 +38,7 @@ from rlbuffer.process.progress import Progress
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, with_column
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFunction, make_rewards
@@ -254,13 +255,14 @@ class _Scorer:
         entry, info = pending.entry, pending.entry.info
         if info is None:
             return None
-        refs = [stand_in(entry, index, rollout) for index, rollout in enumerate(info.rollouts)]
+        refs = stand_ins([entry])
         try:
-            rollouts = []
-            for ref, data in zip(refs, self._store.read_payloads(refs), strict=True):
-                if data is None:
-                    raise PayloadError(f"the payload of rollout {ref.info.rollout_id} is missing")
-                rollouts.append(payload.decode_rollout(data, expected=ref.info))
+            rollouts, found = [], iter(self._store.read_payloads(refs))
+            for rollout in info.rollouts:
+                its = [*islice(found, len(rollout.sequences))]
+                if None in its:
+                    raise PayloadError(f"the payload of rollout {rollout.rollout_id} is missing")
+                rollouts.append(payload.decode_whole(its, rollout.sequences))
                 if self._reference is not None and self._options.column in info.needs:
                     self._reference.check(rollouts[-1])
             rest = self._store.read_group_payloads([entry.payload_key])[0]
@@ -291,7 +293,7 @@ class _Scorer:
             return out
         try:
             values = await self._unless_stopped(
-                in_thread(lambda: reference.logprobs([r for _, group in wanting for r in group.rollouts]))
+                in_thread(lambda: reference.logprobs([s for _, group in wanting for s in group.sequences()]))
             )
         except (RuntimeError, IndexError, RlbufferError) as error:
             for pending, _ in wanting:
@@ -299,11 +301,11 @@ class _Scorer:
                 del out[pending.entry.entry_id]
             return out
         for pending, group in wanting:
-            own, values = values[: len(group.rollouts)], values[len(group.rollouts) :]
+            count = len(group.sequences())
+            own, values = iter(values[:count]), values[count:]
             try:
                 out[pending.entry.entry_id] = tuple(
-                    replace(rollout, columns={**rollout.columns, column: value})
-                    for rollout, value in zip(group.rollouts, own, strict=True)
+                    with_column(rollout, column, [next(own) for _ in rollout.sequences]) for rollout in group.rollouts
                 )
             except InvalidRollout as error:  # logprobs that are not finite: of a model that is broken
                 self._fail(pending, str(error))

@@ -7,7 +7,6 @@ Imports torch and transformers: import this module lazily.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rlbuffer.config.settings import INITIAL_MODEL, RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens
@@ -43,19 +42,19 @@ class Reference:
 
     def check(self, rollout: Rollout) -> None:
         """Raises InvalidRollout when the model has no embedding for a token."""
-        highest = int(rollout.tokens.max())
+        highest = max(int(sequence.tokens.max()) for sequence in rollout.sequences)
         if highest >= self._vocabulary:
             raise InvalidRollout(
                 f"rollout {rollout.rollout_id}: token {highest} is outside the model's vocabulary of {self._vocabulary}"
             )
 
     @torch.no_grad()
-    def logprobs(self, rollouts: Sequence[Rollout]) -> list[NDArray[np.float32]]:
-        """Per rollout the logprob of every trained token given those before it, 0 elsewhere: [T] float32, nats."""
-        out: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rollouts)
-        lengths = [rollout.length for rollout in rollouts]
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        """Per sequence the logprob of every trained token given those before it, 0 elsewhere: [T] float32, nats."""
+        out: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
+        lengths = [len(sequence.tokens) for sequence in sequences]
         row_tokens = max(self._row_tokens, *lengths)
-        bare = [self._bare(rollout) for rollout in rollouts]
+        bare = [self._bare(sequence) for sequence in sequences]
         for micro_step in plan(lengths, row_tokens=row_tokens, world_size=1).rows:
             row = micro_step[0][0]
             packed: Any = pack([bare[index] for index in row], row_tokens=row_tokens).to(self._device)
@@ -66,12 +65,18 @@ class Reference:
                 out[index] = np.ascontiguousarray(piece)
         return out
 
-    def _bare(self, rollout: Rollout) -> Rollout:
+    def _bare(self, its: TokenSequence) -> Rollout:
         """Without columns that the forward pass does not look at: those of different envs need not go together."""
-        temperatures = rollout.columns.get("temperatures")
+        temperatures = its.columns.get("temperatures")
         if temperatures is None:
-            temperatures = np.full(rollout.length, self._temperature, np.float32)
-        return replace(rollout, columns={"temperatures": temperatures}, attachments={})
+            temperatures = np.full(len(its.tokens), self._temperature, np.float32)
+        return Rollout(
+            tokens=its.tokens,
+            loss_mask=its.loss_mask,
+            logprobs=its.logprobs,
+            version_spans=its.version_spans,
+            columns={"temperatures": temperatures},
+        )
 
 
 def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:

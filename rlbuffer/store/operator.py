@@ -15,7 +15,7 @@ from rlbuffer.errors import (
     RlbufferError,
     StepRetired,
 )
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import RolloutInfo, folded
 from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.claim import ATTEMPT_SECONDS
@@ -23,7 +23,7 @@ from rlbuffer.store.history import RunRewound, StepsVoided
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.member import TicketStore
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries
-from rlbuffer.store.records import Meta, PartRollout, PoolEntry
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
@@ -149,7 +149,7 @@ class OperatorStore(TicketStore):
             for group_id, group_members in members.items():
                 # For a group that was trained before, only one use is void.
                 if not header.uses.get(group_id):
-                    infos = [member.info for member in group_members]
+                    infos = [folded([ref.info for ref in its]) for its in by_rollout(group_members)]
                     add(group_id, group_members[0].env, infos, f"step {header.step} was taken back")
         pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
         for entry in pool_entries(self.keys, pool):

@@ -15,8 +15,21 @@ from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, RolloutIn
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire.payload import Announced
 
-PART_ROW = np.dtype([("source", "<u4"), ("index", "<u4"), ("advantage", "<f4"), *ROW_DTYPE.descr])
-"""A rollout of a part: its push among those of the part, its payload field there, its advantage, its numbers."""
+PART_ROW = np.dtype(
+    [
+        ("source", "<u4"),
+        ("index", "<u4"),
+        ("rollout", "<u4"),
+        ("sequence", "<u2"),
+        ("sequences", "<u2"),
+        ("rollout_loss_tokens", "<u4"),
+        ("advantage", "<f4"),
+        *ROW_DTYPE.descr,
+    ]
+)
+"""A sequence of a part: its push among those of the part, its payload field and its rollout there; its place among the
+sequences of the rollout, how many those are and what they train in all; its advantage, its numbers, and the reward of
+its rollout."""
 
 
 class Source(NamedTuple):
@@ -50,9 +63,10 @@ class PartRollouts(Sequence[PartRollout]):
         rewards: Sequence[Mapping[str, float]] | None = None,
     ) -> None:
         self.table, self._sources = table, sources
-        self._named = [{}] * len(table) if rewards is None else rewards
-        indices = table["index"].tolist()
-        self._ids = [f"{i}/{n}" for i, n in zip(self.of_push("group_id"), indices, strict=True)] if ids is None else ids
+        self.rewards: Sequence[Mapping[str, float]] = [{}] * len(table) if rewards is None else rewards
+        """Named rewards of each one's rollout."""
+        numbers = table["rollout"].tolist()
+        self._ids = [f"{i}/{n}" for i, n in zip(self.of_push("group_id"), numbers, strict=True)] if ids is None else ids
 
     @classmethod
     def joined(cls, pieces: Iterable[tuple[PartRollouts, Sequence[int]]]) -> PartRollouts:
@@ -69,13 +83,19 @@ class PartRollouts(Sequence[PartRollout]):
             tables.append(part.table[[*places]])
             tables[-1]["source"] += first[id(part)]
             ids += [part._ids[place] for place in places]
-            rewards += [part._named[place] for place in places]
+            rewards += [part.rewards[place] for place in places]
         return cls(np.concatenate(tables), sources, ids, rewards)
 
     def of_push(self, name: str) -> list[Any]:
         """A value of the push of each rollout, by the name of a field of :class:`Source`."""
         values = [getattr(source, name) for source in self._sources]
         return [values[number] for number in self.table["source"].tolist()]
+
+    @cached_property
+    def reward(self) -> list[float | None]:
+        """The reward of each one's rollout."""
+        scored = (self.table["flags"] & HAS_REWARD != 0).tolist()
+        return [reward if has else None for reward, has in zip(self.table["reward"].tolist(), scored, strict=True)]
 
     @property
     def are_truncated(self) -> list[bool]:
@@ -85,13 +105,15 @@ class PartRollouts(Sequence[PartRollout]):
 
     @cached_property
     def announced(self) -> list[Announced]:
-        """Each rollout as its payload must be."""
+        """Each sequence as its payload must be: that of the first has what is the rollout's own."""
         table = self.table
         of = {name: table[name].tolist() for name in ROW_DTYPE.names or ()}
-        scored = table["flags"] & HAS_REWARD != 0
-        if not scored.all():
-            of["reward"] = [reward if has else None for reward, has in zip(of["reward"], scored.tolist(), strict=True)]
-        of |= {"rollout_id": self._ids, "rewards": self._named, "is_truncated": self.are_truncated}
+        of |= {"reward": self.reward, "rewards": self.rewards}
+        of |= {"rollout_id": self._ids, "is_truncated": self.are_truncated}
+        if table["sequence"].any():
+            first = (table["sequence"] == 0).tolist()
+            of["reward"] = [reward if is_first else None for reward, is_first in zip(of["reward"], first, strict=True)]
+            of["rewards"] = [named if is_first else {} for named, is_first in zip(of["rewards"], first, strict=True)]
         return [*map(Announced._make, zip(*[of[name] for name in Announced._fields], strict=True))]
 
     def __len__(self) -> int:
@@ -117,15 +139,16 @@ class PartRollouts(Sequence[PartRollout]):
 
     @cached_property
     def _records(self) -> tuple[PartRollout, ...]:
-        its = zip(self.table[["source", "index", "advantage"]].tolist(), self.announced, strict=True)
+        own = [name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}]
+        columns = zip(*[self.table[name].tolist() for name in own], strict=True)
+        its = zip(self.table[["source", "largest_token"]].tolist(), columns, self.announced, strict=True)
         return tuple(
             PartRollout(
-                index=index,
-                advantage=advantage,
-                info=RolloutInfo(**announced._asdict()),
+                **dict(zip(own, values, strict=True)),
+                info=RolloutInfo(largest_token=largest, **announced._asdict()),
                 **self._sources[source]._asdict(),
             )
-            for (source, index, advantage), announced in its
+            for (source, largest), values, announced in its
         )
 
 

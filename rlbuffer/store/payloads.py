@@ -12,7 +12,7 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, fits
 from rlbuffer.records.info import RolloutInfo
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import FETCH_BYTES, Viewer
 from rlbuffer.wire import payload
@@ -49,8 +49,8 @@ class Trainable:
 
 def read_rollouts(
     store: Viewer, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
-) -> Iterator[tuple[PartRollout, Rollout | str]]:
-    """Each rollout; what is wrong with it where it cannot be trained.
+) -> Iterator[tuple[PartRollout, TokenSequence | str]]:
+    """Each sequence; what is wrong with it where it cannot be trained.
 
     `schema`: the further columns of its step.
     """
@@ -84,10 +84,10 @@ def opened(
     return read
 
 
-def sound(read: Payload, can: Trainable) -> Rollout | str:
-    """The rollout of a payload that was opened; what is wrong with it where one of its values cannot be trained."""
+def sound(read: Payload, can: Trainable) -> TokenSequence | str:
+    """The sequence of a payload that was opened; what is wrong with it where one of its values cannot be trained."""
     try:
-        rollout = read.rollout()
+        rollout = read.record()
     except PayloadError as error:
         return str(error)
     highest = int(rollout.tokens.max())

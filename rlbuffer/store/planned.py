@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import HAS_REWARD, ROW, ROW_DTYPE, GroupInfo
+from rlbuffer.records.info import HAS_REWARD, ROW, ROW_DTYPE, GroupInfo, rollouts_of, sequences_of
 from rlbuffer.records.step_plan import PlannedPush, PlannedRollouts, RolloutRef, StepPlan, pushes_of, version_trained
 from rlbuffer.store.part_rollouts import PART_ROW
 from rlbuffer.store.records import PoolEntry
-from rlbuffer.wire.metadata_pages import names_of
+from rlbuffer.wire.metadata import names_of
 
 
 class Planned:
-    """All columns are in the order of the plan's rollouts.
+    """All columns are in the order of the plan: of its rollouts, or of their sequences.
 
     Raises:
         PayloadError: the plan names a rollout that its entry does not hold.
@@ -33,28 +33,46 @@ class Planned:
         rows = []
         for push in self.pushes:
             info, places = entries[push.entry_id].info, push.places
-            is_whole = info is not None and places == range(info.totals.rollouts)
-            if info is None or not (is_whole or max(places) < info.totals.rollouts):
+            is_whole = info is not None and places == range(info.totals.sequences)
+            if info is None or not (is_whole or max(places) < info.totals.sequences):
                 raise PayloadError(f"entry {push.entry_id} does not hold the rollouts of its step")
             self._infos.append(info)
             rows.append(info.rows if is_whole else b"".join([_row(info, place) for place in places]))
-        self.numbers: NDArray[np.void] = np.frombuffer(b"".join(rows), ROW_DTYPE)
-        """[rollouts] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
+        self.rows: NDArray[np.void] = np.frombuffer(b"".join(rows), ROW_DTYPE)
+        """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
+        self.numbers = rollouts_of(self.rows)
+        """[rollouts] of it, over the sequences of each."""
+        self.sequences = sequences_of(self.rows)
+        """[rollouts] how many each has."""
+        self._heads = np.cumsum(self.sequences) - self.sequences
 
     @cached_property
     def places(self) -> list[int]:
-        """Payload fields."""
+        """[sequences] payload fields."""
         return [*chain.from_iterable([push.places for push in self.pushes])]
 
     @cached_property
+    def numbers_in_push(self) -> list[int]:
+        """[sequences] the place of its rollout among those of its push."""
+        out: list[int] = []
+        for push, info in zip(self.pushes, self._infos, strict=True):
+            if info.totals.sequences == info.totals.rollouts:
+                out += push.places
+            else:
+                rollout = np.repeat(np.arange(info.totals.rollouts), sequences_of(np.frombuffer(info.rows, ROW_DTYPE)))
+                out += rollout[[*push.places]].tolist()
+        return out
+
+    @cached_property
     def names(self) -> tuple[list[str], list[Mapping[str, float]]]:
-        """Ids and named rewards."""
-        all_ids, all_named = list[str](), list[Mapping[str, float]]()
+        """[sequences] id and named rewards of its rollout."""
+        all_ids, all_named, numbers = list[str](), list[Mapping[str, float]](), iter(self.numbers_in_push)
         for push, info in zip(self.pushes, self._infos, strict=True):
             ids, named = names_of(info)
+            its = [*islice(numbers, len(push.places))]
             is_whole = push.places == range(len(ids))
-            all_ids += ids if is_whole else [ids[place] for place in push.places]
-            all_named += named if is_whole else [named[place] for place in push.places]
+            all_ids += ids if is_whole else [ids[number] for number in its]
+            all_named += named if is_whole else [named[number] for number in its]
         return all_ids, all_named
 
     @cached_property
@@ -65,33 +83,39 @@ class Planned:
 
     @cached_property
     def ages(self) -> NDArray[np.int64]:
-        """The version that the step trains - the oldest that sampled a token."""
+        """[rollouts] the version that the step trains - the oldest that sampled a token."""
         trained = [version_trained(self.plan.adapters, push.adapter, self.plan.step) for push in self.pushes]
-        return self.spread(trained) - self.numbers["min_version"].astype(np.int64)
+        ages: NDArray[np.int64] = self.spread(trained)[self._heads] - self.numbers["min_version"].astype(np.int64)
+        return ages
 
     @cached_property
     def by_env(self) -> dict[str, NDArray[np.int64]]:
         """env -> its rollouts, in the order of each one's first."""
         number: dict[str, int] = {}
-        its = self.spread([number.setdefault(push.env, len(number)) for push in self.pushes])
+        its = self.spread([number.setdefault(push.env, len(number)) for push in self.pushes])[self._heads]
         return {env: np.flatnonzero(its == i) for env, i in number.items()}
 
     @cached_property
     def origins(self) -> NDArray[np.int64]:
-        """The first of `pushes` that lies in the same entry."""
+        """[sequences] the first of `pushes` that lies in the same entry."""
         first: dict[str, int] = {}
         return self.spread([first.setdefault(push.entry_id, i) for i, push in enumerate(self.pushes)])
 
     def table(self) -> NDArray[np.uint8]:
-        """[rollouts, bytes] of :data:`~rlbuffer.store.part_rollouts.PART_ROW`, whose sources are places in `pushes`."""
-        data = np.empty((len(self.numbers), PART_ROW.itemsize), np.uint8)
-        data[:, -ROW.size :] = self.numbers.view(np.uint8).reshape(-1, ROW.size)
+        """[sequences, bytes] of :data:`~rlbuffer.store.part_rollouts.PART_ROW`; sources are places in `pushes`."""
+        data = np.empty((len(self.rows), PART_ROW.itemsize), np.uint8)
+        data[:, -ROW.size :] = self.rows.view(np.uint8).reshape(-1, ROW.size)
         out = data.view(PART_ROW).reshape(-1)
         out["source"], out["index"], out["advantage"] = self.origins, self.places, self.plan.advantages
+        out["rollout"], out["sequences"] = self.numbers_in_push, np.repeat(self.sequences, self.sequences)
+        out["sequence"] = np.arange(len(self.rows)) - np.repeat(self._heads, self.sequences)
+        for name, of in (("rollout_loss_tokens", "loss_tokens"), ("reward", "reward")):
+            out[name] = np.repeat(self.numbers[of], self.sequences)
+        out["flags"] |= np.repeat(self.numbers["flags"] & HAS_REWARD, self.sequences)
         return data
 
     def spread(self, of_pushes: Sequence[int]) -> NDArray[np.int64]:
-        """[rollouts] of a value for each of `pushes`."""
+        """[sequences] of a value for each of `pushes`."""
         return np.repeat(np.array(of_pushes, dtype=np.int64), [len(push.places) for push in self.pushes])
 
 
@@ -113,7 +137,7 @@ def _check(refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> None
         info = entries[ref.entry_id].info
         if (
             info is None
-            or not 0 <= ref.index < len(info.rollouts)
-            or info.rollouts[ref.index].rollout_id != ref.rollout_id
+            or not 0 <= ref.index < len(info.sequences)
+            or info.sequences[ref.index].rollout_id != ref.rollout_id
         ):
             raise PayloadError(f"entry {ref.entry_id} does not hold rollout {ref.rollout_id} at index {ref.index}")

@@ -295,6 +295,10 @@ def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:
 
 def _sizes(push: payload.EncodedPush) -> dict[str, int]:
     """Bytes of each value of a push's payload, under what it is called in messages."""
-    ids = [f"rollout {rollout.rollout_id}" for rollout in push.info.rollouts]
+    ids = [
+        f"rollout {rollout.rollout_id}" + (f", sequence {i}" if i else "")
+        for rollout in push.info.rollouts
+        for i in range(len(rollout.sequences))
+    ]
     sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}
     return sizes | {"answer and metadata": len(push.group_payload or b"")}

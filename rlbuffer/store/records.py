@@ -5,7 +5,7 @@ All times are the server's clock, in seconds unless named otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -218,21 +218,37 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRollout:
-    """A rollout as a step's part names it: enough to pull it, and to stand in for it when it is damaged."""
+    """A rollout, or a sequence of it, as a step's part names it: enough to pull it, and to stand in for it when it is
+    damaged."""
 
     payload_key: str
     index: int
+    """Payload field."""
     info: RolloutInfo
     group_id: str
     env: str
     adapter: str
     advantage: float
+    sequence: int = 0
+    """Place among the sequences of its rollout."""
+    sequences: int = 1
+    """Sequences of its rollout."""
+    rollout_loss_tokens: int = 0
+    """Trained tokens of its rollout, over all sequences; 0 where it is not planned."""
     prompt_id: str = ""
     """This and what follows is for people who look at a consumed group; nothing trains on it."""
     planned_size: int = 0
     worker: str = ""
     pushed_ms: int = 0
     """Server time of its push."""
+
+
+def by_rollout(refs: Iterable[PartRollout]) -> list[list[PartRollout]]:
+    """The sequences of each rollout, in the order of their pushes."""
+    out: dict[tuple[str, str], list[PartRollout]] = {}
+    for ref in sorted(refs, key=lambda ref: (ref.payload_key, ref.index)):
+        out.setdefault((ref.payload_key, ref.info.rollout_id), []).append(ref)
+    return [*out.values()]
 
 
 HistoryOf = Literal["history", "records"]

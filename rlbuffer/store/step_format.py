@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER
-from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED
+from rlbuffer.records.info import FURTHER, HAS_REWARD, IS_TRUNCATED
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
@@ -157,9 +157,11 @@ def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> d
     `prefix`: that of the run's payload keys, which does not stand in it.
     """
     left = {
-        entries[use.entry_id].payload_key.removeprefix(prefix): [[index, str(reason)] for index, reason in use.left_out]
+        entry.payload_key.removeprefix(prefix): [
+            [place, str(reason)] for index, reason in use.left_out for place in entry.info.places_of([index])
+        ]
         for use in plan.entries
-        if use.left_out
+        if use.left_out and (entry := entries[use.entry_id]).info is not None
     }
     return {"left_out": left} if left else {}
 
@@ -183,7 +185,8 @@ def encoded_parts(
     known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     packed = [msgspec.Raw(_ENCODER.encode(source)) for source in known]
     ids, named = planned.names
-    own_ids = ids != [f"{push.group_id}/{place}" for push in planned.pushes for place in push.places]
+    groups = [push.group_id for push in planned.pushes for _ in push.places]
+    own_ids = ids != [f"{group}/{number}" for group, number in zip(groups, planned.numbers_in_push, strict=True)]
     table = planned.table()
     for rank in range(layout.world_size):
         its_rows = [micro_step[rank] for micro_step in layout.rows]
@@ -275,7 +278,9 @@ def _check_part(part: _Part, table: NDArray[np.void]) -> None:
         raise ValueError("ids or named rewards of another number of rollouts")
     numbers_are_right = (
         (table["length"] > 0)
-        & (table["flags"] <= HAS_REWARD | IS_TRUNCATED)
+        & (table["flags"] <= HAS_REWARD | IS_TRUNCATED | FURTHER)
+        & (table["sequence"] < table["sequences"])
+        & ((table["sequence"] > 0) == (table["flags"] & FURTHER != 0))
         & np.isfinite(table["reward"])
         & np.isfinite(table["advantage"])
     )

@@ -13,8 +13,8 @@ from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS, plain
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.info import MAX_PAYLOAD_BYTES, GroupInfo
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.wire.bounded_msgpack import MAX_LEVELS, pack
 from rlbuffer.wire.frame import (
     ARRAY_ALIGNMENT,
@@ -26,7 +26,7 @@ from rlbuffer.wire.frame import (
     framed,
     payload_checksum,
 )
-from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES, drafted, filled
+from rlbuffer.wire.metadata import encode_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class EncodedPush:
     """A group as it goes onto the wire."""
 
     info: GroupInfo
-    """With size and checksum of every rollout."""
+    """With size and checksum of every sequence."""
     metadata: bytes
     """`info`, encoded: at most 64 KiB."""
     payloads: tuple[bytes, ...]
-    """Rollout i is payload field ``str(i)``."""
+    """Sequence i is payload field ``str(i)``."""
     group_payload: bytes | None
     """Payload field ``group``: answer and metadata; None when there is neither."""
 
@@ -50,37 +50,40 @@ def encode_push(group: Group) -> EncodedPush:
         InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
             metadata above 64 KiB; the message names the rollout and the sizes.
     """
-    arrays = [_arrays_of(rollout) for rollout in group.rollouts]
+    sequences = [(r, i) for r in group.rollouts for i in range(len(r.sequences))]
+    arrays = [_arrays_of(rollout, number) for rollout, number in sequences]
     info = group.info()
-    draft = drafted(info)
-    payloads = tuple(map(_encoded, group.rollouts, arrays))
+    payloads = tuple(_encoded(*its, of_it) for its, of_it in zip(sequences, arrays, strict=True))
     try:
         group_payload = encode_group_payload(group.answer, group.metadata)
     except PayloadError as error:
         raise InvalidRollout(f"group {group.group_id}: {error}") from None
-    for rollout, data in zip(info.rollouts, payloads, strict=True):  # `info` is frozen for others, and new
-        object.__setattr__(rollout, "size", len(data))
-        object.__setattr__(rollout, "checksum", payload_checksum(data))
-    metadata = filled(draft, info.rollouts)
-    return EncodedPush(info=info, metadata=metadata, payloads=payloads, group_payload=group_payload)
+    for its, data in zip(info.sequences, payloads, strict=True):  # `info` is frozen for others, and new
+        object.__setattr__(its, "size", len(data))
+        object.__setattr__(its, "checksum", payload_checksum(data))
+    for rollout in info.rollouts:
+        if rollout.parts:
+            object.__setattr__(rollout, "size", sum(part.size for part in rollout.parts))
+            object.__setattr__(rollout, "checksum", rollout.parts[0].checksum)
+    return EncodedPush(info=info, metadata=encode_info(info), payloads=payloads, group_payload=group_payload)
 
 
-def encode_rollout(rollout: Rollout) -> bytes:
-    """The payload of one rollout.
+def encode_rollout(rollout: Rollout, number: int = 0) -> bytes:
+    """The payload of one sequence of a rollout: its first one, or its only one.
 
     Raises:
         InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
     """
-    return _encoded(rollout, _arrays_of(rollout))
+    return _encoded(rollout, number, _arrays_of(rollout, number))
 
 
-def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
-    """The payload of a rollout, whose arrays :func:`_arrays_of` has found small enough."""
-    text = None if rollout.text is None else memoryview(rollout.text.encode())
-    details = _details_of(rollout, None if text is None else text.nbytes)
-    data = joined(details, arrays, text, tokens=rollout.length)
+def _encoded(rollout: Rollout, number: int, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """The payload of a sequence, whose arrays :func:`_arrays_of` has found small enough."""
+    text = None if number or rollout.text is None else memoryview(rollout.text.encode())
+    details = _details_of(rollout, number, None if text is None else text.nbytes)
+    data = joined(details, arrays, text, tokens=len(arrays[0]))
     if len(data) > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, arrays, len(data))
+        raise _giant(rollout, number, arrays, len(data))
     return data
 
 
@@ -97,28 +100,30 @@ def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryv
     return framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
 
 
-def _arrays_of(rollout: Rollout) -> list[NDArray[Any]]:
-    """Every array in wire order.
+def _arrays_of(rollout: Rollout, number: int) -> list[NDArray[Any]]:
+    """Every array of a sequence in wire order.
 
     Raises:
         InvalidRollout: they and the text take more than 64 MiB, or one has a dimension beyond what is read.
     """
-    required = (rollout.tokens, rollout.loss_mask, rollout.logprobs)
-    arrays = [*required, *rollout.columns.values(), *rollout.attachments.values()]
-    size = HEADER.size + sum([array.nbytes for array in arrays]) + len(rollout.text or "")
+    its = rollout.sequences[number]
+    arrays = [its.tokens, its.loss_mask, its.logprobs, *its.columns.values(), *its.attachments.values()]
+    size = HEADER.size + sum([array.nbytes for array in arrays]) + (0 if number else len(rollout.text or ""))
     if size > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, arrays, size)
+        raise _giant(rollout, number, arrays, size)
     for i, array in enumerate(arrays):
         # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
-            name = _names(rollout)[i]
+            name = _names(its)[i]
             raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
     return arrays
 
 
-def _giant(rollout: Rollout, arrays: Sequence[NDArray[Any]], size: int) -> InvalidRollout:
+def _giant(rollout: Rollout, number: int, arrays: Sequence[NDArray[Any]], size: int) -> InvalidRollout:
     """The refusal of a payload of `size` bytes."""
-    parts = [*zip(_names(rollout), (a.nbytes for a in arrays), strict=True), ("text", len(rollout.text or ""))]
+    names = _names(rollout.sequences[number])
+    text = 0 if number else len(rollout.text or "")
+    parts = [*zip(names, (a.nbytes for a in arrays), strict=True), ("text", text)]
     largest = sorted(parts, key=lambda item: -item[1])[:3]
     return InvalidRollout(
         f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
@@ -126,37 +131,41 @@ def _giant(rollout: Rollout, arrays: Sequence[NDArray[Any]], size: int) -> Inval
     )
 
 
-def _names(rollout: Rollout) -> list[str]:
+def _names(sequence: TokenSequence) -> list[str]:
     """Names of the arrays in messages: a column and an attachment may share a name."""
-    return [*REQUIRED_COLUMNS, *rollout.columns, *(f"attachment {name}" for name in rollout.attachments)]
+    return [*REQUIRED_COLUMNS, *sequence.columns, *(f"attachment {name}" for name in sequence.attachments)]
 
 
-def _details_of(rollout: Rollout, text_bytes: int | None) -> bytes:
-    """Everything that a payload says of its rollout beside the arrays.
+def _details_of(rollout: Rollout, number: int, text_bytes: int | None) -> bytes:
+    """Everything that a payload says of its sequence beside the arrays; the first one's says what is the rollout's.
 
     Only what a map holds can have changed since the record was checked, so only that is checked again.
 
     Raises:
         InvalidRollout: they take more than 4 MiB, or hold what msgpack cannot.
     """
+    its = rollout.sequences[number]
     try:
         packed = pack(
             [
                 rollout.rollout_id,
-                rollout.reward,
-                _map("value[2]", rollout.rewards),
-                _map("value[3]", rollout.successes),
-                rollout.finish_reason,
+                None if number else rollout.reward,
+                {} if number else _map("value[2]", rollout.rewards),
+                {} if number else _map("value[3]", rollout.successes),
+                "" if number else rollout.finish_reason,
                 rollout.is_truncated,
-                [*chain.from_iterable(rollout.version_spans)],
+                [*chain.from_iterable(its.version_spans)],
                 [
                     turn._replace(metadata=_map(f"value[7][{i}][4]", turn.metadata)) if turn.metadata else turn
-                    for i, turn in enumerate(rollout.turns)
+                    for i, turn in enumerate(its.turns)
                 ],
-                [[name, CODES[a.dtype], *a.shape[1:]] for name, a in rollout.columns.items()],
-                [[name, CODES[a.dtype], *a.shape] for name, a in rollout.attachments.items()],
+                [[name, CODES[a.dtype], *a.shape[1:]] for name, a in its.columns.items()],
+                [[name, CODES[a.dtype], *a.shape] for name, a in its.attachments.items()],
                 text_bytes,
-                _map("value[11]", rollout.metadata),
+                {} if number else _map("value[11]", rollout.metadata),
+                number,
+                len(rollout.sequences),
+                its.name,
             ]
         )
     except InvalidRollout as error:

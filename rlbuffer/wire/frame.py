@@ -9,9 +9,9 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.checks import MAX_ITEMS
 from rlbuffer.records.columns import COLUMN_DTYPES
+from rlbuffer.records.info import MAX_PAYLOAD_BYTES
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 from rlbuffer.wire.checksum import crc32
-from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES
 
 PAYLOAD_FORMAT = 1
 """Grows when the layout changes; a reader refuses any other."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.wire.json_bytes import without_bytes
 
 _GROUP_VALUES = ("group_id", "env", "prompt_id", "planned_size", "adapter", "worker", "created")
@@ -33,14 +33,19 @@ def line_of(group: Group) -> str:
 
 
 def _rollout(rollout: Rollout) -> dict[str, Any]:
-    record: dict[str, Any] = {name: getattr(rollout, name) for name in _ROLLOUT_VALUES}
-    record |= {name: getattr(rollout, name).tolist() for name in REQUIRED_COLUMNS}
+    record: dict[str, Any] = {name: getattr(rollout, name) for name in _ROLLOUT_VALUES} | _sequence(rollout)
     record |= {"rewards": dict(rollout.rewards), "successes": dict(rollout.successes)}
-    record |= {"version_spans": [list(span) for span in rollout.version_spans]}
-    record |= {"turns": [[*turn[:4], without_bytes(turn.metadata)] for turn in rollout.turns]}
-    for table in ("columns", "attachments"):
-        record[table] = {name: _array(array) for name, array in getattr(rollout, table).items()}
+    record |= {"further": [_kept(_sequence(sequence)) for sequence in rollout.further]}
     return _kept(record | {"metadata": without_bytes(dict(rollout.metadata))})
+
+
+def _sequence(its: TokenSequence) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(its, name).tolist() for name in REQUIRED_COLUMNS}
+    record |= {"version_spans": [list(span) for span in its.version_spans], "name": its.name}
+    record |= {"turns": [[*turn[:4], without_bytes(turn.metadata)] for turn in its.turns]}
+    for table in ("columns", "attachments"):
+        record[table] = {name: _array(array) for name, array in getattr(its, table).items()}
+    return record
 
 
 def _array(array: NDArray[Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Groups from JSON: what ``rlbuffer push FILE.jsonl`` reads, one group per line.
 
-The field names are those of :class:`~rlbuffer.records.group.Group` and :class:`~rlbuffer.records.rollout.Rollout`,
-arrays are lists. JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64
-where they need it) and everything with a fraction float32; ``{"dtype": "<f8", "shape": [5, 2], "values": [...]}`` says
-it exactly, and ``{"base64": "AP8="}`` in metadata or an answer stands for bytes. So :func:`line_of` writes a group, and
-its payload is the same when it is read again. A file is written by people, too, so every error is one line that names
-the field: ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
+The field names are those of :class:`~rlbuffer.records.group.Group`, :class:`~rlbuffer.records.rollout.Rollout` and, in
+`further`, :class:`~rlbuffer.records.rollout.TokenSequence`; arrays are lists. JSON has no dtypes: of further columns
+and attachments, booleans become bool, integers int32 (int64 where they need it) and everything with a fraction float32;
+``{"dtype": "<f8", "shape": [5, 2], "values": [...]}`` says it exactly, and ``{"base64": "AP8="}`` in metadata or an
+answer stands for bytes. So :func:`line_of` writes a group, and its payload is the same when it is read again. A file is
+written by people, too, so every error is one line that names the field: ``rollouts[2].logprobs: [3] rows do not match 4
+tokens``. File and line are the caller's to add.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.state.text import nearest
 from rlbuffer.wire.json_bytes import with_bytes
@@ -31,14 +32,16 @@ from rlbuffer.wire.json_bytes import with_bytes
 _NEEDED = {
     "Group": ("group_id", "env", "prompt_id", "planned_size", "rollouts"),
     "Rollout": (*REQUIRED_COLUMNS, "version_spans"),
+    "TokenSequence": (*REQUIRED_COLUMNS, "version_spans"),
 }
 _WHY = {
     "planned_size": "how many rollouts the whole group has",
     "version_spans": "which policy version sampled which tokens, as [[version, start, end], ...]",
 }
 _INT32 = np.iinfo(np.int32)
+_Sequence = TypeVar("_Sequence", bound=TokenSequence)
 
-FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}
+FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, TokenSequence, Group)}
 """Names that a line of ``rlbuffer push`` may use."""
 
 
@@ -93,7 +96,11 @@ def group_from_dict(d: Mapping[str, Any]) -> Group:
 
 
 def _rollout(d: Any, path: str) -> Rollout:
-    values = _fields("Rollout", d, path)
+    return _record_of(Rollout, d, path)
+
+
+def _record_of(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
+    values = _fields(cls.__name__, d, path)
     for name, dtype in REQUIRED_COLUMNS.items():
         values[name] = _array(f"{path}.{name}", values[name], dtype)
     for table in ("columns", "attachments"):
@@ -104,6 +111,11 @@ def _rollout(d: Any, path: str) -> Rollout:
             values[table] = {k: _further(f"{path}.{table}.{k}", a) for k, a in arrays.items()}
     if "metadata" in values:
         values["metadata"] = with_bytes(values["metadata"])
+    if "further" in values:
+        further = values["further"]
+        if not isinstance(further, list | tuple):
+            raise InvalidRollout(f"{path}.further: expected a list, got {_kind(further)}")
+        values["further"] = [_record_of(TokenSequence, its, f"{path}.further[{i}]") for i, its in enumerate(further)]
     for name, record in (("version_spans", VersionSpan), ("turns", Turn)):
         if name in values:
             items = values[name]
@@ -111,7 +123,7 @@ def _rollout(d: Any, path: str) -> Rollout:
                 raise InvalidRollout(f"{path}.{name}: expected a list, got {_kind(items)}")
             values[name] = [_record(record, f"{path}.{name}[{i}]", with_bytes(item)) for i, item in enumerate(items)]
     try:
-        return Rollout(**values)
+        return cls(**values)
     except InvalidRollout as error:
         raise InvalidRollout(_located(path, str(error))) from None
 

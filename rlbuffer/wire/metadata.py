@@ -1,239 +1,232 @@
-"""A push's metadata: what the batcher reads of a group, as one msgpack map of at most 64 KiB.
+"""A push's metadata: what the batcher reads of a group, one msgpack list of at most 64 KiB and a CRC-32 of it.
 
-Numbers of a rollout take one fixed row of 49 bytes, a named reward 9 more; ids take nothing when they are
-``<group_id>/<index>``. The map's last value is a CRC-32 of all bytes before it: it tells an entry that was damaged on
-its way from one that was written wrongly, and neither is believed.
+Numbers of a sequence take one fixed row; those that are its rollout's own stand in the row of the first. A named
+reward takes 9 bytes more; ids take nothing when they are ``<group_id>/<index>``. The checksum tells an entry that was
+damaged on its way from one that was written wrongly, and neither is believed.
+
+A leader that takes over reads a million rollouts: the numbers of all pushes of a page are checked together, as columns
+of one array, and stay packed until somebody asks for a :class:`~rlbuffer.records.info.RolloutInfo`.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, as_text
+from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.info import (
+    ENV_NAME,
+    FLAT_WITHIN,
+    FURTHER,
+    GROUP_ID,
     HAS_REWARD,
     IS_TRUNCATED,
+    MAX_PAYLOAD_BYTES,
     MAX_ROLLOUT_ID,
+    NUMBERS,
     ROW,
-    ColumnKind,
+    ROW_DTYPE,
     GroupInfo,
     RolloutInfo,
-    group_fields,
-    row_of,
+    Totals,
+    folded,
     unfrozen,
 )
-from rlbuffer.wire.bounded_msgpack import dumps, loads, pack
 from rlbuffer.wire.checksum import crc32
 
-MAX_PAYLOAD_BYTES = 64 * 2**20
-"""Bytes of one rollout's payload."""
 MAX_METADATA_BYTES = 64 * 2**10
 """Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
 
-METADATA_FORMAT = 1
-GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
-KEYS = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
+_Name = Annotated[str, Meta(max_length=128)]
+_Short = Annotated[str, Meta(max_length=64)]
+_Finite = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+_Shape = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]], Meta(max_length=MAX_DIMENSIONS - 1)]
+
+
+class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P2", gc=False):
+    group_id: Annotated[str, Meta(pattern=f"^{GROUP_ID.pattern}")]
+    env: Annotated[str, Meta(pattern=f"^{ENV_NAME.pattern}")]
+    prompt_id: Annotated[str, Meta(max_length=256)]
+    adapter: _Name
+    planned_size: Annotated[int, Meta(ge=1, lt=2**31)]
+    needs: list[_Short]
+    worker: _Name
+    created: _Finite | None
+    ids: list[Annotated[str, Meta(min_length=1, max_length=MAX_ROLLOUT_ID)]] | None
+    """None: each is ``<group_id>/<index>``."""
+    rows: Annotated[bytes, Meta(min_length=ROW.size)]
+    """A :data:`~rlbuffer.records.info.ROW` for each sequence."""
+    rewards: dict[_Short, list[_Finite | None]]
+    """Named rewards, one for each rollout that has it."""
+    columns: list[tuple[Annotated[str, Meta(pattern=f"^{COLUMN_NAME.pattern}")], str, _Shape]]
+
+
+_ENCODE, _DECODE = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Push).decode
 _DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
-_UNSET = 0xFFFFFFFF
-"""Stands for the checksum while the map is packed: its width is that of every checksum."""
-
-
-_UnfrozenRollout = unfrozen(RolloutInfo)
+_UnfrozenGroup = unfrozen(GroupInfo)
+_NONE: Mapping[str, float] = {}
+_FLAGS = 0, HAS_REWARD, IS_TRUNCATED, HAS_REWARD | IS_TRUNCATED, FURTHER, FURTHER | IS_TRUNCATED
+_NUMBER_NAMES = [number.name for number in NUMBERS]
+_BOUNDED = {n.name for n in NUMBERS if n.code in "dQ" or (n.code == "I" and n.most < 2**32 - 1)}
+"""Those that could be larger than what is believed."""
 
 
 def encode_info(info: GroupInfo) -> bytes:
     """The metadata of a push.
 
     Raises:
-        InvalidRollout: it is larger than 64 KiB, or a value is outside its range.
-    """
-    try:
-        info = _checked(info)
-    except InvalidRollout as error:
-        raise InvalidRollout(f"group {info.group_id}: {error}") from None
-    return filled(drafted(info), info.rollouts)
-
-
-def drafted(info: GroupInfo) -> tuple[bytearray, int]:
-    """The metadata of a group that was checked, with zeros for the rows of its rollouts, and where those begin.
-
-    Raises:
-        InvalidRollout: it is larger than 64 KiB.
+        InvalidRollout: it is larger than 64 KiB, or could not be read again.
     """
     rollouts = info.rollouts
     ids = [r.rollout_id for r in rollouts]
-    before: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
-    before["ids"] = None if ids == default_ids(info.group_id, len(ids)) else ids
-    after = {
-        "rewards": _packed_rewards([r.rewards for r in rollouts]),
-        "columns": [[name, dtype, *shape] for name, dtype, shape in info.columns],
-        "checksum": _UNSET,
-    }
-    size = ROW.size * len(rollouts)
+    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     try:
-        # One map, packed in three so that the place of the rows is known; each part begins with a byte of its own map.
-        front, rows, back = pack(before)[1:], pack({"rows": bytes(size)})[1:], dumps(after)[1:]
-    except PayloadError as error:
+        data = _ENCODE(
+            _Push(
+                group_id=info.group_id,
+                env=info.env,
+                prompt_id=info.prompt_id,
+                adapter=info.adapter,
+                planned_size=info.planned_size,
+                needs=[*info.needs],
+                worker=info.worker,
+                created=info.created,
+                ids=None if ids == default_ids(info.group_id, len(ids)) else ids,
+                rows=info.rows,
+                rewards={name: [r.rewards.get(name) for r in rollouts] for name in names},
+                columns=[*info.columns],  # type: ignore[list-item]
+            )
+        )
+    except (struct.error, TypeError, ValueError, OverflowError) as error:
         raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
-    data = bytearray().join((bytes([0x80 | len(KEYS)]), front, rows, back))
+    data += struct.pack(">I", crc32(data))
     if len(data) > MAX_METADATA_BYTES:
-        names = {name for r in rollouts for name in r.rewards}
         raise InvalidRollout(
             f"group {info.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
             f"(64 KiB): {len(ids)} rollouts with {len(names)} named rewards; push the group in parts"
         )
-    return data, 1 + len(front) + len(rows) - size
-
-
-def filled(draft: tuple[bytearray, int], rollouts: Sequence[RolloutInfo]) -> bytes:
-    """A draft with the rows of its rollouts, whose sizes and checksums are known now, and its own checksum."""
-    data, at = draft
-    data[at : at + ROW.size * len(rollouts)] = b"".join(map(row_of, rollouts))
-    data[-4:] = struct.pack(">I", crc32(memoryview(data)[:-4]))
-    return bytes(data)
+    return data
 
 
 def decode_info(data: bytes) -> GroupInfo:
     """Decodes a push's metadata.
 
     Raises:
-        PayloadError: above 64 KiB, damaged, not the map of this format, or a value outside its range.
+        PayloadError: above 64 KiB, damaged, not of this format, or a value outside its range.
     """
+    (info,) = decode_infos([data])
+    if isinstance(info, PayloadError):
+        raise info
+    return info
+
+
+def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
+    """Decodes many pushes at once: for each its info, or what is wrong with it."""
+    envs: dict[str, str] = {}
+    found = [_read(data) for data in pushes]
+    right = [push for push in found if isinstance(push, _Push)]
+    totals = iter(_totals([push.rows for push in right]) if right else ())
+    return [push if isinstance(push, PayloadError) else _info(push, next(totals), envs) for push in found]
+
+
+def _read(data: Any) -> _Push | PayloadError:
+    """A push of which all but the numbers of its rollouts is right."""
     if not isinstance(data, bytes):
-        raise PayloadError(f"expected bytes, got {type(data).__name__}")
-    values = loads(data, limit=MAX_METADATA_BYTES)
-    if not isinstance(values, dict) or tuple(values) != KEYS:
-        raise PayloadError("invalid metadata: not the map of this format")
-    if type(values["format"]) is not int or values["format"] != METADATA_FORMAT:
-        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {METADATA_FORMAT}")
-    actual = crc32(data[:-4])
-    if data[-5] != 0xCE or values["checksum"] != actual:
-        raise PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {values['checksum']!r}")
+        return PayloadError(f"expected bytes, got {type(data).__name__}")
+    if len(data) > MAX_METADATA_BYTES:
+        return PayloadError(f"metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES}")
+    packed, checksum = data[:-4], int.from_bytes(data[-4:], "big")
+    if (actual := crc32(packed)) != checksum:
+        return PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {checksum:08x}")
     try:
-        info = _checked(_group(values))
-    except PayloadError:
-        raise
-    except (InvalidRollout, ValueError, TypeError, OverflowError) as error:
-        raise PayloadError(f"invalid metadata: {error}") from None
+        push = _DECODE(packed)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        return PayloadError(f"invalid metadata: {error}")
+    if len(push.rows) % ROW.size:
+        return PayloadError(f"invalid metadata: {len(push.rows)} bytes of rows, each has {ROW.size}")
+    if any(name in REQUIRED_COLUMNS or dtype not in _DTYPES for name, dtype, _ in push.columns):
+        return PayloadError("invalid metadata: columns")
+    return push
+
+
+def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo | PayloadError:
+    """`envs`: the groups of a page share one string for each."""
+    if totals is None:
+        return PayloadError(f"invalid metadata: {_wrong(push)}")
+    count = totals.rollouts
+    if count > push.planned_size:
+        return PayloadError(f"invalid metadata: {count} rollouts, planned_size = {push.planned_size}")
+    if push.ids is not None and (len(push.ids) != count or len(set(push.ids)) != count):
+        return PayloadError(f"invalid metadata: ids: not one of its own for each of {count} rollouts")
+    if any(len(its) != count for its in push.rewards.values()):
+        return PayloadError(f"invalid metadata: rewards: not one for each of {count} rollouts")
+    made: Any = _UnfrozenGroup()
+    made.group_id = push.group_id
+    made.env = envs.setdefault(push.env, push.env)
+    made.prompt_id = push.group_id if push.prompt_id == push.group_id else push.prompt_id
+    made.adapter = push.adapter
+    made.planned_size = push.planned_size
+    made.columns = tuple([(name, dtype, tuple(shape)) for name, dtype, shape in push.columns])
+    made.needs = tuple(push.needs)
+    made.worker = push.worker
+    made.created = push.created
+    made.rows = push.rows
+    made.totals = totals
+    made._unpack = partial(_rollouts, push)
+    made.__class__ = GroupInfo
+    info: GroupInfo = made
     return info
 
 
-def _group(values: Mapping[str, Any]) -> GroupInfo:
-    rows, ids = values["rows"], values["ids"]
-    if not isinstance(rows, bytes) or not rows or len(rows) % ROW.size:
-        raise PayloadError("invalid metadata: rows")
-    count = len(rows) // ROW.size
-    if not isinstance(values["group_id"], str):
-        raise PayloadError("invalid metadata: group_id")
-    if ids is not None and (not isinstance(ids, list) or len(ids) != count):
-        raise PayloadError("invalid metadata: ids")
-    if not isinstance(values["needs"], list):
-        raise PayloadError("invalid metadata: needs")
-    shared = {key: values[key] for key in GROUP_KEYS} | {"needs": tuple(values["needs"])}
-    rollouts = unpack_rollouts(values["group_id"], ids, rows, values["rewards"])
-    return GroupInfo(**shared, rollouts=rollouts, columns=unpack_columns(values["columns"]))
+def _rollouts(push: _Push) -> tuple[RolloutInfo, ...]:
+    rows = [dict(zip(_NUMBER_NAMES, row, strict=True)) for row in ROW.iter_unpack(push.rows)]
+    heads = [i for i, row in enumerate(rows) if not row["flags"] & FURTHER]
+    ids = default_ids(push.group_id, len(heads)) if push.ids is None else push.ids
+    made = []
+    for name, rewards, start, end in zip(ids, _named(push, len(heads)), heads, [*heads[1:], len(rows)], strict=True):
+        parts = [_record(name, rewards if i == start else _NONE, rows[i]) for i in range(start, end)]
+        made.append(parts[0] if len(parts) == 1 else folded(parts))
+    return tuple(made)
 
 
-def unpack_rollouts(group_id: str, ids: Sequence[Any] | None, rows: bytes, rewards: Any) -> tuple[RolloutInfo, ...]:
-    """The rollouts of a push.
-
-    Args:
-        group_id: of the push.
-        ids: one per rollout; None for ``<group_id>/<index>``.
-        rows: the map's value, whole rows.
-        rewards: the map's value.
-
-    Raises:
-        PayloadError: unknown flags, a reward where the flags say that there is none, or `rewards` of another form.
-    """
-    count = len(rows) // ROW.size
-    if ids is None:
-        ids = default_ids(group_id, count)
-    named = unpacked_rewards(rewards, count)
-    rollouts: list[RolloutInfo] = []
-    for rollout_id, its_rewards, row in zip(ids, named, ROW.iter_unpack(rows), strict=True):
-        length, prompt_tokens, loss_tokens, turns, reward, low, high, flags, size, checksum = row
-        if flags & ~(HAS_REWARD | IS_TRUNCATED) or (not flags & HAS_REWARD and reward != 0.0):
-            raise PayloadError(f"invalid metadata: flags of rollout {len(rollouts)}")
-        made = _UnfrozenRollout()
-        made.rollout_id = rollout_id
-        made.length = length
-        made.prompt_tokens = prompt_tokens
-        made.loss_tokens = loss_tokens
-        made.reward = reward if flags & HAS_REWARD else None
-        made.rewards = its_rewards
-        made.min_version = low
-        made.max_version = high
-        made.turns = turns
-        made.is_truncated = bool(flags & IS_TRUNCATED)
-        made.size = size
-        made.checksum = checksum
-        made.__class__ = RolloutInfo
-        rollouts.append(made)
-    return tuple(rollouts)
+def _record(rollout_id: str, rewards: Mapping[str, float], numbers: dict[str, Any]) -> RolloutInfo:
+    flags = numbers.pop("flags")
+    if not flags & HAS_REWARD:
+        numbers["reward"] = None
+    return RolloutInfo(rollout_id=rollout_id, rewards=rewards, is_truncated=bool(flags & IS_TRUNCATED), **numbers)
 
 
-def unpack_columns(kinds: Any) -> tuple[ColumnKind, ...]:
-    """The kinds of further columns that a push names. Raises PayloadError when one cannot be."""
-    if not isinstance(kinds, list):
-        raise PayloadError("invalid metadata: columns")
-    columns = []
-    for kind in kinds:
-        if not isinstance(kind, list) or len(kind) < 2 or len(kind) > 1 + MAX_DIMENSIONS:
-            raise PayloadError("invalid metadata: columns")
-        name, dtype, *shape = kind
-        if not isinstance(name, str) or not COLUMN_NAME.match(name) or name in REQUIRED_COLUMNS or dtype not in _DTYPES:
-            raise PayloadError("invalid metadata: columns")
-        if any(type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES for size in shape):
-            raise PayloadError("invalid metadata: columns")
-        columns.append((name, dtype, tuple(shape)))
-    return tuple(columns)
+def _named(push: _Push, count: int) -> Sequence[Mapping[str, float]]:
+    """The named rewards of each rollout of a push."""
+    if not push.rewards:
+        return [_NONE] * count
+    its = push.rewards.items()
+    return [{name: value for name, values in its if (value := values[i]) is not None} for i in range(count)]
 
 
-def _checked(info: GroupInfo) -> GroupInfo:
-    info = replace(info, **group_fields(info))
-    count = len(info.rollouts)
-    if not 1 <= count <= info.planned_size:
-        raise InvalidRollout(f"rollouts: {count} do not fit planned_size = {info.planned_size}")
-    for rollout in info.rollouts:
-        if not as_text("rollout_id", rollout.rollout_id, limit=MAX_ROLLOUT_ID):
-            raise InvalidRollout("rollout_id: empty")
-    if len({r.rollout_id for r in info.rollouts}) != count:
-        raise InvalidRollout(f"rollouts: an id occurs twice in group {info.group_id}")
-    for rollout in info.rollouts:
-        _check_rollout(rollout)
-    return info
+def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
+    """The rewards of a push's scored rollouts, in order; its rollouts stay packed."""
+    rows = np.frombuffer(info.rows, ROW_DTYPE)
+    return tuple(rows["reward"][rows["flags"] & HAS_REWARD != 0].tolist())
 
 
-def _check_rollout(r: RolloutInfo) -> None:
-    trained = r.loss_tokens > 0
-    if not (
-        1 <= r.prompt_tokens <= r.length <= MAX_PAYLOAD_BYTES
-        and 0 <= r.loss_tokens <= r.length - r.prompt_tokens
-        and trained == (r.prompt_tokens < r.length)
-    ):
-        raise InvalidRollout(
-            f"rollout {r.rollout_id}: {r.loss_tokens} loss tokens after {r.prompt_tokens} prompt tokens do not fit "
-            f"{r.length} tokens"
-        )
-    if not 0 <= r.min_version <= r.max_version <= MAX_COUNT:
-        raise InvalidRollout(f"rollout {r.rollout_id}: policy versions {r.min_version}..{r.max_version}")
-    if not 0 <= r.size <= MAX_PAYLOAD_BYTES or not 0 <= r.checksum <= 0xFFFFFFFF or not 0 <= r.turns <= 0xFFFFFFFF:
-        raise InvalidRollout(f"rollout {r.rollout_id}: {r.turns} turns, {r.size} bytes, checksum {r.checksum}")
-    for name, value in (("reward", r.reward), *r.rewards.items()):
-        if value is not None and not math.isfinite(value):
-            raise InvalidRollout(f"rollout {r.rollout_id}: {name} is not finite")
-        if value is not None and abs(value) > MAX_NUMBER:
-            raise InvalidRollout(
-                f"rollout {r.rollout_id}: {name} {value!r} is beyond the limit of {MAX_NUMBER:g}, either sign"
-            )
+def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, float]]]:
+    """Ids and named rewards of a push's rollouts, in order; its rollouts stay packed."""
+    unpack = getattr(info, "_unpack", None)
+    if unpack is None:
+        return [rollout.rollout_id for rollout in info.rollouts], [rollout.rewards for rollout in info.rollouts]
+    (push,) = unpack.args
+    count = info.totals.rollouts
+    return push.ids or default_ids(push.group_id, count), _named(push, count)
 
 
 def default_ids(group_id: str, count: int) -> list[str]:
@@ -246,32 +239,63 @@ def _ends(count: int) -> tuple[str, ...]:
     return tuple([f"/{i}" for i in range(count)])
 
 
-def _packed_rewards(rewards: list[Mapping[str, float]]) -> dict[str, list[bytes]]:
-    """name -> [which rollouts have it, a byte each; their values, 8 bytes each]."""
-    names = dict.fromkeys(name for named in rewards for name in named)
-    return {
-        name: [
-            bytes(name in named for named in rewards),
-            struct.pack(f"<{sum(name in named for named in rewards)}d", *(n[name] for n in rewards if name in n)),
-        ]
-        for name in names
-    }
+def _rules(rows: NDArray[np.void]) -> dict[str, NDArray[np.bool_]]:
+    """Rule -> [sequences] True where the numbers keep it."""
+    length, prompt, loss = (rows[name].astype(np.int64) for name in ("length", "prompt_tokens", "loss_tokens"))
+    flags, reward = rows["flags"], rows["reward"]
+    with np.errstate(invalid="ignore"):  # a reward may be any bytes
+        rules = {number.name: np.abs(rows[number.name]) <= number.most for number in NUMBERS if number.name in _BOUNDED}
+        return rules | {
+            "tokens": (prompt >= 1)
+            & (prompt <= length)
+            & (loss <= length - prompt)
+            & ((loss > 0) == (prompt < length)),
+            "policy versions": rows["min_version"] <= rows["max_version"],
+            "flags": np.isin(flags, _FLAGS) & ((flags & HAS_REWARD != 0) | (reward == 0.0)),
+        }
 
 
-def unpacked_rewards(packed: Any, count: int) -> list[dict[str, float]]:
-    """The named rewards of each rollout of a push. Raises PayloadError when `packed`, the map's value, is of another
-    form."""
-    if not isinstance(packed, dict):
-        raise PayloadError("invalid metadata: rewards")
-    rewards: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, item in packed.items():
-        as_text("rewards name", name, limit=64)
-        if not isinstance(item, list) or len(item) != 2 or not all(isinstance(x, bytes) for x in item):
-            raise PayloadError("invalid metadata: rewards")
-        present, values = item
-        if len(present) != count or not set(present) <= {0, 1} or len(values) != 8 * sum(present):
-            raise PayloadError("invalid metadata: rewards")
-        owners = (named for named, has in zip(rewards, present, strict=True) if has)
-        for named, (value,) in zip(owners, struct.iter_unpack("<d", values), strict=True):
-            named[name] = value
-    return rewards
+def _wrong(push: _Push) -> str:
+    """What is wrong with the numbers of a push."""
+    rows = np.frombuffer(push.rows, ROW_DTYPE)
+    what, its = next(((what, its) for what, its in _rules(rows).items() if not its.all()), ("flags", np.zeros(1)))
+    i = int(its.argmin())
+    return f"sequence {i} has {what} that no rollout has: {dict(zip(_NUMBER_NAMES, rows[i].tolist(), strict=True))}"
+
+
+def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
+    """Adds up the rows of each push; None when a value is outside its range.
+
+    Args:
+        packed: the rows of each push, whole ones and at least one.
+    """
+    counts = np.array([len(rows) for rows in packed]) // ROW.size
+    starts = np.cumsum(counts) - counts
+    rows = np.frombuffer(b"".join(packed), ROW_DTYPE)
+    length, reward = rows["length"].astype(np.int64), np.ascontiguousarray(rows["reward"])
+    is_head = rows["flags"] & FURTHER == 0
+    scored = rows["flags"] & HAS_REWARD != 0
+    is_right = np.logical_and.reduce([*_rules(rows).values()])
+    is_right[starts] &= is_head[starts]
+    rollouts = np.add.reduceat(is_head.astype(np.int64), starts)
+    if not is_head.all():  # further sequences have the reward of their rollout here
+        head = np.maximum.accumulate(np.where(is_head, np.arange(len(rows)), 0))
+        reward, scored = reward[head], scored[head]
+    with np.errstate(invalid="ignore", over="ignore"):
+        all_scored = np.logical_and.reduceat(scored, starts)
+        highest, lowest = np.maximum.reduceat(reward, starts), np.minimum.reduceat(reward, starts)
+        is_flat = highest - lowest <= FLAT_WITHIN * np.maximum(-lowest, highest)
+    sums = zip(
+        rollouts.tolist(),
+        counts.tolist(),
+        np.add.reduceat(length, starts).tolist(),
+        np.maximum.reduceat(length, starts).tolist(),
+        np.minimum.reduceat(rows["min_version"], starts).tolist(),
+        np.maximum.reduceat(rows["max_version"], starts).tolist(),
+        all_scored.tolist(),
+        (is_flat & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
+        (True for _ in packed),  # no id occurs twice
+        strict=True,
+    )
+    are_right = np.logical_and.reduceat(is_right, starts).tolist()
+    return [Totals._make(values) if right else None for values, right in zip(sums, are_right, strict=True)]

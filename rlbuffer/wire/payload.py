@@ -21,7 +21,7 @@ metadata travel as a payload of their own (magic "RLBG").
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -34,8 +34,18 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_COUNT, MAX_ITEMS, MAX_NUMBER
 from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.info import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from rlbuffer.records.info import MAX_ROLLOUT_ID, RolloutInfo
-from rlbuffer.records.rollout import AT_LIMIT, MAX_LOGPROB, MIN_LOGPROB, Rollout, as_arrays, check_logprobs
+from rlbuffer.records.rollout import (
+    AT_LIMIT,
+    MAX_LOGPROB,
+    MAX_SEQUENCES,
+    MIN_LOGPROB,
+    Rollout,
+    TokenSequence,
+    as_arrays,
+    check_logprobs,
+)
 from rlbuffer.records.spans import MAX_SPANS, VersionSpan, as_spans
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
@@ -48,10 +58,9 @@ from rlbuffer.wire.frame import decode_group_payload as decode_group_payload
 from rlbuffer.wire.frame import encode_group_payload as encode_group_payload
 from rlbuffer.wire.frame import payload_checksum as payload_checksum
 from rlbuffer.wire.metadata import MAX_METADATA_BYTES as MAX_METADATA_BYTES
-from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from rlbuffer.wire.metadata import decode_info as decode_info
+from rlbuffer.wire.metadata import decode_infos as decode_infos
 from rlbuffer.wire.metadata import encode_info as encode_info
-from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _TOKENS, _MASK, _LOGPROBS = REQUIRED_COLUMNS.values()
@@ -92,6 +101,11 @@ class Details(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     """Name, dtype and shape of each."""
     text_bytes: _Count | None
     metadata: msgspec.Raw
+    number: Annotated[int, Meta(ge=0, lt=MAX_SEQUENCES)]
+    """Place of the sequence in its rollout: the first has what is the rollout's own."""
+    sequences: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
+    """How many the rollout has."""
+    name: _Short
 
 
 _DETAILS = msgspec.msgpack.Decoder(Details)
@@ -141,26 +155,45 @@ class Payload(NamedTuple):
     packed: bytes
     """The details as they stand in it."""
 
-    def rollout(self) -> Rollout:
-        """The record. Raises PayloadError: it breaks a rule of its own."""
+    def record(self) -> TokenSequence:
+        """The record of this sequence; of the first a rollout without the others. Raises PayloadError: it breaks a rule
+        of its own."""
+        try:
+            return TokenSequence(**self._of_sequence()) if self.details.number else self.rollout()
+        except InvalidRollout as error:
+            raise PayloadError(f"invalid rollout payload: {error}") from None
+
+    def _of_sequence(self) -> dict[str, Any]:
         d = self.details
+        return {
+            "tokens": self.tokens,
+            "loss_mask": self.loss_mask,
+            "logprobs": self.logprobs,
+            "version_spans": self.version_spans,
+            "turns": [(t.role, t.start, t.end, t.reward, _free(t.metadata)) for t in d.turns],
+            "columns": self.columns,
+            "attachments": self.attachments,
+            "name": d.name,
+        }
+
+    def rollout(self, further: Sequence[TokenSequence] = ()) -> Rollout:
+        """The record, of a rollout that has these sequences besides. Raises PayloadError: it breaks a rule of its own,
+        or this is not the first one."""
+        d = self.details
+        if d.number:
+            raise PayloadError(f"invalid rollout payload: sequence {d.number} of rollout {d.rollout_id}, not the first")
         try:
             return Rollout(
+                **self._of_sequence(),
                 rollout_id=d.rollout_id,
-                tokens=self.tokens,
-                loss_mask=self.loss_mask,
-                logprobs=self.logprobs,
                 reward=d.reward,
                 rewards=d.rewards,
                 successes=d.successes,
-                version_spans=self.version_spans,
-                turns=[(t.role, t.start, t.end, t.reward, _free(t.metadata)) for t in d.turns],  # type: ignore[arg-type]
                 finish_reason=d.finish_reason,
                 is_truncated=d.is_truncated,
-                columns=self.columns,
-                attachments=self.attachments,
                 text=self.text,
                 metadata=_free(d.metadata),
+                further=tuple(further),
             )
         except InvalidRollout as error:
             raise PayloadError(f"invalid rollout payload: {error}") from None
@@ -233,6 +266,46 @@ def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollo
         rlbuffer.errors.PayloadError: payload of 159 bytes should have 160
     """
     return decode(data, expected).rollout()
+
+
+def decode_whole(payloads: Sequence[bytes | None], expected: Sequence[RolloutInfo] | None = None) -> Rollout:
+    """The record of a rollout, of the payloads of its sequences in order; see :func:`decode`.
+
+    Raises:
+        PayloadError: one of them is missing, or cannot be decoded, or is of another rollout.
+    """
+    announced: Sequence[RolloutInfo | None] = [None] * len(payloads) if expected is None else expected
+    read = [decode(data or b"", info) for data, info in zip(payloads, announced, strict=True)]
+    return _whole(read)
+
+
+def decode_rollouts(payloads: Sequence[bytes | None]) -> Iterator[Rollout | None]:
+    """The records of the rollouts of a push, of all of its payloads in order; None for each that cannot be read."""
+    read: list[Payload | None] = []
+    for data in payloads:
+        try:
+            read.append(decode(data or b""))
+        except PayloadError:
+            read.append(None)
+    start = 0
+    while start < len(read):
+        first, end = read[start], start + 1
+        if first is not None:
+            end = start + first.details.sequences
+        while first is None and end < len(read) and (its := read[end]) is not None and its.details.number:
+            end += 1
+        try:
+            yield _whole(read[start:end])
+        except PayloadError:
+            yield None
+        start = end
+
+
+def _whole(read: Sequence[Payload | None]) -> Rollout:
+    whole = [its for its in read if its is not None]
+    if len(whole) != len(read) or [its.details.number for its in whole] != [*range(whole[0].details.sequences)]:
+        raise PayloadError("invalid rollout payload: not each sequence of a rollout")
+    return whole[0].rollout([its.record() for its in whole[1:]])
 
 
 def in_range(

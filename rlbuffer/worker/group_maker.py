@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -20,7 +19,7 @@ from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group, Ticket
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, with_column
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.episode import Ask, Episode
 from rlbuffer.worker.envs.prompt import Prompt, Score
@@ -309,8 +308,8 @@ class GroupMaker:
         temperature = self.sampling.temperature
         if "temperatures" in rollout.columns or not temperature or temperature == self._assumed == 1:
             return rollout
-        column = np.full(rollout.length, temperature, np.float32)
-        return replace(rollout, columns={**rollout.columns, "temperatures": column})
+        columns = [np.full(len(sequence.tokens), temperature, np.float32) for sequence in rollout.sequences]
+        return with_column(rollout, "temperatures", columns)
 
 
 def _has_all(rollouts: Sequence[Rollout], need: str) -> bool:

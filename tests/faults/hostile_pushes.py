@@ -250,10 +250,7 @@ class Pushes:
             return push.metadata
         if drawn < 0.5:
             return mutated(dice, push.metadata, push.payloads[0])
-        values = tampered(dice, msgpack.unpackb(push.metadata))
-        if isinstance(values, dict) and "checksum" in values:
-            values["checksum"] = 0xFFFFFFFF
-        data = packed(values)[:-4]
+        data = packed(tampered(dice, msgpack.unpackb(push.metadata[:-4])))
         return data + struct.pack(">I", zlib.crc32(data))
 
     def _suffix(self, seen: Seen) -> str:

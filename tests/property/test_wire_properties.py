@@ -107,7 +107,7 @@ def test_any_rollout_comes_back_equal_and_without_a_copy(rollout: Rollout) -> No
 def test_any_group_comes_back_whole_from_its_push(
     members: list[Rollout], answer: Any, metadata: Any, spare: int
 ) -> None:
-    unnamed = [Rollout(**{f: getattr(r, f) for f in r.__slots__} | {"rollout_id": ""}) for r in members]
+    unnamed = [replace(r, rollout_id="") for r in members]
     group = Group(
         group_id="a.1",
         env="a",
@@ -184,24 +184,17 @@ def metadata_as_described(group: Group, payloads: list[bytes]) -> bytes:
     ]
     names = dict.fromkeys(name for r in members for name in r.rewards)
     ids = [r.rollout_id for r in members]
-    kinds = {(name, a.dtype.str, *a.shape[1:]) for r in members for name, a in r.columns.items()}
-    values = {
-        "format": 1,
-        **{key: getattr(group, key) for key in ("group_id", "env", "prompt_id", "adapter", "planned_size")},
-        **{key: getattr(group, key) for key in ("needs", "worker", "created")},
-        "ids": None if ids == [f"{group.group_id}/{i}" for i in range(len(ids))] else ids,
-        "rows": b"".join(rows),
-        "rewards": {
-            name: [
-                bytes(name in r.rewards for r in members),
-                b"".join(struct.pack("<d", r.rewards[name]) for r in members if name in r.rewards),
-            ]
-            for name in names
-        },
-        "columns": sorted(kinds),
-        "checksum": 0xFFFFFFFF,
-    }
-    data = bytes(msgpack.packb(values))[:-4]
+    kinds = {(name, a.dtype.str, a.shape[1:]) for r in members for name, a in r.columns.items()}
+    values = [
+        "P2",
+        *(getattr(group, key) for key in ("group_id", "env", "prompt_id", "adapter", "planned_size")),
+        *(getattr(group, key) for key in ("needs", "worker", "created")),
+        None if ids == [f"{group.group_id}/{i}" for i in range(len(ids))] else ids,
+        b"".join(rows),
+        {name: [r.rewards.get(name) for r in members] for name in names},
+        sorted(kinds),
+    ]
+    data = bytes(msgpack.packb(values))
     return data + struct.pack(">I", zlib.crc32(data))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from logged import Logged
 
 from rlbuffer.client.buffer import Buffer, connect
-from rlbuffer.client.details import stand_in
+from rlbuffer.client.details import stand_ins
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
@@ -85,7 +85,7 @@ class Stage:
         """group id -> (what it needs, its rollouts, answer and metadata)."""
         out = {}
         for entry in self.buffer.store.read_pool():
-            refs = [stand_in(entry, i, info) for i, info in enumerate(entry.info.rollouts)]
+            refs = stand_ins([entry])
             payloads = self.buffer.store.read_payloads(refs)
             rollouts = [decode_rollout(p, expected=ref.info) for p, ref in zip(payloads, refs, strict=True)]
             rest = self.buffer.store.read_group_payloads([entry.payload_key])[0]

@@ -174,7 +174,7 @@ class Run:
 def plan_of(
     entries: Sequence[PoolEntry], step: int, *, world_size: int = 2, drop: Mapping[str, str] | None = None
 ) -> StepPlan:
-    """A step of everything in `entries`: one rollout a row, dealt to the ranks in turn; `drop`: id -> reason."""
+    """A step of everything in `entries`: one sequence a row, dealt to the ranks in turn; `drop`: id -> reason."""
     drop = drop or {}
     refs = [
         RolloutRef(
@@ -189,7 +189,7 @@ def plan_of(
             min_version=info.min_version,
         )
         for entry in entries
-        for i, info in enumerate(entry.info.rollouts if entry.info else ())
+        for i, info in enumerate(entry.info.sequences if entry.info else ())
         if info.rollout_id not in drop
     ]
     micro_steps = max(1, -(-len(refs) // world_size))
@@ -198,13 +198,16 @@ def plan_of(
         for m in range(micro_steps)
     )
     groups = tuple(dict.fromkeys(ref.group_id for ref in refs))
+    rollouts = {(ref.group_id, ref.rollout_id) for ref in refs}
     return StepPlan(
         step=step,
         group_ids=groups,
         rollouts=tuple(refs),
         advantages=np.arange(len(refs), dtype=np.float32) / 8,
         plan=Plan(rows=rows, world_size=world_size, row_tokens=64),
-        normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(groups)),
+        normalizers=Normalizers(
+            loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(rollouts), groups=len(groups)
+        ),
         tokens=sum(r.length for r in refs),
         closed_by="capacity",
         entries=tuple(_use(entry, drop) for entry in entries),

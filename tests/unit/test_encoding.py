@@ -98,4 +98,4 @@ def test_the_bytes_of_a_push_are_those_that_stored_runs_hold() -> None:
     )
     push = encode_push(group)
     everything = b"".join((*push.payloads, push.metadata, push.group_payload or b""))
-    assert hashlib.sha256(everything).hexdigest() == "ca64f324e31e81826577cd9819af60d754b3536093fee036c66292390e0ba871"
+    assert hashlib.sha256(everything).hexdigest() == "f2da873a82c33e434474ed1f110345efcaf3b1778aee00164fb82fe8329d8713"

@@ -51,6 +51,8 @@ def test_every_field_of_group_and_rollout_can_be_given_as_json() -> None:
         attachments={"image": [[[0, 255]]], "big": [2**40], "scale": 1.5},
         text="π",
         metadata={"difficulty": 3},
+        name="main",
+        further=[{"tokens": [1, 7], "loss_mask": [False, True], "logprobs": [0, -1], "version_spans": [[4, 1, 2]]}],
     )
     values = group(
         full, adapter="l", answer=["42"], metadata={"split": "train"}, needs=["ref_logprobs"], worker="w", created=5

@@ -24,6 +24,7 @@ NUMBERS = {
     "prompt_tokens": 2,
     "loss_tokens": 7,
     "turns": 2,
+    "largest_token": 99,
     "reward": 0.5,
     "min_version": 3,
     "max_version": 4,
@@ -36,7 +37,9 @@ NUMBERS = {
 def table(*rows: tuple[int, int], **changes: Any) -> Any:
     """A row of each (push, payload field)."""
     numbers = NUMBERS | changes
-    values = [(*row, 0.25 * row[1], *(numbers[name] for name in ROW_DTYPE.names or ())) for row in rows]
+    values = [
+        (*row, row[1], 0, 1, 7, 0.25 * row[1], *(numbers[name] for name in ROW_DTYPE.names or ())) for row in rows
+    ]
     return np.array(values, PART_ROW)
 
 

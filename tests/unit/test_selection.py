@@ -12,7 +12,14 @@ from rlbuffer.records.step_plan import Plan
 def group(name, *lengths, adapter=""):
     infos = [SimpleNamespace(length=n) for n in lengths]
     return SimpleNamespace(
-        group_id=name, env=name[0], adapter=adapter, infos=infos, tokens=sum(lengths), rollouts=len(lengths), used=0
+        group_id=name,
+        env=name[0],
+        adapter=adapter,
+        infos=infos,
+        lengths=lengths,
+        tokens=sum(lengths),
+        rollouts=len(lengths),
+        used=0,
     )
 
 

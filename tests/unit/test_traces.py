@@ -93,6 +93,18 @@ def test_a_conversation_is_one_rollout_with_only_what_was_sampled_trained() -> N
     assert rollout.columns["temperatures"].tolist() == [0.5] * 10
 
 
+def test_paths_that_part_are_sequences_of_one_rollout_and_what_they_share_trains_once() -> None:
+    other = branch(*CONVERSATION.nodes[:3], node("user", [11]), node("assistant", [4, 12], sampled=1))
+    rollout = made(trace(CONVERSATION, other, is_truncated=True), [SAID[0], completion([12]), SAID[1]])
+    assert [s.tokens.tolist() for s in rollout.sequences] == [
+        [1, 2, 3, 4, 5, 6, 7, 8, 4, 9],
+        [1, 2, 3, 4, 5, 6, 11, 4, 12],
+    ]
+    assert [s.tokens[s.loss_mask].tolist() for s in rollout.sequences] == [[5, 6, 9], [12]]
+    assert [[t.role for t in s.turns][-2:] for s in rollout.sequences] == [["tool", "assistant"], ["user", "assistant"]]
+    assert (rollout.reward, rollout.is_truncated, rollout.max_policy_version) == (1.1, True, 8)
+
+
 def test_requests_that_the_trace_does_not_hold_are_left_out() -> None:
     rollout = made(trace(), [completion([5, 5]), SAID[0], completion([1]), SAID[1]])
     assert rollout.tokens[rollout.loss_mask].tolist() == [5, 6, 9]
@@ -120,14 +132,6 @@ def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(
         ({"rewards": {"exact": None}}, [], "the trace was not scored by exact"),
         ({}, [branch(node("user", [1, 2]))], "the policy sampled nothing"),
         ({}, [branch(node("user", [1]), node("assistant", [5, 6], 2), trainable=False)], "the policy sampled nothing"),
-        (
-            {},
-            [CONVERSATION, CONVERSATION],
-            (
-                "the trace holds 2 training samples: its messages were tokenised anew between turns. A renderer of the "
-                "model's own family keeps them in one (env_options.renderer)"
-            ),
-        ),
         (
             {},
             [branch(node("user", [1]), node("assistant", [5, 7], 2))],

@@ -107,7 +107,7 @@ def _references(shot: Snapshot) -> list[tuple[str, int, int, str]]:
     pushed = [
         (entry.payload_key, i, info.size, who)
         for entry, who in entries
-        for i, info in enumerate(entry.info.rollouts if entry.info else ())
+        for i, info in enumerate(entry.info.sequences if entry.info else ())
     ]
     packed = [(m.payload_key, m.index, m.info.size, f"step {step.number}") for step in shot.steps for m in step.members]
     return pushed + packed
@@ -133,7 +133,7 @@ def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
                     continue  # reported by its size
                 decoded += 1
                 try:
-                    payload.decode_rollout(data, expected=member.info)
+                    payload.decode(data, member.info).record()
                 except PayloadError as error:
                     findings.add(
                         "I2", f"step {step.number}: rollout {member.info.rollout_id} in {member.payload_key}: {error}"

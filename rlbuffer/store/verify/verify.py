@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import plural
-from rlbuffer.store.records import EnvLedger, PartRollout, Report
+from rlbuffer.store.records import EnvLedger, PartRollout, Report, by_rollout
 from rlbuffer.store.step_format import step_digest
 from rlbuffer.store.verify.keys import check_control_keys, check_payloads
 from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, take_snapshot
@@ -36,7 +36,8 @@ def verify(store: Viewer) -> Report:
         findings=tuple(findings.found),
         checked={
             "entries": len(shot.pool),
-            "rollouts": sum(e.rollouts for e in shot.pool) + sum(len(step.members) for step in shot.steps),
+            "rollouts": sum(e.rollouts for e in shot.pool)
+            + sum(m.sequence == 0 for step in shot.steps for m in step.members),
             "steps": len(shot.steps),
             **payloads,
         },
@@ -58,7 +59,7 @@ def _sums(amounts: Iterable[tuple[str, int, int]]) -> Sums:
 def _counted(steps: Iterable[LiveStep]) -> Sums:
     """What the account has of these steps; what was packed and trained once is counted beside it."""
     return _sums(
-        (member.env, 1, member.info.length)
+        (member.env, int(member.sequence == 0), member.info.length)
         for step in steps
         for member in step.members
         if step.header is None or member.group_id not in step.header.uses
@@ -147,7 +148,7 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
         )
     said = header.rollouts, header.tokens, header.normalizers.get("loss_tokens")
     loss_tokens = sum(m.info.loss_tokens for m in members if not header.masks(m.info))
-    counted = len(members), sum(m.info.length for m in members), loss_tokens
+    counted = sum(m.sequence == 0 for m in members), sum(m.info.length for m in members), loss_tokens
     findings.unless(
         said == counted,
         "I4",
@@ -157,6 +158,13 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
     findings.unless(
         packed == _counted([step]), "I10", f"{where}: the commit counted {packed}, the parts hold {_counted([step])}"
     )
+    for its in by_rollout(members):
+        numbers, sequences = [member.sequence for member in its], its[0].sequences
+        findings.unless(
+            numbers == [*range(sequences)],
+            "I2",
+            f"{where}: rollout {its[0].info.rollout_id} has {sequences} sequences, the parts hold {numbers}",
+        )
     for member in members:
         rollout = f"{where}: rollout {member.info.rollout_id}"
         age = version_trained(header.adapters, member.adapter, step.number) - member.info.min_version
@@ -182,6 +190,8 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
         limit = step.header.max_uses if step.header is not None else 1
         uses = step.header.uses if step.header is not None else {}
         for member in step.members:
+            if member.sequence:
+                continue  # its rollout counts once
             rollout_id = member.info.rollout_id
             steps = seen.setdefault((member.group_id, rollout_id), [])
             before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired

@@ -30,7 +30,8 @@ def ratio_of(difference: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """The trained tokens of one micro-batch. A rollout is never cut over micro-batches."""
+    """The trained tokens of one micro-batch. A sequence is never cut over micro-batches; the sequences of one rollout
+    may lie in several. `rollout_sums` and `rollout_means` are of a sequence."""
 
     logprobs: Tensor
     """[N] under the policy being trained, differentiable; nats."""
@@ -41,9 +42,9 @@ class TrainedTokens:
     advantages: Tensor
     """[N] advantage of each token."""
     rollout: Tensor
-    """[N] int64; which rollout of the micro-batch a token belongs to: index into `samples`."""
+    """[N] int64; which segment of the micro-batch a token belongs to: index into `samples`."""
     samples: tuple[Sample, ...] = ()
-    """The rollouts of the micro-batch, trained or not: env, rewards, answer, attachments, ..."""
+    """The segments of the micro-batch, trained or not: env, rewards, answer, attachments, ..."""
     ages: Tensor | None = None
     """[N] int64; the policy version being trained minus the one that sampled the token. None outside of a step."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -99,12 +100,12 @@ class TrainedTokens:
         return tuple(sorted({self.samples[i].env for i in set(rollouts)}))
 
     def rollout_sums(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: each token gets the sum over its rollout's trained tokens."""
+        """[N] -> [N]: each token gets the sum over its sequence's trained tokens."""
         if not len(values):
             return values
         sums = values.new_zeros(int(self.rollout.max()) + 1).index_add(0, self.rollout, values)
         return sums[self.rollout]
 
     def rollout_means(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: each token gets the mean over its rollout's trained tokens."""
+        """[N] -> [N]: each token gets the mean over its sequence's trained tokens."""
         return self.rollout_sums(values) / self.rollout_sums(torch.ones_like(values))

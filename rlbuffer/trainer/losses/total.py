@@ -53,22 +53,22 @@ def loss_of(
     if tokens.weights is not None:
         per_token = per_token * tokens.weights
     divisor = loss.facts.divisor if choice.normalizer == "auto" else choice.normalizer
-    total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
+    total = (per_token * token_weights(divisor, tokens).to(per_token.dtype)).sum()
     total = total / divisor_of(divisor, counts, getattr(choice.options, "max_length", 0) or longest)
     if choice.entropy_bonus:
         total = total - choice.entropy_bonus * tokens.entropy.sum() / max(1, counts.loss_tokens)
     return total
 
 
-def token_weights(divisor: Divisor, rollout: Tensor, like: Tensor) -> Tensor:
-    """[N] weight of each token: one over its rollout's trained tokens for ``rollouts``, else 1.
-
-    A rollout is never cut over micro-batches, so its own count is known here.
-    """
-    if divisor != "rollouts" or not len(rollout):
-        return torch.ones_like(like)
-    counts = torch.bincount(rollout)
-    return 1.0 / counts[rollout].to(like.dtype)
+def token_weights(divisor: Divisor, tokens: TrainedTokens) -> Tensor:
+    """[N] weight of each token: one over its rollout's trained tokens for ``rollouts``, else 1."""
+    if divisor != "rollouts" or not len(tokens.rollout):
+        return torch.ones_like(tokens.logprobs)
+    counts = torch.bincount(tokens.rollout)
+    for i, sample in enumerate(tokens.samples[: len(counts)]):
+        if sample.sequences > 1:  # the others may be on other ranks
+            counts[i] = sample.rollout_loss_tokens
+    return 1.0 / counts[tokens.rollout].to(tokens.logprobs.dtype)
 
 
 def divisor_of(divisor: Divisor, normalizers: Normalizers, longest: int) -> int:

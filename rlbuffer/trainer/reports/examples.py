@@ -26,7 +26,7 @@ def examples_of(step: Step, decode: Callable[[Sequence[int]], str]) -> list[dict
     groups: dict[str, list[tuple[float, MicroBatch, int]]] = {}
     for micro_batch in step:
         for i, sample in enumerate(micro_batch.samples):
-            if sample.reward is not None:
+            if sample.reward is not None and sample.sequence == 0:
                 groups.setdefault(sample.group_id, []).append((sample.reward, micro_batch, i))
     if not groups:
         return []

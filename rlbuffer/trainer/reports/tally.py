@@ -126,7 +126,7 @@ class Tally:
         )
 
     def _part(self, watch: Stopwatch) -> dict[str, Any]:
-        """This rank's own, JSON types; tables are sums by env. No rollout is on two ranks."""
+        """This rank's own, JSON types; tables are sums by env. A rollout counts where its first sequence is."""
         envs, named, counts = (defaultdict[str, Any](lambda: defaultdict(float)) for _ in range(3))
         step, header = self._step.number, self._step.header
         means = {env: its["reward"] for env, its in header.envs.items()}
@@ -134,11 +134,13 @@ class Tally:
         for sample in (s for micro_batch in self._step for s in micro_batch.samples):
             tokens += sample.length
             env = envs[sample.env]
+            env["response_tokens"] += sample.length - sample.prompt_tokens
+            env["length_squares"] += sample.length**2
+            if sample.sequence:
+                continue  # its rollout counts once
             env["rollouts"] += 1
             env["truncated"] += sample.is_truncated
             env["on_policy"] += sample.policy_versions[0] >= version_trained(header.adapters, sample.adapter, step)
-            env["response_tokens"] += sample.length - sample.prompt_tokens
-            env["length_squares"] += sample.length**2
             # Of distances from the step's mean: those of the rewards themselves would lose the digits that matter.
             off = 0.0 if sample.reward is None else sample.reward - (means.get(sample.env) or 0.0)
             env["scored"] += sample.reward is not None

@@ -35,7 +35,7 @@ def slices_of(step: Step, ranks: Ranks, updates_per_pass: int) -> tuple[Slice, .
     """Cuts a step into at most `updates_per_pass` slices, none of them empty.
 
     Uncut, a step keeps the counts that were committed with the step. A slice counts what can be read: the trained
-    tokens of a damaged rollout are in no slice's count.
+    tokens of a damaged rollout are in no slice's count. A rollout counts where its first sequence lies.
     """
     parts = min(updates_per_pass, len(step))
     out: list[Slice] = []
@@ -53,7 +53,7 @@ def _counts(micro_batches: Sequence[MicroBatch], ranks: Ranks, groups: int) -> N
     names = sorted({_number(sample.group_id) for sample in samples})
     tokens = sum(int(micro_batch.loss_mask.sum()) for micro_batch in micro_batches)
     row = torch.zeros(2 + groups, dtype=torch.int64)
-    row[0], row[1] = tokens, len(samples)
+    row[0], row[1] = tokens, sum(sample.sequence == 0 for sample in samples)
     row[2 : 2 + len(names)] = torch.tensor(names, dtype=torch.int64)
     rows = ranks.gather(row)
     named = set(rows[:, 2:].flatten().tolist()) - {0}

@@ -100,17 +100,18 @@ def choose(
 
 
 def _draws(micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """[N] float64 in [0, 1) per trained token, by its rollout's id and its place in it: the same however it is cut."""
+    """[N] float64 in [0, 1) per trained token, by its sequence and its place there: the same however it is cut."""
     mask = np.asarray(micro_batch.loss_mask)
-    seeds = np.array([_seed(sample.rollout_id) for sample in micro_batch.samples], dtype=np.uint64)
+    names = [f"{s.rollout_id}.{s.sequence}" if s.sequence else s.rollout_id for s in micro_batch.samples]
+    seeds = np.array([*map(_seed, names)], dtype=np.uint64)
     places = np.asarray(micro_batch.position_ids)[mask].astype(np.uint64)
     if not len(places):
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.from_numpy(_mixed(seeds[np.asarray(micro_batch.sample_index)[mask]] + places * _GOLDEN)).to(device)
 
 
-def _seed(rollout_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -1,8 +1,9 @@
 """From a trace of verifiers to a rollout: the tokens as the policy sampled them, everything else masked out.
 
-A trace is a graph of messages; a path from its root to a leaf is one training sample, and each message on it holds the
-tokens it adds. The sampler's own tokens are compared with those of the trace, one by one: a trace that was
-tokenised again on its way is refused, since its logprobs would belong to other tokens.
+A trace is a graph of messages; a path from its root to a leaf is one sequence, and each message on it holds the tokens
+it adds. What paths share is trained in the first of them. The sampler's own tokens are compared with those of the
+trace, one by one: a trace that was tokenised again on its way is refused, since its logprobs would belong to other
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy as np
 
 from rlbuffer.errors import TraceUnusable
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.spans import Turn
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.prompt import Score
@@ -34,8 +34,7 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
         text: for people.
 
     Raises:
-        TraceUnusable: it failed, was not scored, holds not one but several training samples (or none), or other tokens
-            than were sampled.
+        TraceUnusable: it failed, was not scored, or holds no sampled tokens, or other ones than were sampled.
     """
     if not trace.ok:
         errors = "; ".join(f"{error.type}: {error.message}" for error in trace.errors) or "no reason given"
@@ -46,12 +45,8 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
     branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
     if not branches:
         raise TraceUnusable("the policy sampled nothing")
-    if len(branches) > 1:
-        raise TraceUnusable(
-            f"the trace holds {len(branches)} training samples: its messages were tokenised anew between turns. "
-            "A renderer of the model's own family keeps them in one (env_options.renderer)"
-        )
-    episode, turns = _played(branches[0].nodes, completions, policy)
+    asked: dict[int, int] = {}
+    first, *further = [_played(branch.nodes, completions, asked, policy) for branch in branches]
     score = Score(
         reward=float(trace.reward),
         rewards={name: float(reward.score) for name, reward in trace.rewards.items()},
@@ -61,36 +56,32 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
             "metrics": {name: float(value) for name, value in trace.metrics.items() if value is not None},
         },
     )
-    rollout = episode.rollout(score, text=text)
-    return replace(
-        rollout,
-        turns=turns if len(turns) > 2 else (),
-        is_truncated=bool(trace.is_truncated) or rollout.is_truncated,
-    )
+    rollout = first.rollout(score, text=text, further=further)
+    return replace(rollout, is_truncated=bool(trace.is_truncated) or rollout.is_truncated)
 
 
 def _played(
-    nodes: Sequence[Any], completions: Sequence[Completion], policy: PolicyAccess
-) -> tuple[Episode, tuple[Turn, ...]]:
-    """The episode that the messages of one path tell, and a turn per message."""
-    episode = Episode(np.zeros(0, np.int32), policy.ask, policy.sampling)
-    turns, position, left = [], 0, iter(completions)
+    nodes: Sequence[Any], completions: Sequence[Completion], asked: dict[int, int], policy: PolicyAccess
+) -> Episode:
+    """The episode that the messages of one path tell, a turn each. `asked` has the place of each message's completion,
+    once it is known; they ascend along a path."""
+    episode, last = Episode(np.zeros(0, np.int32), policy.ask, policy.sampling), -1
     for number, node in enumerate(nodes):
         ids, mask = np.asarray(node.token_ids, np.int32), np.asarray(node.mask, np.bool_)
         role = str(node.message.role)
         if not mask.any():
             episode.extend(ids, role=role)
-        else:
-            first = int(np.argmax(mask))
-            end = first + int(mask.sum())
-            if not mask[first:end].all():
-                raise TraceUnusable(f"message {number} of the trace has sampled tokens in several places")
-            completion = next((c for c in left if np.array_equal(c.tokens, ids[first:end])), None)
-            if completion is None:
-                raise TraceUnusable(f"message {number} of the trace holds other tokens than were sampled")
-            episode.extend(ids[:first], role=role)
-            episode.add(completion, role=role)
-            episode.extend(ids[end:], role=role)
-        turns.append(Turn(role, position, position + len(ids)))
-        position += len(ids)
-    return episode, tuple(turns)
+            continue
+        first = int(np.argmax(mask))
+        end = first + int(mask.sum())
+        if not mask[first:end].all():
+            raise TraceUnusable(f"message {number} of the trace has sampled tokens in several places")
+        place = asked.get(id(node))
+        if place is None:
+            free = (i for i in range(last + 1, len(completions)) if i not in asked.values())
+            place = next((i for i in free if np.array_equal(completions[i].tokens, ids[first:end])), None)
+        if place is None:
+            raise TraceUnusable(f"message {number} of the trace holds other tokens than were sampled")
+        asked[id(node)] = last = place
+        episode.message(ids[:first], completions[place], ids[end:], role=role)
+    return episode

@@ -52,10 +52,10 @@ def test_a_file_that_is_torn_or_of_another_format(archive: Archive) -> None:
     (name,) = steps_names(archive.folder)
     file = archive.folder / name.file()
     table = pq.read_table(file)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"2"}), file)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"9"}), file)
     with pytest.raises(ArchiveError) as newer:
         _ = Archive(archive.folder).steps
-    assert str(newer.value) == f"{file} is of format 2, and this version reads format 1"
+    assert str(newer.value) == f"{file} is of format 9, and this version reads format 2"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ArchiveError) as torn:
         _ = Archive(archive.folder).steps
@@ -138,7 +138,7 @@ def test_a_payload_that_is_gone_is_a_row_that_says_so(run: Run, tmp_path: Path) 
         run.client.delete(key)
     archive = archived(run, tmp_path / "archive")
     member = archive.find("a.0").members[0]
-    assert (member.payload, member.row["problem"]) == (None, "its payload is missing")
+    assert (member.payloads, member.row["problem"]) == ([None], "its payload is missing")
     with pytest.raises(PayloadError, match=r"rollout a\.0/0: its payload is missing"):
         _ = member.rollout
 

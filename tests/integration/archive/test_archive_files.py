@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import trees
 from store_runs import Run
 from strange_groups import strange_group
 
 import rlbuffer
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, files_of, unwritten
+from rlbuffer.archive.groups import read_group_file, write_groups
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.schema import steps_names
 from rlbuffer.archive.writer import ArchiveWriter
@@ -64,13 +66,13 @@ def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(
     assert report.checked["dropped_rollouts"] == len(dropped)
     trained = archive.find("a.0")
     assert (trained.step, trained.dropped) == (1, None)
-    assert [member.payload for member in trained.members] == payloads
+    assert [data for member in trained.members for data in member.payloads] == payloads
     assert trained.members[0].rollout == strange_group("a.0").rollouts[0]
     assert (trained.answer, trained.metadata) == (strange_group().answer, dict(strange_group().metadata))
     group = archive.find("a.4/2")
     assert group.dropped is not None
     assert (group.dropped.reason, group.dropped.detail) == ("stale", "because")
-    assert [member.payload for member in group.members] == dropped
+    assert [data for member in group.members for data in member.payloads] == dropped
     assert [step.step for step in archive.steps] == [1, 2, 3]
     assert {r.rollout_id for r in archive.rollouts(3)} == {"a.3/0", "a.3/1"}
     with pytest.raises(NotFound) as missing:
@@ -281,3 +283,15 @@ def test_a_drop_by_anybody_keeps_the_prompt_and_the_worker_of_each_push(run: Run
     assert [row["worker"] for row in rows] == ["w-7", "w-8"]
     assert {(row["prompt_id"], row["planned_size"], row["adapter"]) for row in rows} == {("a prompt", 2, "ad")}
     assert all(row["pushed_ms"] > 0 for row in rows)
+
+
+def test_the_sequences_of_a_rollout_come_back_as_it(run: Run, tmp_path: Path) -> None:
+    (group,) = trees.groups(3, 1, 4)
+    assert max(len(r.sequences) for r in group.rollouts) > 1
+    run.store.push(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
+    run.step()
+    archive = archived(run, tmp_path / "archive")
+    members = sorted(archive.find(group.group_id).members, key=lambda member: member.rollout_id)
+    assert [member.rollout for member in members] == list(group.rollouts)
+    write_groups(tmp_path / "groups.parquet", [group], run="r")
+    assert list(read_group_file(tmp_path / "groups.parquet")) == [group]

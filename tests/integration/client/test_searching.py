@@ -16,7 +16,7 @@ from rlbuffer.client import searching
 from rlbuffer.client.operations import choose
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
-from rlbuffer.wire import metadata_pages
+from rlbuffer.wire import metadata
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_no_rollout_of_the_pool_is_unpacked_for_what_its_push_says(
     def refused(*_: Any) -> None:
         raise AssertionError("a rollout was unpacked")
 
-    monkeypatch.setattr(metadata_pages, "unpack_rollouts", refused)
+    monkeypatch.setattr(metadata, "_rollouts", refused)
     assert [view.reward for view in buffer.groups("state:ready env:b reward>=0.5")] == [0.5]
     assert [view.rewards for view in buffer.groups("id:b.3")] == [(0.75, 0.25)]
     assert buffer.groups("env:none") == []

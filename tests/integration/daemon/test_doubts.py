@@ -149,3 +149,20 @@ def test_a_rollout_without_the_reference_beside_one_that_has_it_is_masked_and_na
     for name in ("a.3", "a.4"):
         run.push(name, lengths=[8, 8], columns=[column, column])
     assert groups_of(train(run, reader)) == ["a.3", "a.4"]
+
+
+def test_a_token_that_the_trainers_model_does_not_have_is_dropped_before_any_rank_sees_it(served: Served) -> None:
+    run = served.run
+    within = rlbuffer.make_group(lengths=[8, 8])
+    vocabulary = 1 + max(int(r.tokens.max()) for r in within.rollouts)
+    reader = start(run, vocabulary=vocabulary)
+    beyond = run.push("a.0", lengths=[60, 60])
+    assert max(int(r.tokens.max()) for r in beyond.rollouts) >= vocabulary
+    for name in ("a.1", "a.2"):
+        run.push(name, lengths=[8, 8])
+    served.serve(CONFIG)
+    step = train(run, reader)
+    assert (groups_of(step), step.damaged) == (["a.1", "a.2"], ())
+    (drop,) = served.said("drop", reason="invalid")
+    assert drop["group_id"] == "a.0"
+    assert run.store.verify().ok

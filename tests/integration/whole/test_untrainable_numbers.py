@@ -33,12 +33,13 @@ def push_as_before(run: Run, group_id: str, rewards: list[float]) -> None:
     """Pushes a group with these rewards as a version without a limit would have written it."""
     group = make_group(group_id=group_id, env="a", rewards=[0.0] * len(rewards))
     original = payload.encode_push(group)
-    values = msgpack.unpackb(original.metadata)
-    rows = bytearray(values["rows"])
+    values = msgpack.unpackb(original.metadata[:-4])
+    rows = bytearray(values[10])
     for i, reward in enumerate(rewards):
         struct.pack_into("<d", rows, i * ROW.size + REWARD_AT, reward)
-    data = msgpack.packb(values | {"rows": bytes(rows), "checksum": 2**32 - 1})
-    data = data[:-4] + struct.pack(">I", zlib.crc32(data[:-4]))
+    values[10] = bytes(rows)
+    data = msgpack.packb(values)
+    data += struct.pack(">I", zlib.crc32(data))
     run.push(group_id, rewards=[0.0] * len(rewards))
     ((entry_id, fields),) = run.client.xrevrange(run.store.keys.pool, count=1)
     run.client.xdel(run.store.keys.pool, entry_id)
