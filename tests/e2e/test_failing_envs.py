@@ -138,7 +138,7 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
 
         home.wait_until(lambda: was_told() and buffer.store.meta().step >= 1, seconds=30, why="step and sentence")
         shown = " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())
-        assert f"! {SOMETIMES} fails: " in shown
+        assert f"✕ {SOMETIMES} fails: " in shown
         assert f"given up by {SOMETIMES}: IndexError " in shown
 
 

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from rlbuffer.state.text import printable
-from rlbuffer_cli.render.text import aligned, colour_of, cut
+from rlbuffer_cli.text import aligned, colour_of, cut
 
 CURSOR = Style(reverse=True)
 BOLD = Style(bold=True)

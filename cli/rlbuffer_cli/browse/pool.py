@@ -27,7 +27,7 @@ from rlbuffer_cli.render.run import (
     first_lines,
     pace_lines,
 )
-from rlbuffer_cli.render.text import aligned, utc
+from rlbuffer_cli.text import aligned, utc
 
 GROUPS_PER_READ = 1000
 MOST_HEADER_ROWS = 10

@@ -17,9 +17,9 @@ from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
-from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
+from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
+from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.render.group import life, member_of, rollout_record, short
-from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 
 COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""
@@ -105,10 +105,10 @@ class OneRollout(Look):
         else:
             kept = self.kept.get(member.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
-            through = lens(group, member, self.number, column=self.column, origin=origin, kept=kept)
+            through = lens(group, member, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
             tokens.put(rollout, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
-            self.query_one("#legend", Static).update(f"{self.number} {through.name}: {through.legend}")
+            self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))
         self.show_facts()
         self.frame()
 

@@ -25,7 +25,7 @@ from textual.worker import Worker
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.panes import Pane
-from rlbuffer_cli.render.text import cut
+from rlbuffer_cli.text import cut
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -242,7 +242,7 @@ class Look(Screen[None]):
             self.run_worker(self._export(name), exclusive=True, group="export")
 
     async def _export(self, name: str) -> None:
-        from rlbuffer_cli.render.html_files import file_name, one_of, write_page
+        from rlbuffer_cli.web.files import file_name, one_of, write_page
 
         def write() -> str:
             buffer, file = self.looking.buffer, file_name(name)

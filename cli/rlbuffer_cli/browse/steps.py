@@ -17,7 +17,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import NO_STYLE, EntryLine, Prose, Table
 from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking, Open
-from rlbuffer_cli.render.curves import trend_lines
+from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.render.steps import (
     ENV_MARKS,
     ROLLOUT_HEADER,
@@ -79,10 +79,11 @@ class Steps(Look):
         problems: list[RlbufferError] = []
         headers = await self.ask(lambda: self.looking.run.headers(problems))
         trained = (await self.ask(store.trainer)).trained
-        lines = await self.ask(lambda: trend_lines(self.looking.buffer.settings.output_dir, headers))
+        known = await self.ask(lambda: trends(self.looking.buffer.settings.output_dir, headers))
+        lines = small_charts(known, width=self.size.width)
         curves = self.query_one("#curves", Prose)
         curves.put(lines)
-        curves.styles.height = min(curves.height_at(self.size.width), 6)
+        curves.styles.height = min(len(lines), self.size.height // 2)
         self.headers, self.is_read = headers[::-1], True
         rows = [step_row(header, trained=trained) for header in self.headers]
         self.query_one("#steps", Table).put(rows, [str(header.step) for header in self.headers])

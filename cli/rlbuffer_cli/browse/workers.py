@@ -17,10 +17,10 @@ from rlbuffer_cli.render.run import (
     PROCESS_HEADER,
     PROCESS_NUMBERS,
     PROCESS_OPTIONAL,
-    READ_RECORDS,
     process_lines,
     process_rows,
 )
+from rlbuffer_cli.run_tables import READ_RECORDS
 
 
 class Workers(Look):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.state.step_record import StepRecord
     from rlbuffer.store.records import Ledger
-    from rlbuffer_cli.render.watch import Watch
+    from rlbuffer_cli.live import Watch
 
 EDGE_STEPS = 10
 """Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
@@ -128,27 +130,22 @@ class _Demo:
     def run(self, stop: threading.Event) -> int:
         from rlbuffer.client.buffer import connect
         from rlbuffer.run.supervisor import Supervisor
-        from rlbuffer_cli.render.watch import Watch
+        from rlbuffer_cli.live import Watch, shown
         from rlbuffer_cli.session import say_ended
 
-        settings, origin = self._settings, options.redis_origin(self._loaded)
+        settings, origin, is_drawn = self._settings, options.redis_origin(self._loaded), self._shown == "rich"
+        title = f'rlbuffer demo · run "{settings.run}"'
+        on_step = (lambda record: None) if is_drawn else self._on_step  # a view shows the steps
         with (
             connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer,
             options.writing(self._shown, clock=False),
         ):
-            watch = Watch(buffer, settings.output_dir / "metrics.jsonl", on_step=self._on_step)
-            supervisor = Supervisor(settings, say=self._say(watch), origin=origin)
-            if self._shown == "rich":
-                from rlbuffer_cli.render.run_view import RunView
-
-                with RunView(settings, watch, title=f'rlbuffer demo · run "{settings.run}"') as view:
-                    code = supervisor.run(stop, lambda: self._tick(watch, stop, view.refresh))
-                    say_ended(buffer, settings, code)
-                    watch.update(look=True, now=True)
-            else:
-                code = supervisor.run(stop, lambda: self._tick(watch, stop, None))
+            watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=on_step)
+            watch.may_ask.set()
+            supervisor = Supervisor(settings, say=watch.log if is_drawn else self._relay, origin=origin)
+            with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
+                code = supervisor.run(stop, lambda: self._tick(watch, stop))
                 say_ended(buffer, settings, code)
-                watch.update(look=False)
             if self._is_time_up and watch.records:
                 code = 0
             elif self._is_time_up:
@@ -157,32 +154,23 @@ class _Demo:
             self._summarize(watch, buffer.ledger(), code, supervisor.restarts, str(supervisor.log.path))
         return code
 
-    def _tick(self, watch: Watch, stop: threading.Event, refresh: Any) -> None:
-        watch.update(look=refresh is not None)
-        if refresh is not None:
-            refresh()
+    def _tick(self, watch: Watch, stop: threading.Event) -> None:
         if self._seconds is not None and watch.seconds >= self._seconds:
             self._is_time_up = True
             stop.set()
 
     # -- telling -----------------------------------------------------------------------------------------------------
-    def _say(self, watch: Watch) -> Any:
-        def relay(name: str, line: str) -> None:
-            if self._shown == "rich":
-                watch.log(name, line)
-            elif self._shown in ("plain", "json") and name not in ("serve", "train"):
-                # Their step lines would only repeat the steps; everything is in the log.
-                say(f"{name:<14} {line}", err=True)
-
-        return relay
+    def _relay(self, name: str, line: str) -> None:
+        if self._shown in ("plain", "json") and name not in ("serve", "train"):
+            # Their step lines would only repeat the steps; everything is in the log.
+            say(f"{name:<14} {line}", err=True)
 
     def _on_step(self, record: StepRecord) -> None:
-        from rlbuffer_cli.render.train_view import train_line
+        from rlbuffer_cli.view import step_line
 
-        if self._shown != "rich":  # its view shows the steps
-            envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
-            text = train_line(record, self._settings.trainer.steps)
-            _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
+        envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
+        text = step_line(record, self._settings.trainer.steps)
+        _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
         from rlbuffer.config.fractions import budgets_at
@@ -207,6 +195,9 @@ def summary_of(
     """The summary of a run that has ended with `code`."""
     records = watch.records
     edge = max(1, min(EDGE_STEPS, len(records) // 2))
+    tokens: Counter[str] = Counter()
+    for record in records:
+        tokens.update({env: n for env, n in record.tokens_by_env.items() if n})
     total = ledger.total()
     dropped = sum(d[0] for d in total.dropped.values())
     accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
@@ -215,11 +206,11 @@ def summary_of(
         steps=records[-1].step if records else 0,
         seconds=round(watch.seconds, 2),
         first_step_seconds=None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
-        reward_from=watch.mean_reward(records[:edge]),
-        reward_to=watch.mean_reward(records[-edge:]),
+        reward_from=_mean_reward(records[:edge]),
+        reward_to=_mean_reward(records[-edge:]),
         edge_steps=edge,
-        tokens=sum(watch.tokens.values()),
-        shares=watch.shares(),
+        tokens=tokens.total(),
+        shares={env: n / tokens.total() for env, n in sorted(tokens.items())},
         ledger={
             "pushed": total.pushed[0],
             "pending": total.pending[0],
@@ -236,10 +227,15 @@ def summary_of(
     )
 
 
+def _mean_reward(records: Sequence[StepRecord]) -> float | None:
+    rewards = [record.reward for record in records if record.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
 def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
     from rlbuffer.state.text import amount, duration, plural
-    from rlbuffer_cli.render.text import wrapped
+    from rlbuffer_cli.text import wrapped
 
     ledger = summary.ledger
     shares = " · ".join(

@@ -133,7 +133,7 @@ def command(
 
 
 def _web(run: WholeRun, port: int) -> int:
-    from rlbuffer_cli.web import serve_pages
+    from rlbuffer_cli.web.server import serve_pages
 
     try:
         return serve_pages(run, port)
@@ -172,7 +172,7 @@ def _pair(run: WholeRun, identifier: str | None, other: str, as_json: bool) -> i
 
 
 def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: str) -> int:
-    from rlbuffer_cli.render.html_files import STDOUT, one_of, write_page
+    from rlbuffer_cli.web.files import STDOUT, one_of, write_page
 
     problems: list[RlbufferError] = []
     buffer = run.buffer

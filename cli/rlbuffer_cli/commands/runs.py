@@ -47,8 +47,8 @@ def list_runs(given: options.Given, as_json: bool) -> int:
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
-    from rlbuffer_cli.render.text import show_table
     from rlbuffer_cli.session import check_home
+    from rlbuffer_cli.text import show_table
 
     loaded = given.load()
     check_home(loaded)

@@ -13,7 +13,7 @@ from rlbuffer.records.states import State
 from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, cut, show_table, sparkline, utc
+from rlbuffer_cli.text import bar, cut, show_table, sparkline, utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts

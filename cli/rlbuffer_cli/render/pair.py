@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.render.text import show_table
+from rlbuffer_cli.text import show_table
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts

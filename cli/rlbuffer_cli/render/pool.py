@@ -11,7 +11,7 @@ from rlbuffer.records.states import State
 from rlbuffer.state.text import amount, duration
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.run import ENV_HEADER, ENV_NUMBERS, ENV_OPTIONAL, env_legend, env_row, run_lines
-from rlbuffer_cli.render.text import show_table, sparkline, utc
+from rlbuffer_cli.text import show_table, sparkline, utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.views import GroupView

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.render.curves import trend_lines
+from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.render.group import as_json as plain_types
 from rlbuffer_cli.render.run import (
     PROCESS_HEADER,
     PROCESS_NUMBERS,
     PROCESS_OPTIONAL,
-    READ_RECORDS,
     process_lines,
     process_rows,
 )
@@ -29,7 +28,8 @@ from rlbuffer_cli.render.steps import (
     step_lines,
     step_row,
 )
-from rlbuffer_cli.render.text import columns_of, show_table
+from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.text import columns_of, show_table
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -48,8 +48,8 @@ def show_steps(run: WholeRun, *, as_json: bool) -> int:
         trained = buffer.store.trainer().trained
         rows = [step_row(header, trained=trained) for header in headers]
         show_table(STEP_HEADER, rows, right=STEP_NUMBERS, optional=STEP_OPTIONAL)
-        for line in trend_lines(buffer.settings.output_dir, headers[::-1]):
-            say(line, indent="    ")
+        for line in small_charts(trends(buffer.settings.output_dir, headers[::-1]), width=columns_of(sys.stdout)):
+            echo(line)
     else:
         echo("no committed step can still be read")
     for problem in problems:

@@ -9,32 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.client.lessons import last_steps, mean_reward
 from rlbuffer.records.waiting import Wait
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, Waited, waited_of
-from rlbuffer.store.history import Committed, Dropped
-from rlbuffer_cli.render.ranks import rank_line
-from rlbuffer_cli.render.text import aligned, bar, broken, cut, sparkline, utc
+from rlbuffer.state.trained import Waited, waited_of
+from rlbuffer.store.history import Dropped
+from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.text import bar, sparkline, utc
+from rlbuffer_cli.view import Pace, pace_of
 
 if TYPE_CHECKING:
     from rlbuffer.state.heartbeats import Process
     from rlbuffer.state.run_state import EnvState, RunState
-    from rlbuffer.state.step_record import StepRecord
 
-READ_RECORDS = 1000
-"""Newest records of the history that are read; a run that makes more of them has a shorter window."""
-LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
-"""Rates and drops are of so long, or of the run's whole life where that is shorter."""
-STEPS_OF_A_WINDOW = 5
-"""Steps, at the pace of the newest ones, that a rate should be of: a run of slow steps has a longer window."""
 MOST_AGES = 10
 """Blocks of an age histogram."""
-SHOWN_PROCESSES = 30
 SHOWN_PROMPTS = 5
 SHOWN_MEMORY = 0.5
 """Share of its limit from which the server's memory is said."""
@@ -53,29 +44,10 @@ PROCESS_NUMBERS = frozenset({"heard", "version", "rate"})
 PROCESS_OPTIONAL = ("env", "rate", "dropped")
 
 
-# -- what is seen at once ----------------------------------------------------------------------------------------------
-def run_view(state: RunState, width: int | None, trained: Sequence[StepRecord] = ()) -> list[str]:
-    """The run as lines of at most `width` columns: prose is broken, tables lose their least columns, then are cut.
-
-    `trained`: the trainer's records, where they can be read here; the last ones count.
-    """
-    lines = [row for line in run_lines(state, trained) for row in broken(printable(line), width, indent="    ")]
-    if state.envs:
-        rows = [env_row(state, env) for env in state.envs]
-        lines += ["", *_table(ENV_HEADER, rows, right=ENV_NUMBERS, optional=ENV_OPTIONAL, width=width)]
-        lines += [row for line in env_legend(state) for row in broken(line, width)]
-    if rows := list(process_rows(state).values()):
-        shown = rows[:SHOWN_PROCESSES]
-        lines += ["", *_table(PROCESS_HEADER, shown, right=PROCESS_NUMBERS, optional=PROCESS_OPTIONAL, width=width)]
-        if len(rows) > len(shown):
-            lines.append(f"and {len(rows) - len(shown):,} more: rlbuffer inspect --workers")
-    ranks = trained[-1].ranks if trained else ()
-    return lines + ([rank_line(ranks)] if len(ranks) > 1 else [])
-
-
-def run_lines(state: RunState, trained: Sequence[StepRecord] = ()) -> list[str]:
+# -- in lines ----------------------------------------------------------------------------------------------------------
+def run_lines(state: RunState) -> list[str]:
     """Everything but the tables."""
-    return [*first_lines(state), *act_lines(state), *fact_lines(state), *pace_lines(state, trained)]
+    return [*first_lines(state), *act_lines(state), *fact_lines(state), *pace_lines(state)]
 
 
 def first_lines(state: RunState) -> list[str]:
@@ -153,54 +125,7 @@ def _evaluated(env: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 # -- pace --------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How fast a run goes, by the newest records of its history."""
-
-    window_seconds: float
-    """Time that the next three are of."""
-    steps: int
-    """Committed."""
-    tokens: int
-    """Tokens of those steps."""
-    drops: Counter[str]
-    """Reason -> rollouts."""
-    newest: Mapping[str, Any] | None
-    """Record of the newest step; None before the first."""
-
-
-def pace_of(state: RunState) -> Pace:
-    """Reads the history that came with the state."""
-    steps = [record for record in state.history if record.get("event") == Committed.event]
-    first = min((float(record["at"]) for record in state.history), default=state.at)
-    window = min(window_of([record["at"] for record in steps]), max(1.0, state.at - first))
-    recent = [record for record in steps if record["at"] >= state.at - window]
-    drops: Counter[str] = Counter()
-    for record in state.history:
-        if record.get("event") == Dropped.event and record["at"] >= state.at - window:
-            drops[record["reason"]] += record["rollouts"]
-    tokens = sum(record["tokens"] for record in recent)
-    return Pace(
-        window_seconds=window, steps=len(recent), tokens=tokens, drops=drops, newest=steps[0] if steps else None
-    )
-
-
-def window_of(committed: Sequence[float]) -> float:
-    """Seconds that rates are of: short, so that they follow a change, and long enough for a few steps at their pace.
-
-    `committed`: when each step was committed, in seconds, the newest first. How long ago the newest one was changes
-    nothing: a run that stops is soon at 0.
-
-    Example:
-        >>> window_of([100.0, 98.0, 96.0]), window_of([100.0, 70.0, 40.0]), window_of([])
-        (60.0, 150.0, 60.0)
-    """
-    gaps = [later - earlier for later, earlier in pairwise(committed[: STEPS_OF_A_WINDOW + 1])]
-    seconds = STEPS_OF_A_WINDOW * median(gaps) if gaps else 0.0
-    return min(max(LEAST_WINDOW_SECONDS, seconds), MOST_WINDOW_SECONDS)
-
-
-def pace_lines(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[str]:
+def pace_lines(state: RunState) -> Iterator[str]:
     """Both sides' rates, lag, reward, the trainer's waiting, and drops; without a history the trainer's alone."""
     if state.history:
         pace, server = pace_of(state), state.server
@@ -212,7 +137,7 @@ def pace_lines(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[
         yield f"  lag      {_lag(state, pace)}"
         if (reward := mean_reward(last_steps(state.history))) is not None:
             yield f"  reward   {reward:.3f} in the last steps"
-    recent = trained[-RECENT_STEPS:] or ([state.trained] if state.trained is not None else [])
+    recent = [state.trained] if state.trained is not None else []
     if recent and any(record.seconds for record in recent):
         yield f"  trainer  {_trainer(state, waited_of(recent))}"
     if state.history:
@@ -367,15 +292,3 @@ def process_lines(state: RunState, who: str) -> list[str]:
 
 def _counted(reasons: Mapping[str, int]) -> str:
     return " ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
-
-
-def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: frozenset[str],
-    optional: Sequence[str],
-    width: int | None,
-) -> list[str]:
-    lines = ["  ".join(row).rstrip() for row in aligned(header, rows, right=right, optional=optional, width=width)]
-    return lines if width is None else [cut(line, width) for line in lines]

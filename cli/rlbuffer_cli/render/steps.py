@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.state.text import amount, percent, plural
-from rlbuffer_cli.render.text import utc
+from rlbuffer_cli.text import utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer

@@ -2,7 +2,7 @@
 
     python docs/guide/inspect/pictures.py
 
-Needs tmux, pillow (`rlbuffer[plot]`) and the font DejaVu Sans Mono. It takes about a minute. What is on a picture is
+Needs tmux, pillow and the font DejaVu Sans Mono. It takes about a minute. What is on a picture is
 what `tmux capture-pane -e` gave, cell by cell.
 """
 

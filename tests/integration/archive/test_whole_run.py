@@ -15,7 +15,7 @@ from test_archive_files import archived, settled
 
 import rlbuffer
 from rlbuffer.testing import make_group
-from rlbuffer_cli.web import Pages
+from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 Call = Callable[..., tuple[int, str, str]]
@@ -139,14 +139,14 @@ def test_the_web_pages_read_the_archive_that_was_named(run: Run, tmp_path: Path)
                     ("group", {"id": "a.1"}),
                     ("rollout", {"id": "a.1", "rollout": "a.1/1"}),
                     ("steps", {}),
-                    ("", {"where": "step:2"}),
+                    ("groups", {"where": "step:2"}),
                 )
             }
     assert "a.1/" in shown["step"]
     assert "a.1/1" in shown["group"]
     assert "said 1/1" in shown["rollout"]
     assert "step?n=1" in shown["steps"]
-    assert "group?id=a.1" in shown[""]
+    assert "group?id=a.1" in shown["groups"]
 
 
 def test_a_group_of_the_archive_is_the_same_in_a_list_and_by_its_id_and_files_are_read_once(

@@ -168,12 +168,12 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
         )
         assert "1 plain: text as it was pushed" in shown
         legends = {
-            "2": "p>=0.9",
+            "2": "≥ 0.9",
             "3": "advantages are known once",
-            "4": "■ trained (3)",
-            "5": "nats, pushed as column `entropy`: mean 1.714, most 2.000",
+            "4": "trained (3)",
+            "5": "nats, pushed as column `entropy`; mean 1.714, most 2.000",
             "6": "6 mismatch: trainer's logprobs are not kept per token: a worker pushes it as a column",
-            "7": "⁰ v0  ¹ v1",
+            "7": "Aa v0 Aa v1",
             "8": "8 column entropy",
         }
         for key, legend in legends.items():
@@ -330,7 +330,7 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
             ("o", "rlbuffer.group/1"),
             ("escape", "group a.0"),
             ("enter", "rollout a.0/0"),
-            ("2", "p>=0.9"),
+            ("2", "≥ 0.9"),
             ("5", "entropy"),
             ("6", "not kept per token"),
             ("8", "column entropy"),

@@ -12,9 +12,7 @@ from store_runs import Run
 from terminals import ANSI, typed
 
 import rlbuffer
-from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import main
-from rlbuffer_cli.render.train_view import Follower
 
 
 @pytest.mark.server
@@ -99,14 +97,6 @@ def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path
     lines = text[text.index(f"rlbuffer {rlbuffer.__version__}") : text.index("ctrl-c")].splitlines()
     assert max(map(len, lines)) <= 40
     assert "noeviction ok" in " ".join(text.split())
-
-
-def test_made_up_steps_wait_for_no_batcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Follower(RunSettings(home=tmp_path), has_server=False):
-        pass
-    said = capsys.readouterr().out
-    assert "the steps are made up" in said
-    assert "batcher" not in said
 
 
 @pytest.mark.parametrize("state", [{"adapters": 7}, {"adapters": ["x"]}, {"adapters": {"a": 1}}, [1]])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_runs import Run
 
-HEAVY = {"torch", "transformers", "safetensors", "rich", "textual", "fakeredis"}
+HEAVY = {"torch", "transformers", "safetensors", "textual", "jinja2", "matplotlib", "fakeredis"}
 ROOMS = {f"rlbuffer.{room}" for room in ("batcher", "daemon", "scorer", "trainer", "weights", "worker")}
 """Rooms that decide, sample and train."""
 PROGRAM = """
