@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -84,8 +84,18 @@ class Printed:
 
 def ordered(view: View, items: Sequence[Any], by: str, *, is_reversed: bool = False) -> list[Any]:
     """The items by a column; as they are read where there is none of that title."""
-    column = next((column for column in view.columns if column.title == by), None)
+    column = next((column for column in view.columns if by and column.title == by), None)
     if column is None:
         return list(items)[:: -1 if is_reversed else 1]
     order = column.sort or (lambda item: look.plain(column.cell(item)).plain)
     return sorted(items, key=order, reverse=is_reversed)
+
+
+def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), empty: str = "") -> View:
+    """A view of plain rows, a tuple each."""
+
+    def cell(at: int) -> Callable[[Any], object]:
+        return lambda row: row[at]
+
+    columns = tuple(Column(title, cell(at), None, title in numbers) for at, title in enumerate(titles))
+    return View(name=name, columns=columns, read=lambda run, where, most: (), key=lambda row: str(row[0]), empty=empty)

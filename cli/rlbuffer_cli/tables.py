@@ -63,6 +63,11 @@ def group_rows(views: Sequence[GroupView]) -> list[GroupRow]:
     return [GroupRow(view, low, high) for view in views]
 
 
+def group_record(view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.group/1``: numbers raw, ids whole, UTC times."""
+    return {"schema": "rlbuffer.group/1", **asdict(view), "created": utc(view.created)}
+
+
 def _read_groups(run: Any, where: str, most: int) -> Sequence[GroupRow]:
     problems: list[RlbufferError] = []
     rows = group_rows(run.groups(where, most, problems))
@@ -79,7 +84,7 @@ GROUPS = View(
     name="groups",
     read=_read_groups,
     key=lambda row: row.view.group_id,
-    record=lambda row: {"schema": "rlbuffer.group/1", **asdict(row.view), "created": utc(row.view.created)},
+    record=lambda row: group_record(row.view),
     opens="group",
     filter_help="env:math age>=2 reward<0.1",
     empty="no groups yet",

@@ -39,12 +39,12 @@ SLOW_SHARE, SLOW_PASS_SECONDS = 1.25, 0.01
 Of an even number the faster one of the two in the middle counts: of two ranks the slow one is not the middle."""
 
 
-def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
+def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_processes: bool = True) -> Group:
     """The whole run: what must be cured, what it waits for, how far it is, its envs, its processes.
 
     `trained`: the trainer's records, where they can be read here; the last ones count.
     """
-    processes = process_rows(state)
+    processes = process_rows(state) if with_processes else []
     parts: list[RenderableType] = [head(state, trained)]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from dataclasses import replace
 
 import pytest
 
 from rlbuffer.state.step_record import StepRecord
-from rlbuffer_cli import text
+from rlbuffer_cli import look
 from rlbuffer_cli.look import lines_of
+from rlbuffer_cli.table import Printed, of_tuples
 from rlbuffer_cli.view import rank_line, trainer_view
 
 
@@ -77,27 +77,24 @@ class Terminal(io.StringIO):
         return True
 
 
-HEADER, ROW = ["id", "reward", "worker"], ["vcopy.1", "0.5", "worker-0"]
+TABLE = of_tuples("rows", ("id", "reward", "state", "worker"), {"reward"})
+ROW = ("vcopy.1", "0.5", look.state("ready"), "worker-number-0123456789")
 
 
 @pytest.mark.parametrize(
-    ("columns", "lines"),
+    ("width", "lines"),
     [
-        (80, ["id       reward  worker", "vcopy.1     0.5  worker-0"]),
-        (25, ["id       reward  worker", "vcopy.1     0.5  worker-0"]),
-        (24, ["id       reward", "vcopy.1     0.5"]),
-        (10, ["id       …", "vcopy.1  …"]),
+        (80, ["id       reward  state    worker", "vcopy.1     0.5  ● ready  worker-number-0123456789"]),
+        (44, ["id       reward  state    worker", "vcopy.1     0.5  ● ready  worker-number-012…"]),
+        (36, ["id       reward  worker »", "vcopy.1     0.5  worker-number-01234…"]),
     ],
 )
-def test_a_table_leaves_out_columns_before_it_cuts(
-    monkeypatch: pytest.MonkeyPatch, columns: int, lines: list[str]
-) -> None:
-    out = Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "1")
-    text.show_table(HEADER, [ROW], right=frozenset({"reward"}), optional=["worker"])
-    assert out.getvalue().splitlines() == lines
+def test_a_table_leaves_out_columns_before_it_cuts_and_says_so(width: int, lines: list[str]) -> None:
+    shown = lines_of(Printed(TABLE, [ROW]), width)
+    assert [line[:6] for line in shown] == [line[:6] for line in lines]
+    assert max(map(len, shown)) <= width
+    assert ("»" in shown[0]) == ("»" in lines[0])
+    assert ("…" in shown[1]) == ("…" in lines[1])
 
 
 def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,18 +102,13 @@ def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.Mon
     for value in ("", "1"):
         out = Terminal()
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setenv("COLUMNS", "80")
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        if value:
-            monkeypatch.setenv("NO_COLOR", value)
-        assert ("NO_COLOR" in os.environ) == bool(value)
-        text.show_table(["state"], [["ready"], ["dropped stale"]])
+        monkeypatch.setenv("NO_COLOR", value)
+        look.show(Printed(TABLE, [ROW]))
         shown[value] = out.getvalue()
-    assert shown["1"] == "state\nready\ndropped stale\n"
-    assert "\x1b[32mready" in shown[""]
-    assert "\x1b[31mdropped stale" in shown[""]
+    assert "\x1b[34m" in shown[""]
+    assert "\x1b[34m" not in shown["1"]
     piped = io.StringIO()
     monkeypatch.setattr(sys, "stdout", piped)
-    text.show_table(["state"], [["ready"]])
-    assert piped.getvalue() == "state\nready\n"
+    look.show(Printed(TABLE, [ROW]))
+    assert "\x1b" not in piped.getvalue()

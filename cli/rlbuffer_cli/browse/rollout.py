@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
@@ -16,7 +16,7 @@ from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
-from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
+from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.render.group import life, member_of, rollout_record, short
@@ -28,21 +28,11 @@ COLUMN = len(NAMES)
 class OneRollout(Look):
     """A rollout, known by its id and its group's."""
 
-    keys = (
-        "1-8 lens",
-        "n/p rollout",
-        "g/G ends",
-        "tab tokens/facts",
-        "e HTML",
-        "y copy id",
-        "o raw",
-        "esc back",
-        *EVERYWHERE,
-    )
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("n", "other(1)"),
-        ("p", "other(-1)"),
-        *((str(number), f"lens({number})") for number in range(1, len(NAMES) + 1)),
+        Binding("n", "other(1)", "next"),
+        Binding("p", "other(-1)", "previous"),
+        Binding("2", "lens(2)", "lens", key_display="1-8"),
+        *(Binding(str(number), f"lens({number})", show=False) for number in range(1, len(NAMES) + 1) if number != 2),
     ]
 
     def __init__(self, looking: Looking, rollout_id: str, group_id: str) -> None:
@@ -106,6 +96,7 @@ class OneRollout(Look):
             kept = self.kept.get(member.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
             through = lens(group, member, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
+            tokens.kind = self.looking.colours
             tokens.put(rollout, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
             self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))

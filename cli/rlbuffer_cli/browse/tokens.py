@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,7 +53,7 @@ class Tokens(Pane):
         self._labels: dict[int, str] = {}
         self._window = -1
         self._texts = Texts()
-        self.kind = "" if os.environ.get("NO_COLOR") else "dark"
+        self.kind = "dark"
         """Of the colours."""
         self._has_pieces = False
         """Every token has a text of its own."""

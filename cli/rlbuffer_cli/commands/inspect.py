@@ -117,7 +117,7 @@ def command(
         if web:
             return _web(run, port)
         if steps or workers or number is not None:
-            return _printed(run, number, workers, as_json)
+            return _printed(run, number, "processes" if workers else "steps", as_json)
         if other is not None:
             return _pair(run, identifier, other, as_json)
         if not (plain or as_json or totals or limit or window) and _may_browse():
@@ -141,12 +141,13 @@ def _web(run: WholeRun, port: int) -> int:
         raise click.UsageError(f"--port {port}: {error.strerror}") from None
 
 
-def _printed(run: WholeRun, number: int | None, workers: bool, as_json: bool) -> int:
-    from rlbuffer_cli.render.printed import show_processes, show_step, show_steps
+def _printed(run: WholeRun, number: int | None, name: str, as_json: bool) -> int:
+    from rlbuffer_cli.render.printed import EVERYTHING, show_listed, show_step
+    from rlbuffer_cli.tables import VIEWS
 
     if number is not None:
         return show_step(run, number, as_json=as_json)
-    return show_processes(run.buffer, as_json=as_json) if workers else show_steps(run, as_json=as_json)
+    return show_listed(VIEWS[name], run, "", EVERYTHING, as_json=as_json)
 
 
 def _pair(run: WholeRun, identifier: str | None, other: str, as_json: bool) -> int:
@@ -210,26 +211,19 @@ def _may_browse() -> bool:
 
 def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) -> int:
     from rlbuffer.client.run_state import read_run_state
-    from rlbuffer_cli.render import pool
+    from rlbuffer_cli import look
+    from rlbuffer_cli.render.printed import show_listed
+    from rlbuffer_cli.tables import GROUPS
+    from rlbuffer_cli.view import run_view
 
-    problems: list[RlbufferError] = []
-    store = run.buffer.store
-    if totals:
-        state = read_run_state(store)
-        if as_json:
-            echo(json.dumps(state.as_object()))
-        else:
-            pool.show_run(state)
-        return 0
-    views = run.groups(where, limit, problems)
+    if not totals:
+        return show_listed(GROUPS, run, where, limit, as_json=as_json)
+    state = read_run_state(run.buffer.store)
     if as_json:
-        for view in views:
-            echo(json.dumps(pool.group_record(view)))
+        echo(json.dumps(state.as_object()))
     else:
-        pool.show(read_run_state(store), views, where=where, limit=limit)
-    for problem in problems:
-        say(f"Error: {problem}", err=True)
-    return 1 if problems else 0
+        look.show(run_view(state))
+    return 0
 
 
 def _alive(given: options.Given, who: str, within: float, as_json: bool) -> int:

@@ -11,9 +11,11 @@ import click
 
 from rlbuffer.records.states import State
 from rlbuffer.state.text import amount, duration, plural, printable
+from rlbuffer_cli import look
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.text import bar, cut, show_table, sparkline, utc
+from rlbuffer_cli.table import Printed, of_tuples
+from rlbuffer_cli.tables import MEMBERS, group_record, member_rows
+from rlbuffer_cli.text import cut, utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -24,10 +26,11 @@ MAX_TEXT = 60
 SHOWN_PROMPT_TOKENS = 40
 NAMED_MEMBERS = 8
 """Rollouts that an error names."""
-MEMBER_HEADER = ("rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text")
-MEMBER_NUMBERS = frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"})
-MEMBER_OPTIONAL = ("trained", "version", "logprob")
-"""Columns that a narrow terminal does without, the first ones first."""
+TOKENS = of_tuples(
+    "tokens",
+    ("token", "id", "text", "mask", "logprob", "advantage"),
+    {"token", "id", "logprob", "advantage"},
+)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -104,14 +107,8 @@ def show_group(detail: GroupDetail, texts: Texts) -> None:
         echo(line)
     if not detail.members:
         return
-    best = largest_reward(detail)
-    echo("")
-    show_table(
-        MEMBER_HEADER,
-        [member_row(member, best, answer(member, texts, bool(prompt))) for member in detail.members],
-        right=MEMBER_NUMBERS,
-        optional=MEMBER_OPTIONAL,
-    )
+    rows = member_rows(detail, lambda member: answer(member, texts, bool(prompt)))
+    look.show("", Printed(MEMBERS, rows))
     echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
 
 
@@ -119,14 +116,13 @@ def headline(view: GroupView) -> list[str]:
     """The group in a few lines."""
     state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
     where = f" in step {view.step}" if view.step else ""
-    spread = sparkline(view.rewards, low=min([0.0, *view.rewards]), high=max([1.0, *view.rewards]))
     versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
     whole = plural(view.planned_size or view.rollouts, "rollout")
     lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
     facts = [
         f"{view.rollouts} of {whole}" if view.planned_size else whole,
         f"{amount(view.tokens)} tokens",
-        f"reward {view.reward:.3f} {spread}".rstrip() if view.reward is not None else "not scored",
+        f"reward {view.reward:.3f}" if view.reward is not None else "not scored",
         f"used {view.uses} times" if view.uses > 1 else "",
         f"age {view.age}" if view.age is not None else "",
         f"version{'s' * (view.max_version > view.min_version)} {versions}",
@@ -204,33 +200,10 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
     return fitting[0]
 
 
-def largest_reward(detail: GroupDetail) -> float:
-    """The reward of a whole bar: 1, or more where a rollout has more, so that bars of two groups can be compared."""
-    return max([1.0, *(abs(m.reward) for m in detail.members if m.reward is not None)])
-
-
 def _stop(finish_reason: str, is_truncated: bool) -> str:
     if not is_truncated or finish_reason == "length":
         return finish_reason
     return f"{finish_reason} (truncated)".strip()
-
-
-def member_row(member: RolloutView, best: float, text: str) -> list[str]:
-    """Cells under :data:`MEMBER_HEADER`. `best`: largest reward; `text`: what stands in the last cell."""
-    versions = {member.min_version, member.max_version}
-    stop = _stop(member.finish_reason, member.is_truncated)
-    return [
-        member.rollout_id,
-        "" if member.reward is None else f"{member.reward:.3f}",
-        "" if member.reward is None else bar(max(member.reward, 0.0) / best, width=8),
-        "" if member.advantage is None else f"{member.advantage:+.3f}",
-        str(member.length),
-        str(member.loss_tokens),
-        "-".join(str(v) for v in sorted(versions)),
-        stop if member.rollout is not None else "payload gone",
-        "" if member.logprob_mean is None else f"{member.logprob_mean:.2f}",
-        printable(text[:MAX_TEXT])[:MAX_TEXT],
-    ]
 
 
 def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, int], texts: Texts) -> None:
@@ -268,12 +241,7 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
                 f"{value:+.3f}" if trained and value is not None else "",
             ]
         )
-    echo("")
-    show_table(
-        ["token", "id", "text", "mask", "logprob", "advantage"],
-        rows,
-        right=frozenset({"token", "id", "logprob", "advantage"}),
-    )
+    look.show("", Printed(TOKENS, rows))
     if end < rollout.length:
         echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
 

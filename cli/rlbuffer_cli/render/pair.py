@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.state.text import plural
-from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.text import show_table
+from rlbuffer_cli import look
+from rlbuffer_cli.options import say
+from rlbuffer_cli.table import Printed, View, of_tuples
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 
 SHOWN_BEFORE = 3
 """Equal tokens that are shown before the first that differs."""
-PAIR_HEADER = (
-    *("token", "", "id", "text", "logprob", "mask"),
-    *("id (other)", "text (other)", "logprob (other)", "mask (other)"),
-)
-PAIR_NUMBERS = frozenset({"token", "id", "logprob", "id (other)", "logprob (other)"})
-PAIR_OPTIONAL = ("mask", "mask (other)", "id", "id (other)")
-"""Columns that a narrow terminal does without, the first ones first."""
 PRINTED_TOKENS = 200
+
+
+def pair_view(one: str, other: str) -> View:
+    """The table of two rollouts, each by its id."""
+    sides = [(name, name.rpartition("/")[2]) for name in (one, other)]
+    short = sides[0][1] != sides[1][1]
+    parts = ("id", "text", "logprob", "mask")
+    columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
+    numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
+    return of_tuples("tokens", ("token", "", *columns), numbers)
 
 
 def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
@@ -66,7 +70,7 @@ def pair_lines(detail: GroupDetail, one: RolloutView, other: RolloutView, texts:
 
 
 def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> Iterator[list[str]]:
-    """Cells under :data:`PAIR_HEADER`, for `most` tokens from a little before they part; a mark where they differ."""
+    """Rows of :func:`pair_view`, for `most` tokens from a little before they part; a mark where they differ."""
     if one.rollout is None or other.rollout is None:
         return
     parts = first_difference(one, other)
@@ -98,8 +102,7 @@ def show_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: 
         say(line, indent="    ")
     rows = list(pair_rows(one, other, texts, PRINTED_TOKENS))
     if rows:
-        echo("")
-        show_table(PAIR_HEADER, rows, right=PAIR_NUMBERS, optional=PAIR_OPTIONAL)
+        look.show("", Printed(pair_view(one.rollout_id, other.rollout_id), rows))
 
 
 def pair_record(one: RolloutView, other: RolloutView) -> dict[str, Any]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from rlbuffer.records.states import ClosedBy
-from rlbuffer.state.text import amount, percent, plural
+from rlbuffer.state.text import amount, percent, plural, printable
+from rlbuffer_cli.tables import worst_rows
 from rlbuffer_cli.text import utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import StepView
-    from rlbuffer.records.step_header import StepHeader
-    from rlbuffer.store.records import PartRollout
 
-STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
-STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
-STEP_OPTIONAL = ("fill", "groups", "committed (UTC)")
 WHY_CLOSED: Mapping[str, str] = MappingProxyType(
     {
         ClosedBy.CAPACITY: "the next group would have needed more rows than a step has",
@@ -35,16 +33,6 @@ WHY_CLOSED: Mapping[str, str] = MappingProxyType(
 ENV_MARKS = "█▓▒ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of envs in a bar."""
 EMPTY = "/"
-ROLLOUT_HEADER = ("rollout", "env", "reward", "advantage", "tokens", "rank", "worker", "prompt")
-STEP_ROLLOUT_NUMBERS = frozenset({"reward", "advantage", "tokens", "rank"})
-ROLLOUT_OPTIONAL = ("worker", "rank", "prompt", "env", "advantage")
-STEP_SHOWN_PROMPT = 40
-"""Characters of a prompt's id."""
-
-
-def facts_of(header: StepHeader) -> dict[str, Any]:
-    """``rlbuffer.step/1``: the fields of a header, by name."""
-    return {"schema": "rlbuffer.step/1", **{field.name: getattr(header, field.name) for field in fields(header)}}
 
 
 def cost_of(buffer: Buffer) -> tuple[int, int]:
@@ -54,35 +42,19 @@ def cost_of(buffer: Buffer) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def step_row(header: StepHeader, *, trained: int) -> list[str]:
-    """Cells under :data:`STEP_HEADER`. `trained`: the last step that the trainer has acknowledged."""
-    return [
-        str(header.step),
-        "trained" if header.step <= trained else "packed",
-        str(utc(header.committed_ms / 1000))[11:19],
-        str(len(header.group_ids)),
-        str(header.rollouts),
-        amount(header.tokens),
-        percent(header.fill),
-        str(header.closed_by),
-        "" if header.reward is None else f"{header.reward:.3f}",
-        f"{header.age:.1f} max {header.max_age}",
-    ]
-
-
 def step_lines(step: StepView, *, trained: int) -> list[str]:
     """The step in lines: its size, why it was closed, and a line per env."""
     header = step.header
-    cells = dict(zip(STEP_HEADER, step_row(header, trained=trained), strict=True))
-    reward = f"reward {cells['reward']}" if cells["reward"] else "no reward"
-    when = f"committed {cells['committed (UTC)']} UTC"
+    reward = "no reward" if header.reward is None else f"reward {header.reward:.3f}"
+    when = f"committed {str(utc(header.committed_ms / 1000))[11:19]} UTC"
+    state = "trained" if header.step <= trained else "packed"
     why = WHY_CLOSED.get(header.closed_by, "")
     lines = [
-        f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
+        f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
             f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')} · "
-            f"{plural(header.tokens, 'token')} ({cells['fill']} of its capacity) · {reward} · "
-            f"age {cells['age']} · {plural(header.world_size, 'rank')}"
+            f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {reward} · "
+            f"age {header.age:.1f} max {header.max_age} · {plural(header.world_size, 'rank')}"
         ),
     ]
     if header.masks_truncated:
@@ -95,35 +67,11 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
             f"{plural(facts.get('rollouts', 0), 'rollout')} · {amount(facts.get('tokens', 0))} tokens"
             + (f" · reward {mean:.3f}" if mean is not None else "")
         )
-    scored = worst_first(step)
+    scored = [row.member for row in worst_rows(step)]
     if scored and scored[0].info.reward != scored[-1].info.reward:
         worst, best = (f"{m.info.rollout_id} (reward {m.info.reward:.3f})" for m in (scored[0], scored[-1]))
         lines.append(f"  worst rollout {worst} · best {best}")
     return lines
-
-
-def worst_first(step: StepView) -> list[PartRollout]:
-    """The scored rollouts of the step by their reward, then by their advantage."""
-    scored = [member for _, member in step.rollouts if member.info.reward is not None]
-    return sorted(scored, key=lambda m: (m.info.reward or 0.0, m.advantage, m.group_id, m.index))
-
-
-def rollout_rows(step: StepView) -> list[list[str]]:
-    """Cells under :data:`ROLLOUT_HEADER` for each scored rollout, the worst first."""
-    ranks = {id(member): rank for rank, member in step.rollouts}
-    return [
-        [
-            member.info.rollout_id,
-            member.env,
-            f"{member.info.reward:.3f}",
-            f"{member.advantage:+.3f}",
-            str(member.info.length),
-            str(ranks[id(member)]),
-            member.worker,
-            member.prompt_id[:STEP_SHOWN_PROMPT],
-        ]
-        for member in worst_first(step)
-    ]
 
 
 def env_marks(step: StepView) -> Mapping[str, str]:
@@ -144,25 +92,28 @@ def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
     return out
 
 
-def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[str]:
+def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[Text]:
     """A bar for each row of each rank: the tokens of its envs, then what is empty."""
     marks = env_marks(step)
+    shades = {mark: f"e{min(4, at)}" for at, mark in enumerate(marks.values(), 1)}
     rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
     capacity = max(1, step.row_tokens)
-    room = max(8, width - 30)
-    legend = "  ".join(f"{mark} {env}" for env, mark in marks.items())
-    yield f"rows of {step.row_tokens:,} tokens: {legend}  {EMPTY} empty"
+    room = max(8, width - 26)
+    legend = [part for env, mark in marks.items() for part in ((mark, shades[mark]), f" {printable(env)}  ")]
+    yield Text.assemble(f"rows of {step.row_tokens:,} tokens: ", *legend, (EMPTY, "line"), " empty")
     ranks = rank_figures(step, cost)
     most = max((rank["cost"] for rank in ranks), default=0) or 1
     for rank in ranks:
         rows, tokens = rank["rows"], rank["tokens"]
         empty = 1 - tokens / (capacity * len(rows)) if rows else 0.0
         size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
-        yield f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank"
+        pace = ", sets the pace" if rank["cost"] == most and len(ranks) > 1 else ""
+        yield Text(f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank{pace}")
         for number, row in enumerate(rows):
             used = sum(rollouts[name].info.length for name in row)
             bar, reached = "", 0
             for name in row:
                 reached += rollouts[name].info.length
                 bar += marks[rollouts[name].env] * (min(room, round(room * reached / capacity)) - len(bar))
-            yield f"  {number:>4} {bar.ljust(room, EMPTY)} {used:>9,} tokens"
+            drawn = [("".join(run), shades.get(mark, "line")) for mark, run in groupby(bar.ljust(room, EMPTY))]
+            yield Text.assemble(f"  {number:>4} ", *drawn, f" {used:>9,} tokens", no_wrap=True)

@@ -20,7 +20,8 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
-from rlbuffer_cli.browse.workers import Workers
+from rlbuffer_cli.browse.listing import Listing
+from rlbuffer_cli.run_tables import PROCESSES
 
 EVIL = "[bold red]\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b[/] 漢字"
 
@@ -93,12 +94,8 @@ def test_the_pool_shows_who_waits_envs_and_groups(run: Run, buffer: rlbuffer.Buf
     fill(run)
 
     async def tour(person: Person) -> None:
-        shown = await person.sees("talk.7", "a.2", "a.0", "dropped stale", "packed in 1", "0 trained", "as of")
-        assert "batcher: talk is 6 groups short of its share" in shown
-        assert "share of tokens" in shown
-        assert "? help" in shown
+        await person.sees("talk.7", "a.2", "as of", "● batcher: talk is 6 groups short of its share", "? help")
         assert max(len(line) for line in person.lines()) <= size[0]
-        assert [line[:8] for line in person.lines() if line.startswith("> ")] == ["> talk.7"]
         await person.press("j", "o")
         assert '"group_id": "a.2"' in await person.sees("a.2: raw", '"schema": "rlbuffer.group/1"')
         await person.press("escape", "y")
@@ -114,15 +111,22 @@ def test_sorting_takes_one_column_after_the_other_and_keeps_the_cursor_on_its_gr
     fill(run)
 
     async def tour(person: Person) -> None:
-        await person.sees("by state, newest first", "talk.7")
+        await person.sees("newest first", "talk.7")
         await person.press("j")
-        await person.press("s")
-        shown = await person.sees("by id")
-        rows = [line.split()[0] for line in shown.splitlines() if line.startswith(("  a.", "  b.", "  talk."))]
-        assert rows == ["a.0", "a.1", "b.0", "talk.7"]
-        assert "> a.2" in shown
-        await person.press("S")
-        assert "> a.2" in await person.sees("by id, reversed")
+        for keys, words, ordered in (
+            ("s", "by group", ["a.0", "a.1", "a.2", "b.0", "talk.7"]),
+            ("S", "by group, reversed", ["talk.7", "b.0", "a.2", "a.1", "a.0"]),
+        ):
+            await person.press(keys)
+            await person.sees(words)
+            screen = person.app.screen
+            assert isinstance(screen, Listing)
+            assert [row.view.group_id for row in screen.shown] == ordered
+            assert screen.identifier() == "a.2"
+        screen.sort_by("reward")  # a click on the head
+        screen.sort_by("reward")
+        assert [row.view.reward for row in screen.shown][:1] == [0.5]
+        assert "by reward, reversed" in await person.sees("by reward")
 
     browse(buffer, tour, size=(100, 30))
 
@@ -136,7 +140,7 @@ def test_a_wrong_filter_is_said_in_place_and_a_right_one_chooses(run: Run, buffe
         await person.sees("'evn' is not a field to filter by. Did you mean env?")
         await person.press("home", "delete", "delete", "delete", *"env", "enter")
         shown = await person.until(lambda text: "1 group where env:talk" in text, "the filter")
-        assert not any(line.startswith(("  a.", "> a.")) for line in shown.splitlines())
+        assert not any(line.startswith(("  a.", "a.")) for line in shown.splitlines())
         await person.press("slash", "escape")
         await person.sees("where env:talk")
 
@@ -251,7 +255,7 @@ def test_steps_are_rows_and_one_step_is_bars_of_its_ranks(run: Run, buffer: rlbu
     async def tour(person: Person) -> None:
         await person.sees("talk.7")
         await person.press("t")
-        await person.sees("2 steps that can still be read", "capacity", "packed")
+        await person.sees("2 steps", "packed")
         await person.press("j", "enter")
         shown = await person.sees("step 1   packed", "closed by capacity", "rank 0:", "rank 1:", "█ a", "▓ b", "empty")
         assert "rows of 64 tokens" in shown
@@ -273,7 +277,7 @@ def test_workers_show_when_they_were_heard_and_what_failed_last(run: Run, buffer
     async def tour(person: Person) -> None:
         await person.sees("talk.7")
         await person.press("w")
-        await person.sees("worker w-0", "v3", "12 rollouts/s", "KeyError: 'x' (envs.py:3 in score)")
+        await person.sees("worker w-0", "v3", "12/s", "KeyError: 'x' (envs.py:3 in score)")
         await person.press("question_mark")
         await person.sees("What each screen answers")
         await person.press("escape", "escape")
@@ -289,9 +293,9 @@ def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, b
         await person.sees("[live]")
         run.push("a.0")
         run.push("a.1")
-        await person.sees("2 groups", "> a.1")
+        await person.sees("2 groups", "a.1")
         await person.press("j")
-        await person.sees("[live waits: not at the top]", "> a.0")
+        await person.sees("[live waits: not at the top]", "a.0")
         run.push("a.2")
         await person.pilot.pause(0.5)
         assert "a.2" not in person.text()
@@ -324,7 +328,7 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
     run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
 
     async def tour(person: Person) -> None:
-        await person.sees("> a.0", "\\x1b]0;owned")
+        await person.sees("a.0", "\\x1b]0;owned")
         for keys, words in (
             ("enter", "group a.0"),
             ("o", "rlbuffer.group/1"),
@@ -374,11 +378,12 @@ def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
         raise ServerUnreachable("gone")
 
     async def tour(person: Person) -> None:
-        await person.sees("> a.0", "as of")
+        await person.sees("a.0", "as of")
         await person.press("w")
-        await person.sees("0 processes, 0 heard just now")
+        await person.sees("0 processes")
         screen = person.app.screen
-        assert isinstance(screen, Workers)
+        assert isinstance(screen, Listing)
+        assert screen.view is PROCESSES
         await person.press("escape")
         await person.until(lambda _: not screen.children, "its widgets to go")
         if fails:
@@ -397,10 +402,10 @@ def test_a_server_that_is_away_is_a_line_and_it_comes_back_by_itself(tmp_path: P
         with rlbuffer.connect(server.url, run=real.store.run) as buffer:
 
             async def tour(person: Person) -> None:
-                await person.sees("> a.0", "as of")
+                await person.sees("a.0", "as of")
                 server.kill()
                 await person.press("r")
-                await person.sees("It is asked again.", "> a.0")
+                await person.sees("It is asked again.", "a.0")
                 server.start()
                 await person.until(lambda text: "asked" not in text, "the server")
 

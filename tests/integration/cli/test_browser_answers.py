@@ -52,7 +52,6 @@ def test_which_prompts_go_stale_and_from_which_worker(
         await person.sees("math.2")
         await person.press("w")
         await person.sees(
-            "newest policy v9",
             "worker inf-3",
             "v4, 5 behind",
             "6 stale",
@@ -94,7 +93,7 @@ def test_why_an_env_is_short_when_its_only_worker_is_silent(run: Run, buffer: rl
     run.age("worker", "inf-1", 44.0)
 
     async def tour(person: Person) -> None:
-        shown = await person.sees("! No worker of math is at work", "inf-1 was heard 4")
+        shown = await person.sees("✕ No worker of math is at work", "inf-1 was heard 4")
         assert "No worker of code" not in shown
 
     browse(buffer, tour)
@@ -111,8 +110,8 @@ def test_which_rollout_of_a_step_was_worst_and_what_it_said(run: Run, buffer: rl
         await person.press("t")
         await person.sees("capacity")
         await person.press("enter")
-        shown = await person.sees("worst rollout a.0/1 (reward 0.125) · best b.0/1 (reward 1.000)", "> a.0/1")
-        assert shown.index("> a.0/1") < shown.index("  a.0/0") < shown.index("  b.0/0")
+        shown = await person.sees("worst rollout a.0/1 (reward 0.125) · best b.0/1 (reward 1.000)", "a.0/1")
+        assert shown.index("a.0/1") < shown.index(" a.0/0") < shown.index(" b.0/0")
         await person.press("enter")
         await person.sees("rollout a.0/1 (2 of 2 of its group)")
 
@@ -177,16 +176,15 @@ def test_enter_on_a_worker_shows_its_groups_and_esc_goes_back(run: Run, buffer: 
 
     async def tour(person: Person) -> None:
         await person.sees("a.0", "a.1")
-        assert "esc all groups" not in person.text()
         await person.press("w")
         await person.sees("worker w-1", "rank 0")
         await person.press("G", "enter")
         await person.sees("rank 0 writes no groups")
         await person.press("g", "enter")
-        shown = await person.sees("1 group where worker:w-1", "esc back")
+        shown = await person.sees('1 group where worker:"w-1"', "esc back")
         assert "a.1" not in shown
         await person.press("escape")
-        await person.sees("worker w-1", "rank 0", "enter its groups")
+        await person.sees("worker w-1", "rank 0")
         await person.press("escape")
         shown = await person.sees("2 groups", "a.1")
         assert "where" not in shown
@@ -218,17 +216,19 @@ def test_a_step_is_opened_by_its_number(run: Run, buffer: rlbuffer.Buffer) -> No
     async def tour(person: Person) -> None:
         await person.sees("a.0")
         await person.press("t")
-        await person.sees("3 steps that can still be read")
+        await person.sees("3 steps")
         await person.press("slash", "9", "enter")
-        await person.sees("! no step '9' that can be read: 1 to 3 can")
+        await person.sees("no steps match '9'")
         await person.press("escape")
-        shown = await person.sees("3 steps that can still be read")
-        assert "! no step" not in shown
+        shown = await person.sees("3 steps")
+        assert "match" not in shown
         await person.press("slash", "2", "enter")
+        await person.sees("1 step where 2")
+        await person.press("enter")
         await person.sees("step 2 ", "rank 0: ", "a.1/0")
         await person.press("escape")
-        await person.sees("3 steps that can still be read")
-        await person.press("escape")
+        await person.sees("1 step where 2")
+        await person.press("escape", "escape")
         await person.sees("newest first")
 
     browse(buffer, tour, size=(100, 30))
@@ -245,17 +245,6 @@ def test_a_rollout_is_seen_beside_what_was_asked(run: Run, buffer: rlbuffer.Buff
         await person.sees("a.0/1: reward 1.000", '"number": 42')
 
     browse(buffer, tour, size=(140, 40), identifier="a.0")
-
-
-@pytest.mark.parametrize(("columns", "ends"), [(70, "text  »"), (200, "text")])
-def test_a_table_that_leaves_columns_out_has_a_sign(run: Run, buffer: rlbuffer.Buffer, columns: int, ends: str) -> None:
-    run.push("a.0", worker="w-1")
-
-    async def tour(person: Person) -> None:
-        shown = await person.sees("a.0/0")
-        assert next(line for line in shown.splitlines() if line.startswith("  rollout ")).endswith(ends)
-
-    browse(buffer, tour, size=(columns, 24), identifier="a.0")
 
 
 def test_a_rollout_without_turns_shows_where_its_prompt_ends() -> None:

@@ -103,7 +103,7 @@ def test_totals_are_the_run_and_its_envs_without_groups(url: str, buffer: Buffer
     buffer.writer("w").push(make_group(env="a", group_id="a.77"))
     code, out, _ = call("inspect", "--totals")
     assert (code, out.startswith('run "math" on '), "a.77" in out) == (0, True, False)
-    assert any(line.startswith("a ") for line in out.splitlines())
+    assert any(line.startswith("■ a ") for line in out.splitlines())
     assert "a.77" in call("inspect")[1]
     assert json.loads(call("inspect", "--totals", "--json")[1])["schema"] == "rlbuffer.run/2"
 

@@ -200,7 +200,7 @@ def test_e_writes_what_is_on_the_screen_into_the_current_folder(
     monkeypatch.chdir(tmp_path)
 
     async def tour(person: Person) -> None:
-        await person.sees("> talk.7")
+        await person.sees("talk.7")
         await person.press("e")
         await person.sees("wrote ", "rlbuffer-talk.7.html")
         await person.press("enter")

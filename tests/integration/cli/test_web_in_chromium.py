@@ -142,7 +142,7 @@ def test_the_same_rollouts_are_harmless_in_a_terminal(
     url: str, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def tour(person: Person) -> None:
-        await person.sees("> talk.7")
+        await person.sees("talk.7")
         for keys, words in (("enter", "group talk.7"), ("enter", "rollout talk.7/0"), ("n", "rollout talk.7/1")):
             await person.press(keys)
             await person.sees(words)

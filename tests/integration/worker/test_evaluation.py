@@ -28,7 +28,8 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling
-from rlbuffer_cli.render.run import run_lines
+from rlbuffer_cli.look import lines_of
+from rlbuffer_cli.view import run_view
 
 OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
 
@@ -189,9 +190,10 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
         )
     buffer.role(WorkerStore).add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
     state = read_run_state(buffer.store)
-    lines = run_lines(state)
-    assert "  eval/math/reward/mean 0.875 +- 0.010 at version 20 (64 rollouts)   ▁▅▇" in lines
-    assert "  eval/code/reward/mean 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
+    lines = lines_of(run_view(state))
+    [math] = [line for line in lines if line.startswith("eval math")]
+    assert "0.875 +- 0.010 at version 20 (64 rollouts)   ▁" in math
+    assert "eval code 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
     assert [(r["env"], r["version"], r["reward/mean"]) for r in state.evaluations] == [
         ("code", 20, 0.25),
         ("math", 0, 0.05),
@@ -207,7 +209,7 @@ def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Pat
     def shown() -> tuple[list[int], str]:
         with connect(run.url, run=run.store.run) as buffer:
             state = read_run_state(buffer.store)
-        [line] = [line for line in run_lines(state) if line.startswith("  eval/math/")]
+        [line] = [line for line in lines_of(run_view(state)) if line.startswith("eval math")]
         return [result["version"] for result in state.evaluations], line.partition(" at ")[2].partition(" (")[0]
 
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
