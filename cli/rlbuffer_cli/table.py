@@ -50,6 +50,10 @@ class View:
     legend: Callable[[Sequence[Any]], str] = lambda items: ""
     """What its marks mean, in numbers."""
 
+    def nothing(self, where: str) -> str:
+        """What stands where no item is: of the filter, where one was given."""
+        return f"no {self.name} match {where!r}" if where else self.empty
+
 
 class Printed:
     """Items under the columns of a view that a terminal of its width has room for; » where a wider one has more."""

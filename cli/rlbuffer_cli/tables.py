@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
 from rlbuffer.errors import RlbufferError
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import amount, duration, percent, printable
@@ -17,13 +19,13 @@ from rlbuffer.store.records import PartRollout
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
 from rlbuffer_cli.table import WIDE, Column, View
-from rlbuffer_cli.text import utc
+from rlbuffer_cli.text import cut, utc
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
 SHOWN_ID, SHOWN_ANSWER = 24, 60
-"""Characters of a prompt's id, and of an answer, in a row."""
+"""Columns of a prompt's id, and of an answer, in a row."""
 
 
 def number(value: float | None, form: str = ".3f", unknown: str = "") -> str:
@@ -66,6 +68,65 @@ def group_rows(views: Sequence[GroupView]) -> list[GroupRow]:
 def group_record(view: GroupView) -> dict[str, Any]:
     """``rlbuffer.group/1``: numbers raw, ids whole, UTC times."""
     return {"schema": "rlbuffer.group/1", **asdict(view), "created": utc(view.created)}
+
+
+def detail_record(detail: GroupDetail) -> dict[str, Any]:
+    """``rlbuffer.group/1`` with answer, metadata and every rollout whole."""
+    members = [rollout_record(member, detail.view) for member in detail.members]
+    return group_record(detail.view) | {
+        "answer": as_json(detail.answer),
+        "metadata": as_json(detail.metadata),
+        "members": members,
+    }
+
+
+def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.rollout/1``; the payload's fields are there while the payload is."""
+    record: dict[str, Any] = {
+        "schema": "rlbuffer.rollout/1",
+        "rollout_id": member.rollout_id,
+        "group_id": view.group_id,
+        "env": view.env,
+        "state": view.state,
+        "reward": member.reward,
+        "rewards": dict(member.rewards),
+        "advantage": member.advantage,
+        "length": member.length,
+        "loss_tokens": member.loss_tokens,
+        "prompt_tokens": member.prompt_tokens,
+        "min_policy_version": member.min_version,
+        "max_policy_version": member.max_version,
+        "is_truncated": member.is_truncated,
+        "finish_reason": member.finish_reason,
+        "logprob_mean": member.logprob_mean,
+        "step": member.step,
+        "rank": member.place.rank if member.place else None,
+        "row": member.place.row if member.place else None,
+        "text": member.text,
+    }
+    rollout: Rollout | None = member.rollout
+    if rollout is not None:
+        record |= {
+            "tokens": rollout.tokens.tolist(),
+            "loss_mask": rollout.loss_mask.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            "version_spans": [list(span) for span in rollout.version_spans],
+            "turns": [as_json(tuple(turn)) for turn in rollout.turns],
+            "successes": dict(rollout.successes),
+            "columns": {name: values.tolist() for name, values in rollout.columns.items()},
+            "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
+            "metadata": as_json(rollout.metadata),
+        }
+    return record
+
+
+def as_json(value: Any) -> Any:
+    """Types of msgpack as JSON types: bytes as base64."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if hasattr(value, "items"):
+        return {str(k): as_json(v) for k, v in value.items()}
+    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _read_groups(run: Any, where: str, most: int) -> Sequence[GroupRow]:
@@ -119,7 +180,7 @@ GROUPS = View(
         ),
         Column("env", lambda row: row.view.env, None, False, WIDE),
         Column("worker", lambda row: row.view.worker, None, False, WIDE),
-        Column("prompt", lambda row: row.view.prompt_id[:SHOWN_ID], None, False, WIDE),
+        Column("prompt", lambda row: cut(printable(row.view.prompt_id), SHOWN_ID), None, False, WIDE),
     ),
 )
 
@@ -164,7 +225,9 @@ def member_rows(
     rewards = [abs(m.reward) for m in detail.members if m.reward is not None]
     advantages = [abs(m.advantage) for m in detail.members if m.advantage is not None]
     most = max([1.0, *rewards]), max([1.0, *advantages])
-    return [MemberRow(detail.view, m, *most, answer(m)[:SHOWN_ANSWER], matches(m)) for m in detail.members]
+    return [
+        MemberRow(detail.view, m, *most, cut(printable(answer(m)), SHOWN_ANSWER), matches(m)) for m in detail.members
+    ]
 
 
 MEMBERS = View(
@@ -210,7 +273,7 @@ MEMBERS = View(
             True,
             WIDE,
         ),
-        Column("text", lambda row: Text(printable(row.answer), "label")),
+        Column("text", lambda row: Text(row.answer, "label")),
     ),
 )
 
@@ -302,7 +365,7 @@ WORST = View(
         Column("rank", lambda row: row.rank, lambda row: row.rank, True),
         Column("env", lambda row: row.member.env),
         Column("worker", lambda row: row.member.worker, None, False, WIDE),
-        Column("prompt", lambda row: row.member.prompt_id[:SHOWN_ID], None, False, WIDE),
+        Column("prompt", lambda row: cut(printable(row.member.prompt_id), SHOWN_ID), None, False, WIDE),
     ),
 )
 VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS)}

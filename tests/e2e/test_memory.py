@@ -63,7 +63,7 @@ def test_150_steps_of_a_megabyte_fit_a_server_of_64_megabytes(home: Home) -> Non
 
     verified = home.call("verify", "--config", config, "--json")
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    totals = home.call("inspect", "--config", config, "--json", "--totals")
+    totals = home.call("top", "--once", "--config", config, "--json")
     server = json.loads(totals.stdout)["server"]
     assert server["memory_limit"] == 64 * 2**20
     assert 0 < server["memory"] < server["memory_limit"]

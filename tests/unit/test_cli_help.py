@@ -80,7 +80,7 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
         ("serv", 2),
         ("serve --nope", 2),
         ("inspect --where evn:math", 2),
-        ("inspect x/0 --tokens 9:3", 2),
+        ("alive", 2),
         ("config check --config no.toml", 3),
         ("config show --run BAD", 3),
         ("worker", 3),

@@ -57,14 +57,14 @@ class Browser(App[None]):
     #halves #facts { width: 32; height: 1fr; margin-left: 1; }
     """
 
-    def __init__(self, run: WholeRun, *, identifier: str | None = None, where: str = "") -> None:
+    def __init__(self, run: WholeRun, *, opens: Open | None = None, where: str = "") -> None:
         if not (without_colours := bool(os.environ.get("NO_COLOR"))):
             os.environ.pop("NO_COLOR", None)  # an empty one says nothing, and Textual would draw in greys
         super().__init__(ansi_color=True if without_colours else None)
         buffer = run.buffer
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
         self.looking = Looking(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
-        self.identifier = identifier
+        self.opens = opens
         self.has_colours = not without_colours
         for kind in ("dark", "light"):
             self.register_theme(_theme(kind))
@@ -90,10 +90,8 @@ class Browser(App[None]):
 
     def on_mount(self) -> None:
         """Opens what was asked for."""
-        if self.identifier is not None:
-            group, slash, _ = self.identifier.rpartition("/")
-            kind = "rollout" if slash else "group"
-            self.on_open(Open(kind, self.identifier, {"group": group or self.identifier}))
+        if self.opens is not None:
+            self.on_open(self.opens)
 
     def on_open(self, message: Open) -> None:
         """Shows another screen."""
@@ -108,6 +106,9 @@ class Browser(App[None]):
             self.push_screen(OneStep(looking, int(what)))
         elif message.kind == "raw":
             self.push_screen(Raw(looking, what, record))
+        elif message.kind == "table":
+            if VIEWS[what] is not GROUPS:  # they are behind every other one
+                self.push_screen(Listing(looking, VIEWS[what], str(record["where"])))
         elif self.looking.where != what or not isinstance(self.screen, Listing) or self.screen.view is not GROUPS:
             self.looking.where = what
             self.push_screen(Listing(looking, GROUPS, what))
@@ -151,7 +152,7 @@ def _theme(kind: str) -> Theme:
     )
 
 
-def browse(run: WholeRun, *, identifier: str | None, where: str) -> int:
+def browse(run: WholeRun, *, opens: Open | None, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
-    Browser(run, identifier=identifier, where=where).run()
+    Browser(run, opens=opens, where=where).run()
     return 0

@@ -17,9 +17,18 @@ from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.listing import Listing
 from rlbuffer_cli.browse.screen import Looking, Open
-from rlbuffer_cli.render.group import answer, detail_record, headline, member_of, shared_lines, shared_prompt
-from rlbuffer_cli.render.pair import best_and_worst, pair_lines, pair_rows, pair_view
-from rlbuffer_cli.tables import MEMBERS, member_rows
+from rlbuffer_cli.facts import (
+    answer,
+    best_and_worst,
+    headline,
+    member_of,
+    pair_lines,
+    pair_rows,
+    pair_view,
+    shared_lines,
+    shared_prompt,
+)
+from rlbuffer_cli.tables import MEMBERS, detail_record, member_rows
 
 SHOWN_CHARACTERS = 4000
 """Length of a prompt, an answer or metadata that is shown; `o` shows all."""
@@ -32,7 +41,6 @@ class Group(Listing):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "compare", "compare"),
         Binding("b", "extremes", "best, worst"),
-        Binding("slash", "none", show=False),
     ]
 
     def __init__(self, looking: Looking, group_id: str) -> None:

@@ -136,8 +136,7 @@ class Listing(Look):
             rows.add_row(*cells, key=str(number))
         keys = [self.view.key(item) for item in self.shown]
         rows.move_cursor(row=keys.index(before) if at and before in keys else min(at, max(0, len(keys) - 1)))
-        empty = f"no {self.view.name} match {self.where!r}" if self.where else self.view.empty
-        self.query_one("#more", Static).update(Text(printable(empty) if not self.items else ""))
+        self.query_one("#more", Static).update(Text("" if self.items else printable(self.view.nothing(self.where))))
         self.show_more()
         self.frame()
 
@@ -201,6 +200,10 @@ class Listing(Look):
         self.is_reversed = self.by == title and not self.is_reversed
         self.by = title
         self.fill()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Nothing is filtered where there is no filter."""
+        return action != "filter" or bool(self.view.filter_help)
 
     def action_sort(self) -> None:
         """Takes the next column; behind the last one the order in which things are read."""

@@ -18,8 +18,9 @@ from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
+from rlbuffer_cli.facts import life, member_of, short
 from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
-from rlbuffer_cli.render.group import life, member_of, rollout_record, short
+from rlbuffer_cli.tables import rollout_record
 
 COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""

@@ -60,7 +60,8 @@ class Open(Message):
     """Asks the application for another screen."""
 
     def __init__(self, kind: str, what: str = "", record: Mapping[str, Any] | None = None) -> None:
-        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, `what` an id; or ``groups`` and a filter."""
+        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, `what` an id; ``table`` and its name; or
+        ``groups`` and a filter."""
         super().__init__()
         self.kind, self.what, self.record = kind, what, record
 

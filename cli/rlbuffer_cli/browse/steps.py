@@ -13,7 +13,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.listing import Listing
 from rlbuffer_cli.browse.screen import Looking, Open
-from rlbuffer_cli.render.steps import cost_of, rank_lines, step_lines
+from rlbuffer_cli.facts import cost_of, rank_lines, step_lines
 from rlbuffer_cli.tables import WORST, step_record, worst_rows
 
 
@@ -23,7 +23,6 @@ class OneStep(Listing):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("N", "other(1)", "next"),
         Binding("P", "other(-1)", "previous"),
-        Binding("slash", "none", show=False),
     ]
 
     def __init__(self, looking: Looking, step: int) -> None:

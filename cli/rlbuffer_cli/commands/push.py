@@ -61,7 +61,7 @@ def command(
     One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
     of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
     nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
-    the run trains what is left and ends, once all its envs are done. `import` is another name of this command.
+    the run trains what is left and ends, once all its envs are done.
 
     Groups keep the policy versions of the file, which are those of the run that sampled them. Those that this run has
     not made, or that are too old for it, are dropped: a sentence says how many. --version makes them this run's own.

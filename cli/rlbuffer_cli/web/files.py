@@ -11,7 +11,7 @@ from pathlib import Path
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.client.views import GroupDetail
-from rlbuffer_cli.render.group import member_of
+from rlbuffer_cli.facts import member_of
 from rlbuffer_cli.web.pages import Sources, export
 
 STDOUT = "-"

@@ -25,11 +25,11 @@ from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
+from rlbuffer_cli.facts import headline, life, shared_prompt, verdict
 from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
-from rlbuffer_cli.render.group import as_json, headline, life, shared_prompt
-from rlbuffer_cli.tables import MEMBERS, member_rows
+from rlbuffer_cli.tables import MEMBERS, as_json, member_rows
 from rlbuffer_cli.text import utc
 
 LENSES = NAMES[:7]
@@ -162,14 +162,7 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
 
 def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) -> dict[str, Any]:
     """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens."""
-    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
-    facts = [
-        reward,
-        *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
-        *([f"advantage {member.advantage:+.4f}"] if member.advantage is not None else []),
-        plural(member.length, "token"),
-        member.finish_reason,
-    ]
+    facts = verdict(member)
     shown: dict[str, Any] = {
         "title": f"{member.rollout_id}   {' · '.join(facts)}",
         "facts": facts,

@@ -11,9 +11,8 @@ from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
 from rlbuffer.state.text import percent, plural
 from rlbuffer_cli import look
+from rlbuffer_cli.facts import cost_of, member_of, rank_figures, step_lines
 from rlbuffer_cli.plots import curves_of, trends
-from rlbuffer_cli.render.group import member_of
-from rlbuffer_cli.render.steps import cost_of, rank_figures, step_lines
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, READ_RECORDS, env_rows
 from rlbuffer_cli.table import View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS, WORST, worst_rows

@@ -53,31 +53,31 @@ def call(run: Run, typed: Call) -> Call:
 
 
 def test_steps_of_the_archive_stand_behind_those_of_the_server(call: Call) -> None:
-    code, out, err = call("inspect", "--steps", "--json", "--archive", "archive")
+    code, out, err = call("inspect", "steps", "--json", "--archive", "archive")
     assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [6, 5, 4, 3, 2, 1]), err
-    code, out, _ = call("inspect", "--steps", "--json")
+    code, out, _ = call("inspect", "steps", "--json")
     assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [6, 5])
 
 
 def test_a_retired_step_shows_what_it_showed_on_the_server(run: Run, call: Call, tmp_path: Path) -> None:
-    code, out, err = call("inspect", "--step", "5")
+    code, out, err = call("inspect", "step:5")
     assert code == 0, err
     archived(run, tmp_path / "later")
     run.train(STEPS, oldest_kept=STEPS)
     run.store.retire(STEPS)
-    code, again, err = call("inspect", "--step", "5", "--archive", "later")
+    code, again, err = call("inspect", "step:5", "--archive", "later")
     assert (code, again) == (0, out), err
 
 
 def test_a_retired_step_without_an_archive_says_where_it_could_come_from(run: Run, call: Call) -> None:
-    for where in (("--step", "2"), ("--step", "2", "--json")):
+    for where in (("step:2",), ("step:2", "--json")):
         code, out, err = call("inspect", *where)
         assert (code, out) == (1, "")
         assert " ".join(err.split()) == (
             f"Error: step 2 of run '{run.store.run}' was trained and has left the server, and no archive is known "
             "here: --archive DIR names one, `rlbuffer serve --archive DIR` keeps steps"
         )
-    assert "has no step 9: the last committed one is 6." in call("inspect", "--step", "9", "--archive", "archive")[2]
+    assert "has no step 9: the last committed one is 6." in call("inspect", "step:9", "--archive", "archive")[2]
 
 
 def test_the_batcher_says_where_the_archive_is(run: Run, call: Call, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_batcher_says_where_the_archive_is(run: Run, call: Call, tmp_path: P
     code, out, err = call("inspect", "a.1")
     assert (code, "said 1/0" in out) == (0, True), err
     run.store.heartbeat("batcher", "leader", {"archive": str(tmp_path / "not-written-yet")})
-    assert call("inspect", "--steps")[0] == 0
+    assert call("inspect", "steps")[0] == 0
 
 
 def test_a_filter_that_names_retired_steps_finds_their_groups(call: Call) -> None:

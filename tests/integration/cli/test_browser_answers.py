@@ -68,7 +68,7 @@ def test_which_prompts_go_stale_and_from_which_worker(
         await person.sees("rollout math.2/0 (1 of 2 of its group)", "LIFE")
 
     browse(buffer, tour, size=(140, 30))
-    assert main(["inspect", "--workers", "--redis", run.url, "--run", run.store.run]) == 0
+    assert main(["inspect", "processes", "--redis", run.url, "--run", run.store.run]) == 0
     assert "stale prompts: 3 + 5 (4 rollouts), 7 - 2 (2 rollouts)" in capsys.readouterr().out
 
 
@@ -139,7 +139,7 @@ def test_whether_entropy_fell_before_reward_did(
         assert axes == [["step", "1", "5"]] * 2  # one axis of steps, and one of values for each
 
     browse(buffer, tour, size=(140, 30))
-    words = ["inspect", "--steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
+    words = ["inspect", "steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
     assert main(words) == 0
     assert "entropy  0.2 at step 5, 0.2 to 2.1" in capsys.readouterr().out
 
@@ -205,6 +205,10 @@ def test_a_key_without_a_meaning_here_says_so(run: Run, buffer: rlbuffer.Buffer)
         for keys in (("s",), ("S",), ("j", "k", "G", "g"), ("question_mark", "escape"), ("slash", *"env:zz", "escape")):
             await person.press(*keys)
             assert "does nothing" not in person.text(), keys
+        await person.press("enter")
+        await person.sees("group a.0")
+        await person.press("slash")
+        await person.sees("/ does nothing on this screen; ? shows the keys")
 
     browse(buffer, tour, size=(100, 30))
 

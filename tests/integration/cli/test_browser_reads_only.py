@@ -60,8 +60,9 @@ def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> 
             before = written(client)
             assert {"hset", "xadd"} <= before.keys(), "the watch sees what is written, scripts included"
             content = run.control_keys()
-            for words in ([], ["a.2"], ["a.2/0"], ["a.1"], ["--json", "--totals"], ["--alive", "worker w-0"]):
-                assert main(["inspect", *words, "--redis", server.url, "--run", run.store.run]) == 0
+            looks = ["inspect", "inspect a.2", "inspect a.2/0", "inspect a.1", "inspect processes", "inspect step:1"]
+            for words in (*looks, "inspect b.0/0 b.0/1", "top --once --json", "alive worker w-0"):
+                assert main([*words.split(), "--redis", server.url, "--run", run.store.run]) == 0
             with rlbuffer.connect(server.url, run=run.store.run) as buffer:
                 browse(buffer, tour, size=(100, 30))
             assert written(client) == before
@@ -80,6 +81,8 @@ def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
     drawn = typed(words, tmp_path, until=b"math.4711", keys=b"q")
     assert b"\x1b[?1049h" in drawn, "the browser has a screen of its own"
     assert b"\x1b[?1049l" in drawn.partition(b"\x1b[?1049h")[2]
+    drawn = typed(["inspect", "envs", *words[1:]], tmp_path, until=b"1 env", keys=b"q")
+    assert b"\x1b[?1049h" in drawn
     for further, term in ((["--plain"], "xterm-256color"), ([], "dumb"), (["--limit", "1"], "xterm-256color")):
         drawn = typed([*words, *further], tmp_path, until=b"one group: rlbuffer inspect math.4711", keys=b"", TERM=term)
         assert b"\x1b[?1049h" not in drawn

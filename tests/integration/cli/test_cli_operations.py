@@ -258,7 +258,7 @@ def test_drain_waits_and_says_what_is_left(served: Served, call: Call) -> None:
         "tokens": 16,
     }
     assert "draining since " in call("inspect")[1]
-    assert json.loads(call("inspect", "--json", "--totals")[1])["draining_since"] > 1e9
+    assert json.loads(call("top", "--once", "--json")[1])["draining_since"] > 1e9
     assert call("drain", "--undo") == (0, f'run "{run.store.run}" gives tickets again\n', "")
     assert call("drain", "--undo") == (0, f'run "{run.store.run}" was not draining\n', "")
 
@@ -436,7 +436,7 @@ def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
     served.wait_for(lambda: any(event["kind"] == "no_trainer" for event in served.said("waiting")), 20)
     served.wait_for(lambda: waits.kind(run.store), 20)  # the log has it first
     assert f"✕ batcher: {Waiting(kind=Wait.NO_TRAINER)}" in " ".join(call("inspect")[1].split())
-    assert json.loads(call("inspect", "--json", "--totals")[1])["waiting"]["kind"] == "no_trainer"
+    assert json.loads(call("top", "--once", "--json")[1])["waiting"]["kind"] == "no_trainer"
     reader = Reader(run.again(), rank=1, world_size=2, timeout_seconds=1.0)
     with pytest.raises(BatchTimeout) as caught:
         reader.pull(1)

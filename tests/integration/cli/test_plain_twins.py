@@ -54,68 +54,65 @@ def records(out: str) -> list[dict[str, Any]]:
 
 
 def test_steps_are_printed_as_rows_and_one_by_ranks_with_their_cost(call: Call) -> None:
-    code, out, _ = call("--steps")
+    code, out, _ = call("steps")
     assert (code, out.split()[:3]) == (0, ["step", "state", "groups"])
     assert re.search(r"^ *1 +◆ packed +2 ", out, re.MULTILINE)
-    code, out, _ = call("--step", "1")
+    code, out, _ = call("step:1")
     assert code == 0
     assert "closed by capacity: the next group would have needed more rows than a step has" in out
     assert len(re.findall(r"^rank [01]: \d+ tokens in 2 rows, \d+% empty, \d+% of the work ", out, re.MULTILINE)) == 2
     assert "100% of the work of the busiest rank" in out
-    step = records(call("--step", "1", "--json")[1])[0]
+    step = records(call("step:1", "--json")[1])[0]
     assert (step["schema"], step["step"], step["closed_by"]) == ("rlbuffer.step/1", 1, "capacity")
     assert [rank["rank"] for rank in step["ranks"]] == [0, 1]
     assert sum(rank["tokens"] for rank in step["ranks"]) == step["tokens"]
     assert sorted(name for rank in step["ranks"] for row in rank["rows"] for name in row) == [
         *("a.0/0", "a.0/1", "b.0/0", "b.0/1")
     ]
-    assert [record["step"] for record in records(call("--steps", "--json")[1])] == [1]
-    code, out, err = call("--step", "7")
+    assert [record["step"] for record in records(call("steps", "--json")[1])] == [1]
+    code, out, err = call("step:7")
     assert (code, out) == (1, "")
     assert "has no step 7: the last committed one is 1" in err
 
 
 def test_workers_are_printed_with_what_failed_last(call: Call) -> None:
-    code, out, _ = call("--workers")
+    code, out, _ = call("processes")
     assert code == 0
     assert re.search(r"^worker w-0 +0\.\d s ago +v3 +a ", out, re.MULTILINE)
     assert "KeyError: 'x' (envs.py:3 in score)" in out
-    beats = records(call("--workers", "--json")[1])
+    beats = records(call("processes", "--json")[1])
     assert [(beat["schema"], beat["kind"], beat["name"]) for beat in beats] == [("rlbuffer.process/1", "worker", "w-0")]
 
 
 def test_two_rollouts_are_printed_from_where_they_part(call: Call) -> None:
-    code, out, _ = call("a.1/0", "--with", "a.1/1")
+    code, out, _ = call("a.1/0", "a.1/1")
     assert code == 0
     assert "a.1/0: reward 0.250" in out
     assert "they part at token 0" in out
     assert "≠ first" in out
-    pair = records(call("a.1/0", "--with", "a.1/1", "--json")[1])[0]
+    pair = records(call("a.1/0", "a.1/1", "--json")[1])[0]
     assert pair == {
         "schema": "rlbuffer.pair/1",
         "rollouts": ["a.1/0", "a.1/1"],
         "rewards": [0.25, 0.75],
         "part_at_token": 0,
     }
-    assert "their tokens are the same" in call("a.1/0", "--with", "a.1/0")[1]
+    assert "their tokens are the same" in call("a.1/0", "a.1/0")[1]
 
 
 def test_a_rollout_of_another_group_is_not_compared_with_one_of_this(run: Run, call: Call) -> None:
     run.push("a.12", rewards=[0.25, 0.75])  # `a.1` begins its id, and is another group
     for one, other, others_group in (("a.1/0", "b.0/1", "b.0"), ("a.12/0", "a.1/1", "a.1")):
-        code, out, err = call(one, "--with", other)
+        code, out, err = call(one, other)
         assert (code, out) == (2, "")
         assert err.splitlines()[-1] == (
-            f"Error: --with {other}: only rollouts of one group are compared; {one} is of group "
-            f"{one.partition('/')[0]!r}, this one of {others_group!r}"
+            f"Error: only rollouts of one group are compared; {one} is of group {one.partition('/')[0]!r}, {other} of "
+            f"{others_group!r}"
         )
-    code, out, err = call("a.1/0", "--with", "nosuch/1")
+    code, out, err = call("a.1/0", "nosuch/1")
     assert (code, out) == (1, "")
     assert "has no group 'nosuch/1'" in err
-    assert "they part at token 0" in call("a.12/0", "--with", "1")[1]
-    code, out, err = call("--with", "a.1/1")
-    assert (code, out) == (2, "")
-    assert "--with compares two rollouts: rlbuffer inspect GROUP/INDEX --with GROUP/INDEX" in err
+    assert "they part at token 0" in call("a.12/0", "1")[1]
 
 
 def test_a_missing_rollouts_error_says_how_many_more_than_it_names_there_are(run: Run, call: Call) -> None:
@@ -131,7 +128,7 @@ def test_a_missing_rollouts_error_says_how_many_more_than_it_names_there_are(run
 def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:
     assert re.search(r"-> packed into step 1, rank [01], row [01], .* after the push$", call("b.0/1")[1], re.M)
     rollout = records(call("b.0/1", "--json")[1])[0]
-    step = records(call("--step", "1", "--json")[1])[0]
+    step = records(call("step:1", "--json")[1])[0]
     assert "b.0/1" in step["ranks"][rollout["rank"]]["rows"][rollout["row"]]
 
 
@@ -181,9 +178,9 @@ def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: st
     for words, until in (
         (["--plain"], b"one group: rlbuffer inspect"),
         (["a.1"], b"one rollout: rlbuffer inspect"),
-        (["--step", "1"], b"rank 1:"),
-        (["--workers"], b"worker w-0"),
-        (["a.1/0", "--with", "a.1/1"], b"first"),
+        (["step:1"], b"rank 1:"),
+        (["processes"], b"worker w-0"),
+        (["a.1/0", "a.1/1"], b"first"),
     ):
         term = {} if words == ["--plain"] else {"TERM": "dumb"}
         drawn = typed(["inspect", *words, *at], tmp_path, until=until, keys=b"", NO_COLOR="1", **term)
