@@ -7,6 +7,7 @@ all of its own CPU. The server says itself which commands took how long (SLOWLOG
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import resource
 import shutil
@@ -96,14 +97,14 @@ def run(report: Report) -> None:
 def _looks(buffer: rlbuffer.Buffer) -> tuple[float, float]:
     """Milliseconds of the first look of `rlbuffer top`, and the median of those after it."""
     from rlbuffer.client.run_state import read_run_state
-    from rlbuffer_cli.look import lines_of
+    from rlbuffer_cli import look
     from rlbuffer_cli.run_tables import READ_RECORDS
     from rlbuffer_cli.view import run_view
 
     times = []
     for _ in range(1 + REPEATS):
         begun = time.perf_counter()
-        lines_of(run_view(read_run_state(buffer.store, history=READ_RECORDS)))
+        look.console(io.StringIO()).print(run_view(read_run_state(buffer.store, history=READ_RECORDS)))
         times.append(1000 * (time.perf_counter() - begun))
     return times[0], sorted(times[1:])[REPEATS // 2]
 

@@ -25,7 +25,6 @@ PALETTE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "bg": ("#faf9f7", "#111215"),
         "panel": ("#ffffff", "#181a1f"),
-        "sunken": ("#f3f2ee", "#0c0d10"),
         "line": ("#e5e3dd", "#2a2d35"),
         "line-soft": ("#efeeea", "#212329"),
         "ink": ("#1d1c1a", "#e9e8e4"),
@@ -112,14 +111,6 @@ def show(*views: RenderableType) -> None:
             target.print(view)
         for line in captured.get().rstrip("\n").split("\n"):
             print(line.rstrip())
-
-
-def lines_of(view: RenderableType, width: int = UNCUT) -> list[str]:
-    """What is shown, as plain lines."""
-    plain = Console(width=width, color_system=None, theme=themed("printed"), highlight=False, markup=False, emoji=False)
-    with plain.capture() as captured:
-        plain.print(view)
-    return [line.rstrip() for line in captured.get().rstrip("\n").split("\n")]
 
 
 def plain(value: object, style: str = "") -> Text:
@@ -257,16 +248,8 @@ TINTS: Mapping[str, tuple[Tint, ...]] = MappingProxyType(
         "mask": (Tint(signal="dim"), Tint("accent", 0.2, "thin")),
         "entropy": _HEAT,
         "mismatch": _HEAT,
-        "version": (
-            Tint(signal="dim"),
-            Tint("accent", 0.12),
-            Tint("accent", 0.36, "thin"),
-            Tint("accent", 0.6, "thick"),
-        ),
-        "column": (
-            Tint(),
-            *(Tint("accent", part, line) for part, line in ((0.12, ""), (0.36, "thin"), (0.6, "thick"))),
-        ),
+        "version": (Tint(signal="dim"), *_RISING),
+        "column": (Tint(), *_RISING),
     }
 )
 """Lens -> its levels; level 0 is what it says nothing of."""

@@ -205,23 +205,5 @@ def test_a_file_with_a_bad_line_is_refused_with_its_place(
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [("text", "x" * 2000, "rollouts[0].text"), ("tokens", [1] * 2000, "rollouts[0].tokens")],
-)
-def test_a_line_that_is_too_long_is_refused_by_the_field_that_makes_it_so(
-    run: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    field: str,
-    value: Any,
-    named: str,
-) -> None:
-    monkeypatch.setattr("rlbuffer_cli.commands.push.MAX_LINE_BYTES", 1500)
-    Path("g.jsonl").write_text(line(**{field: value}) + "\n")
-    code, _, err = run("push", "g.jsonl")
-    assert code == 1
-    assert err.startswith(f"Error: g.jsonl:1  {named}: the line is longer than ")
-
-
 def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Callable[..., tuple[int, str, str]]) -> None:
     assert run("demo", "--deterministic", "--config", "mine.toml")[0] == 2

@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from looks import lines_of
 
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli import look
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.table import Printed, of_tuples
 from rlbuffer_cli.view import rank_line, trainer_view
 

@@ -52,9 +52,6 @@ class Pane(Widget, can_focus=True):
         ("end,G", "last"),
     ]
 
-    class Chosen(Message):
-        """A line was opened."""
-
     class Moved(Message):
         """The cursor of `pane` may be on something else."""
 
@@ -157,10 +154,6 @@ class Prose(Pane):
         more = line == self.top + self.size.height - 1 and line < len(self._rows) - 1
         row = f"{cut(row, max(1, self.size.width - 2))} ↓" if more and not row.endswith("↓") else row
         return [Segment(row, BOLD if row.lstrip().startswith("!") else NO_STYLE)]
-
-    def height_at(self, width: int) -> int:
-        """Rows that the text needs at this width."""
-        return sum(len(wrapped_cells(line, width)) for line in self._lines)
 
     def on_resize(self) -> None:
         self._wrap()

@@ -172,14 +172,14 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
             f"{server['name']} {server['version']} ({where}), {memory}, {server.get('policy', 'noeviction')} ok",
         ),
         ("", str(server["address"])),
-        ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
+        ("step", f"{size}   ({loaded.place('batcher.row_tokens')})"),
         (
             "age",
-            f"at most {plural(batcher.max_age, 'version')}   ({_source(loaded, 'batcher.max_age')})",
+            f"at most {plural(batcher.max_age, 'version')}   ({loaded.place('batcher.max_age')})",
         ),
         (
             "groups",
-            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({_source(loaded, 'batcher.min_group_size')})"),
+            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({loaded.place('batcher.min_group_size')})"),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
         *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
@@ -201,12 +201,8 @@ def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> list[tuple[str, 
     if size is None or not limit:
         return []
     takes = f"a step takes about {_bytes(size)}, {count} at once {100 * size * count / limit:.0f} % of the server's"
-    return [("memory", f"{takes}   ({_source(loaded, 'batcher.row_tokens')})")]
+    return [("memory", f"{takes}   ({loaded.place('batcher.row_tokens')})")]
 
 
 def _bytes(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
-
-
-def _source(loaded: Loaded, name: str) -> str:
-    return loaded.place(name)

@@ -288,7 +288,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch
     assert call("push", "long.jsonl") == (
         1,
         (
-            "Error: long.jsonl:1  rollouts[0].text: the line is longer than 1 MiB, the most that one rollout may take; "
+            "Error: long.jsonl:1  the line is longer than 1 MiB, the most that one rollout may take; "
             "push large rollouts from Python"
         ),
     )

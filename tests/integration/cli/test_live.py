@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from looks import lines_of
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli import live
-from rlbuffer_cli.look import lines_of
 
 
 @contextmanager

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import waits
+from looks import lines_of
 from store_runs import Run
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import duration
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.main import main
 from rlbuffer_cli.view import pace_of, run_view
 

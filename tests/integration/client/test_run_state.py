@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from daemon_runs import Served
+from looks import lines_of
 from store_runs import Run
 
 from rlbuffer.client.run_state import read_run_state
@@ -21,7 +22,6 @@ from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.view import run_view
 
 pytest_plugins = ["store_fixtures"]

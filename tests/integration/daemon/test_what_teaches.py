@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon_runs import Served, start_trainer
+from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
@@ -18,7 +19,6 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.testing import make_group
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.run_tables import READ_RECORDS
 from rlbuffer_cli.view import run_view
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from daemon_runs import Served
+from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
@@ -15,7 +16,6 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.store.verify.verify import verify
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.view import run_view
 
 pytest_plugins = ("store_fixtures",)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from every_role import EveryRole
 from logged import Logged
-from looks import evaluations
+from looks import evaluations, lines_of
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
@@ -28,7 +28,6 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling
-from rlbuffer_cli.look import lines_of
 from rlbuffer_cli.view import run_view
 
 OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
