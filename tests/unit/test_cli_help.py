@@ -74,31 +74,6 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
     assert "Changes nothing." in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("serv", 2),
-        ("serve --nope", 2),
-        ("inspect --where evn:math", 2),
-        ("alive", 2),
-        ("config check --config no.toml", 3),
-        ("config show --run BAD", 3),
-        ("worker", 3),
-        ("worker x", 3),
-        ("run", 3),
-        ("verify", 1),
-        ("inspect", 1),
-    ],
-)
-def test_errors_are_one_message_and_an_exit_code(
-    run: Callable[..., tuple[int, str, str]], arguments: str, code: int
-) -> None:
-    actual, out, err = run(*arguments.split())
-    assert (actual, out) == (code, "")
-    assert "Error: " in err
-    assert "Traceback" not in err
-
-
 def test_the_example_of_a_config_is_one_that_runs(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("config", "example")
     assert code == 0
