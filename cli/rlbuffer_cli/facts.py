@@ -182,7 +182,7 @@ def pair_view(one: str, other: str) -> View:
     parts = ("id", "text", "logprob", "mask")
     columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
     numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
-    return of_tuples("tokens", ("token", "", *columns), numbers)
+    return of_tuples("tokens", ("token", "≠", *columns), numbers)
 
 
 def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:

@@ -101,5 +101,11 @@ def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), e
     def cell(at: int) -> Callable[[Any], object]:
         return lambda row: row[at]
 
-    columns = tuple(Column(title, cell(at), None, title in numbers) for at, title in enumerate(titles))
+    def size(at: int) -> Callable[[Any], float]:
+        return lambda row: float(str(row[at]).replace(",", "") or "-inf")
+
+    columns = tuple(
+        Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
+        for at, title in enumerate(titles)
+    )
     return View(name=name, columns=columns, read=lambda run, where, most: (), key=lambda row: str(row[0]), empty=empty)

@@ -20,9 +20,9 @@ from rlbuffer_cli import look
 from rlbuffer_cli.browse.panes import EntryLine
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.plots import small_charts, trends
-from rlbuffer_cli.run_tables import READ_RECORDS, env_rows
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS, env_rows
 from rlbuffer_cli.table import Printed, View, ordered
-from rlbuffer_cli.tables import ENVS, GROUPS, PROCESSES, STEPS
+from rlbuffer_cli.tables import GROUPS, STEPS
 from rlbuffer_cli.view import head
 
 ROWS = 200
@@ -80,7 +80,7 @@ class Listing(Look):
 
     def lines(self, item: Any) -> Sequence[str]:
         """All that is known of the item under the cursor, where that is more than its row."""
-        return item.lines if self.view is PROCESSES else [str(item)] if not self.view.opens else ()
+        return item.lines if self.view is PROCESSES else [str(item)] if self.view is PROBLEMS else ()
 
     # -- the frame -------------------------------------------------------------------------------------------------
     def body(self) -> list[Widget]:

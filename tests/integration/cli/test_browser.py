@@ -157,6 +157,14 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         await person.press("j", "c", "j", "c")
         shown = await person.sees("talk.7/1 and talk.7/2", "they part at token 5")
         assert "≠ first" in shown
+        assert "['" not in shown
+
+        def tokens(shown: str) -> list[int]:
+            return [int(line.split()[0]) for line in shown.splitlines() if "trained" in line]
+
+        assert tokens(shown) == [5, 6, 7]
+        await person.press("s", "S")
+        await person.until(lambda shown: tokens(shown) == [7, 6, 5], "the other order")
         await person.press("escape", "enter")
         await person.sees("rollout talk.7/2 (3 of 3 of its group)")
 
