@@ -136,7 +136,7 @@ def states(state: RunState) -> list[Text]:
     lost = sum(dropped.values())
     share = f", {percent(lost / total.pushed.rollouts)} of all" if lost else ""
     return [
-        *(look.state(name, f"{sum(known):,} groups") for name, known in groups.items() if known),
+        *(look.state(name, plural(sum(known), "group")) for name, known in groups.items() if known),
         Text(f"{total.pushed.rollouts:,} rollouts pushed ="),
         Text(f"{total.pending.rollouts:,} pending +"),
         look.state("packed", f"{total.packed.rollouts:,} +"),
