@@ -57,15 +57,11 @@ def columns_of(stream: IO[str]) -> int:
 
 
 def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = None) -> list[str]:
-    """A line of prose, broken between words where the terminal (None: of stdout) is too narrow for it."""
-    return broken(line, terminal_width(stream), indent=indent)
-
-
-def broken(line: str, width: int | None, *, indent: str | None = None) -> list[str]:
-    """A line of prose in at most `width` columns, broken between words; `width` None: as it is.
+    """A line of prose, broken between words where the terminal (None: of stdout) is too narrow for it.
 
     `indent` begins the rows after the first; None: two blanks more than the line has.
     """
+    width = terminal_width(stream)
     if width is None or len(line) <= width:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
