@@ -13,10 +13,10 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import Problem
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import EnvState, RunState
-from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer.store.history import Dropped
 from rlbuffer_cli import look
-from rlbuffer_cli.table import WIDE, Column, View
+from rlbuffer_cli.table import WIDE, Column, View, figure
 
 READ_RECORDS = 1000
 """Newest records of the history that are read; a run that makes more of them has a shorter window."""
@@ -69,10 +69,6 @@ def _read_envs(run: Any, where: str, most: int) -> Sequence[EnvRow]:
     return [row for row in env_rows(read_run_state(run.buffer.store)) if where in row.name][:most]
 
 
-def _known(value: int | None) -> str:
-    return NOT_SAID if value is None else f"{value:,}"
-
-
 ENVS = View(
     name="envs",
     read=_read_envs,
@@ -89,24 +85,14 @@ ENVS = View(
             lambda row: look.budget(row.run.share(row.env), row.env.budget, row.shade),
             lambda row: row.run.share(row.env),
         ),
-        Column("share", lambda row: percent(row.run.share(row.env)), lambda row: row.run.share(row.env), True),
-        Column(
-            "target",
-            lambda row: "" if row.env.budget is None else percent(row.env.budget),
-            lambda row: row.env.budget or 0.0,
-            True,
-        ),
-        Column("ready", lambda row: _known(row.env.groups_ready), lambda row: row.env.groups_ready or 0, True),
-        Column("forming", lambda row: _known(row.env.groups_forming), lambda row: row.env.groups_forming or 0, True),
+        figure("share", lambda row: row.run.share(row.env), ".0%"),
+        figure("target", lambda row: row.env.budget, ".0%"),
+        figure("ready", lambda row: row.env.groups_ready, ",", unknown=NOT_SAID),
+        figure("forming", lambda row: row.env.groups_forming, ",", unknown=NOT_SAID),
         Column("age", lambda row: row.ages),
-        Column(
-            "reward",
-            lambda row: "" if row.env.batch_reward is None else f"{row.env.batch_reward:.3f}",
-            lambda row: row.env.batch_reward or 0.0,
-            True,
-        ),
-        Column("packed", lambda row: f"{row.env.packed.rollouts:,}", lambda row: row.env.packed, True, WIDE),
-        Column("trained", lambda row: f"{row.env.trained.rollouts:,}", lambda row: row.env.trained, True, WIDE),
+        figure("reward", lambda row: row.env.batch_reward),
+        figure("packed", lambda row: row.env.packed.rollouts, ",", WIDE),
+        figure("trained", lambda row: row.env.trained.rollouts, ",", WIDE),
         Column("dropped", lambda row: row.dropped),
     ),
 )

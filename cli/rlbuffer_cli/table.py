@@ -32,6 +32,21 @@ class Column(NamedTuple):
     """The least width of a terminal that prints it."""
 
 
+def number(value: float | None, form: str = ".3f", unknown: str = "") -> str:
+    """A number; `unknown` for None."""
+    return unknown if value is None else f"{value:{form}}"
+
+
+def or_least(value: Any) -> tuple[bool, Any]:
+    """Orders what is not known before everything else."""
+    return value is not None, value or 0
+
+
+def figure(title: str, of: Callable[[Any], Any], form: str = ".3f", at: int = 0, *, unknown: str = "") -> Column:
+    """A column of numbers."""
+    return Column(title, lambda item: number(of(item), form, unknown), lambda item: or_least(of(item)), True, at)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A table of things."""

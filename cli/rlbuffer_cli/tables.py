@@ -18,7 +18,7 @@ from rlbuffer.state.text import amount, duration, percent, printable
 from rlbuffer.store.records import PartRollout
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
-from rlbuffer_cli.table import WIDE, Column, View
+from rlbuffer_cli.table import WIDE, Column, View, figure, number, or_least
 from rlbuffer_cli.text import cut, utc
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
@@ -26,16 +26,6 @@ NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
 SHOWN_ID, SHOWN_ANSWER = 24, 60
 """Columns of a prompt's id, and of an answer, in a row."""
-
-
-def number(value: float | None, form: str = ".3f", unknown: str = "") -> str:
-    """A number; `unknown` for None."""
-    return unknown if value is None else f"{value:{form}}"
-
-
-def _or_least(value: Any) -> tuple[bool, Any]:
-    """Orders what is not known before everything else."""
-    return value is not None, value or 0
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -156,19 +146,19 @@ GROUPS = View(
         Column(
             "reward",
             lambda row: row.known(number(row.view.reward)),
-            lambda row: _or_least(row.view.reward),
+            lambda row: or_least(row.view.reward),
             True,
         ),
         Column(
             "spread",
             lambda row: look.strip(row.view.rewards, row.low, row.high) if row.view.rewards else row.known(""),
         ),
-        Column("age", lambda row: row.known(number(row.view.age, "d")), lambda row: _or_least(row.view.age), True),
+        Column("age", lambda row: row.known(number(row.view.age, "d")), lambda row: or_least(row.view.age), True),
         Column("tokens", lambda row: amount(row.view.tokens), lambda row: row.view.tokens, True),
         Column(
             "waited",
             lambda row: row.known(duration(row.view.waited_seconds)),
-            lambda row: _or_least(row.view.waited_seconds),
+            lambda row: or_least(row.view.waited_seconds),
             True,
         ),
         Column(
@@ -178,9 +168,9 @@ GROUPS = View(
             True,
             WIDE,
         ),
-        Column("env", lambda row: row.view.env, None, False, WIDE),
-        Column("worker", lambda row: row.view.worker, None, False, WIDE),
-        Column("prompt", lambda row: cut(printable(row.view.prompt_id), SHOWN_ID), None, False, WIDE),
+        Column("env", lambda row: row.view.env, at=WIDE),
+        Column("worker", lambda row: row.view.worker, at=WIDE),
+        Column("prompt", lambda row: cut(printable(row.view.prompt_id), SHOWN_ID), at=WIDE),
     ),
 )
 
@@ -238,27 +228,22 @@ MEMBERS = View(
     empty="its rollouts are no longer kept",
     columns=(
         Column("rollout", lambda row: Text.assemble(("* " * row.is_match, "accent"), printable(row.member.rollout_id))),
-        Column("reward", lambda row: number(row.member.reward), lambda row: _or_least(row.member.reward), True),
+        figure("reward", lambda row: row.member.reward),
         Column(
             "of 1 or more",
             lambda row: "" if row.member.reward is None else look.meter(row.member.reward / row.most_reward),
-            lambda row: _or_least(row.member.reward),
+            lambda row: or_least(row.member.reward),
         ),
-        Column(
-            "advantage",
-            lambda row: number(row.member.advantage, "+.3f"),
-            lambda row: _or_least(row.member.advantage),
-            True,
-        ),
+        figure("advantage", lambda row: row.member.advantage, "+.3f"),
         Column(
             "- 0 +",
             lambda row: "" if row.member.advantage is None else look.signed(row.member.advantage, row.most_advantage),
-            lambda row: _or_least(row.member.advantage),
+            lambda row: or_least(row.member.advantage),
         ),
-        Column("tokens", lambda row: f"{row.member.length:,}", lambda row: row.member.length, True),
+        figure("tokens", lambda row: row.member.length, ","),
         Column("stop", lambda row: row.stop),
-        Column("trained", lambda row: f"{row.member.loss_tokens:,}", lambda row: row.member.loss_tokens, True, WIDE),
-        Column("age", lambda row: number(row.age, "d"), lambda row: _or_least(row.age), True, WIDE),
+        figure("trained", lambda row: row.member.loss_tokens, ",", WIDE),
+        figure("age", lambda row: row.age, "d", WIDE),
         Column(
             "version",
             lambda row: "-".join(f"v{v}" for v in sorted({row.member.min_version, row.member.max_version})),
@@ -266,13 +251,7 @@ MEMBERS = View(
             False,
             WIDE,
         ),
-        Column(
-            "logprob",
-            lambda row: number(row.member.logprob_mean, ".2f"),
-            lambda row: _or_least(row.member.logprob_mean),
-            True,
-            WIDE,
-        ),
+        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE),
         Column("text", lambda row: Text(row.answer, "label")),
     ),
 )
@@ -312,16 +291,16 @@ STEPS = View(
     filter_help="40",
     empty="no committed step can still be read",
     columns=(
-        Column("step", lambda row: row.header.step, lambda row: row.header.step, True),
+        figure("step", lambda row: row.header.step, "d"),
         Column("state", lambda row: look.state("trained" if row.is_trained else "packed")),
-        Column("groups", lambda row: len(row.header.group_ids), lambda row: len(row.header.group_ids), True),
-        Column("rollouts", lambda row: f"{row.header.rollouts:,}", lambda row: row.header.rollouts, True),
+        figure("groups", lambda row: len(row.header.group_ids), "d"),
+        figure("rollouts", lambda row: row.header.rollouts, ","),
         Column("tokens", lambda row: amount(row.header.tokens), lambda row: row.header.tokens, True),
         Column("fill", lambda row: percent(row.header.fill), lambda row: row.header.fill, True),
         Column("of capacity", lambda row: look.meter(row.header.fill), lambda row: row.header.fill),
-        Column("reward", lambda row: number(row.header.reward), lambda row: _or_least(row.header.reward), True),
+        figure("reward", lambda row: row.header.reward),
         Column("age", lambda row: f"{row.header.age:.1f} max {row.header.max_age}", lambda row: row.header.age, True),
-        Column("closed by", lambda row: str(row.header.closed_by), None, False, WIDE),
+        Column("closed by", lambda row: str(row.header.closed_by), at=WIDE),
         Column(
             "committed (UTC)",
             lambda row: str(utc(row.header.committed_ms / 1000))[11:19],
@@ -357,15 +336,13 @@ WORST = View(
     empty="no rollout of it is scored",
     columns=(
         Column("rollout", lambda row: row.member.info.rollout_id),
-        Column(
-            "reward", lambda row: number(row.member.info.reward), lambda row: _or_least(row.member.info.reward), True
-        ),
-        Column("advantage", lambda row: number(row.member.advantage, "+.3f"), lambda row: row.member.advantage, True),
-        Column("tokens", lambda row: f"{row.member.info.length:,}", lambda row: row.member.info.length, True),
-        Column("rank", lambda row: row.rank, lambda row: row.rank, True),
+        figure("reward", lambda row: row.member.info.reward),
+        figure("advantage", lambda row: row.member.advantage, "+.3f"),
+        figure("tokens", lambda row: row.member.info.length, ","),
+        figure("rank", lambda row: row.rank, "d"),
         Column("env", lambda row: row.member.env),
-        Column("worker", lambda row: row.member.worker, None, False, WIDE),
-        Column("prompt", lambda row: cut(printable(row.member.prompt_id), SHOWN_ID), None, False, WIDE),
+        Column("worker", lambda row: row.member.worker, at=WIDE),
+        Column("prompt", lambda row: cut(printable(row.member.prompt_id), SHOWN_ID), at=WIDE),
     ),
 )
 VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS)}
