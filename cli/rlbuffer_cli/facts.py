@@ -177,7 +177,7 @@ def short(value: Any, most: int = 2 * MAX_TEXT) -> str:
 # -- two rollouts ------------------------------------------------------------------------------------------------------
 def pair_view(one: str, other: str) -> View:
     """The table of two rollouts, each by its id."""
-    sides = [(name, name.rpartition("/")[2]) for name in (one, other)]
+    sides = [(name, name.rpartition("/")[2]) for name in map(printable, (one, other))]
     short = sides[0][1] != sides[1][1]
     parts = ("id", "text", "logprob", "mask")
     columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]

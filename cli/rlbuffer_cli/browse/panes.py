@@ -174,7 +174,7 @@ class EntryLine(Input):
     def open(self, text: str = "") -> None:
         """Shows the line, with a text to go on from."""
         self.value, self.display = text, True
-        self.focus()
+        self.screen.set_focus(self)  # at once: `focus` would let keys that are typed ahead pass it
 
     def on_key(self, event: events.Key) -> None:
         """Takes enter before the keys behind it: as a binding it would pass through the whole application first."""

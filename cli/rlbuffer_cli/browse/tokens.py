@@ -140,19 +140,13 @@ class Tokens(Pane):
         row = self._lines[line]
         if row.words:
             return [Segment(cut(printable(row.words), max(1, self.size.width)), BOLD)]
-        levels = None if self.lens is None else self.lens.levels
-        styles = [] if levels is None else styles_of(self.lens, self.kind)
-        return [
-            Segment(
-                self._labels[position],
-                CURSOR
-                if position == self.cursor
-                else styles[int(levels[position])]
-                if levels is not None
-                else NO_STYLE,
-            )
-            for position in range(row.first, row.end)
-        ]
+        styles = [NO_STYLE] * (row.end - row.first)
+        if self.lens is not None and self.lens.levels is not None:
+            tints = styles_of(self.lens, self.kind)
+            styles = [tints[level] for level in self.lens.levels[row.first : row.end].tolist()]
+        if row.first <= self.cursor < row.end:
+            styles[self.cursor - row.first] = CURSOR
+        return [Segment(self._labels[row.first + at], style) for at, style in enumerate(styles)]
 
     # -- keys ------------------------------------------------------------------------------------------------------
     def action_line(self, by: int) -> None:

@@ -100,7 +100,11 @@ def test_the_life_of_a_rollout_is_one_line(buffer: Buffer, call: Call) -> None:
 
 def test_a_table_is_asked_for_by_its_name(url: str, buffer: Buffer, call: Call) -> None:
     buffer.writer("w").push(make_group(env="a", group_id="a.77"))
-    for name, has, lacks in (("envs", "■ a ", "a.77"), ("problems", "No problems", "a.77"), ("groups", "a.77", "No ")):
+    for name, has, lacks in (
+        ("envs", "■ a ", "a.77"),
+        ("problems", "No problems", "a.77"),
+        ("groups", "a.77", "no groups yet"),
+    ):
         code, out, _ = call("inspect", name)
         assert (code, has in out, lacks in out) == (0, True, False), out
     assert call("inspect", "envs", "--where", "zz")[1] == "no envs match 'zz'\n"
