@@ -155,7 +155,7 @@ class Watch:
         if self.trouble:
             yield Text.assemble(("✕ ", "dropped"), printable(self.trouble))
         if self.records:
-            yield trainer_view(self.records, self.settings.trainer.steps, self.seconds)
+            yield trainer_view(self.records, self.settings.trainer.steps, self.seconds, is_alone=self.state is None)
             rewards = [{"step": r.step, "reward": r.reward} for r in self.records if r.reward is not None]
             if rewards and console.height >= LEAST_CURVE_HEIGHT:
                 drawn = chart(curves_of(rewards, "reward"), width=options.max_width, height=CURVE_LINES)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.style import Style
 from rich.text import Text
 from rich.theme import Theme
@@ -53,7 +53,7 @@ PRINTED: Mapping[str, str] = MappingProxyType(
         "label": "default",
         "faint": "dim",
         "line": "dim",
-        "accent": "bold",
+        "accent": "bold magenta",
         "forming": "yellow",
         "ready": "blue",
         "packed": "cyan",
@@ -73,6 +73,7 @@ SIGNS: Mapping[str, str] = MappingProxyType(
     {"forming": "◌", "ready": "●", "packed": "◆", "trained": "✓", "dropped": "✕"}
 )
 BLOCKS = "▁▂▃▄▅▆▇█"
+FACT_WIDTH, MOST_ACROSS = 20, 140
 UNCUT = 10_000
 """Columns of what is no terminal."""
 
@@ -222,6 +223,24 @@ def pairs(*facts: tuple[str, Any]) -> list[Text]:
     return [
         Text.assemble((f"{name} ", "faint"), plain(value, "bold")) for name, value in facts if value not in (None, "")
     ]
+
+
+class Facts:
+    """Facts in cells of one width, a long one in several: each stays at its place while numbers change."""
+
+    def __init__(self, facts: Iterable[Text]) -> None:
+        self._facts = list(facts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        across, line = max(1, min(options.max_width, MOST_ACROSS) // FACT_WIDTH), Text()
+        for fact in self._facts:
+            width = FACT_WIDTH * (1 + (fact.cell_len + 1) // FACT_WIDTH)
+            if line and line.cell_len + width > across * FACT_WIDTH:
+                yield line
+                line = Text()
+            line.append_text(fact).append(" " * (width - fact.cell_len))
+        line.rstrip()
+        yield line
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

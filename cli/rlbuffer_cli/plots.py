@@ -15,6 +15,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.step_record import scalars
 from rlbuffer.state.text import did_you_mean, printable
 from rlbuffer.store.history import Committed, Dropped
+from rlbuffer_cli.text import WIDE
 
 FROM_HISTORY = ("fill", "drops")
 """Fields that only the server's history has: a share of the step's capacity, and rollouts by reason since the step
@@ -180,6 +181,8 @@ def chart(
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, height)
+    plotext.xaxes(True, False)
+    plotext.yaxes(True, False)
     first, last, low, high = _bounds(curves)
     first, last = steps or (first, last)
     plotext.xlim(first, max(last, first + 1))
@@ -199,15 +202,21 @@ def chart(
 
 
 def small_charts(curves: Sequence[Curve], *, width: int, height: int = 6) -> list[str]:
-    """A chart of its own for each curve, all with one axis of steps: a scale does not fit another's values."""
+    """A chart of its own for each curve, all with one axis of steps: a scale does not fit another's values. Two stand
+    side by side where there is room."""
     steps = [step for curve in curves for step, _ in curve.points]
     if not steps:
         return []
-    axis = min(steps), max(steps)
+    axis, across = (min(steps), max(steps)), 1 + (width >= WIDE)
+    each = width // across - 2
+    charts = [chart([curve], width=each, height=height, steps=axis) for curve in curves]
+    columns = [[said, *drawn] for *drawn, said in charts]
     lines: list[str] = []
-    for curve in curves:
-        *drawn, said = chart([curve], width=width, height=height, steps=axis)
-        lines += [said, *drawn]
+    for at in range(0, len(columns), across):
+        lines += [
+            "".join(line.ljust(each + 2) for line in row).rstrip()
+            for row in zip(*columns[at : at + across], strict=True)
+        ]
     return lines
 
 

@@ -16,15 +16,13 @@ from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer.store.history import Dropped
 from rlbuffer_cli import look
-from rlbuffer_cli.table import WIDE, Column, View, figure
+from rlbuffer_cli.table import Column, View, figure
+from rlbuffer_cli.text import WIDE
 
 READ_RECORDS = 1000
 """Newest records of the history that are read; a run that makes more of them has a shorter window."""
 SHOWN_PROMPTS = 5
-ENVS_LEGEND = (
-    "share of tokens: of all packed and trained so far, ┃ its target   ready, forming, age: groups   reward: of the "
-    "last step   packed, trained, dropped: rollouts"
-)
+ENVS_LEGEND = "share: of tokens so far, ┃ target   ready, forming, age: groups   others: rollouts"
 NOT_SAID = "-"
 """Stands for what no leader has said yet."""
 

@@ -15,8 +15,6 @@ from rlbuffer_cli import look
 
 LEAST_TEXT = 16
 """Columns of a terminal that the last column of a table has at least."""
-WIDE = 110
-"""Columns of a terminal from which a table has all its columns."""
 
 
 class Column(NamedTuple):

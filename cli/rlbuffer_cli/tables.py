@@ -18,14 +18,14 @@ from rlbuffer.state.text import amount, duration, percent, printable
 from rlbuffer.store.records import PartRollout
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
-from rlbuffer_cli.table import WIDE, Column, View, figure, number, or_least
-from rlbuffer_cli.text import cut, utc
+from rlbuffer_cli.table import Column, View, figure, number, or_least
+from rlbuffer_cli.text import WIDE, cut, utc
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
-SHOWN_ID, SHOWN_ANSWER = 24, 60
-"""Columns of a prompt's id, and of an answer, in a row."""
+SHOWN_ANSWER = 60
+"""Columns of an answer in a row."""
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ GROUPS = View(
         ),
         Column("env", lambda row: row.view.env, at=WIDE),
         Column("worker", lambda row: row.view.worker, at=WIDE),
-        Column("prompt", lambda row: cut(printable(row.view.prompt_id), SHOWN_ID), at=WIDE),
+        Column("prompt", lambda row: row.view.prompt_id, at=WIDE),
     ),
 )
 
@@ -226,11 +226,15 @@ MEMBERS = View(
     key=lambda row: row.member.rollout_id,
     opens="rollout",
     empty="its rollouts are no longer kept",
+    legend=lambda rows: (
+        f"of 1+: a whole bar is a reward of {rows[0].most_reward:g}   "
+        f"- 0 +: a half one is an advantage of {rows[0].most_advantage:.3g}"
+    ),
     columns=(
         Column("rollout", lambda row: Text.assemble(("* " * row.is_match, "accent"), printable(row.member.rollout_id))),
         figure("reward", lambda row: row.member.reward),
         Column(
-            "of 1 or more",
+            "of 1+",
             lambda row: "" if row.member.reward is None else look.meter(row.member.reward / row.most_reward),
             lambda row: or_least(row.member.reward),
         ),
@@ -239,6 +243,7 @@ MEMBERS = View(
             "- 0 +",
             lambda row: "" if row.member.advantage is None else look.signed(row.member.advantage, row.most_advantage),
             lambda row: or_least(row.member.advantage),
+            at=WIDE,
         ),
         figure("tokens", lambda row: row.member.length, ","),
         Column("stop", lambda row: row.stop),
@@ -342,7 +347,7 @@ WORST = View(
         figure("rank", lambda row: row.rank, "d"),
         Column("env", lambda row: row.member.env),
         Column("worker", lambda row: row.member.worker, at=WIDE),
-        Column("prompt", lambda row: cut(printable(row.member.prompt_id), SHOWN_ID), at=WIDE),
+        Column("prompt", lambda row: row.member.prompt_id, at=WIDE),
     ),
 )
 VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS)}

@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import IO
 
+WIDE = 110
+"""Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
+
 
 def cell_len(text: str) -> int:
     """Columns of a terminal that the text takes: rich knows them, and is not loaded for what is one each."""

@@ -13,7 +13,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -65,8 +64,8 @@ def head(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
     return Group(
         title,
         *alerts(state),
-        Columns(figures(state, trained), padding=(0, 3)),
-        Columns(states(state), padding=(0, 3)),
+        look.Facts(figures(state, trained)),
+        look.Facts(states(state)),
         *notes(state, trained),
     )
 
@@ -89,7 +88,8 @@ def alerts(state: RunState) -> Iterator[Text]:
     for who, ago, waiting in waits:
         if waiting is not None:
             said = f"{who}{f' ({duration(ago)} ago)' if ago else ''}: {waiting}"
-            yield Text.assemble(("● ", "trained"), printable(said)) if waiting.is_normal else _bad(said)
+            part = look.meter(waiting.done, cells=16).append(" ") if waiting.done else ""
+            yield Text.assemble(("● ", "trained"), part, printable(said)) if waiting.is_normal else _bad(said)
 
 
 def _bad(sentence: str) -> Text:
@@ -101,28 +101,32 @@ def figures(state: RunState, trained: Sequence[StepRecord] = ()) -> list[Text]:
     server, pace = state.server, pace_of(state) if state.history else None
     reward = mean_reward(last_steps(state.history))
     rewards = [r["reward"] for r in last_steps(state.history)[::-1] if r.get("reward") is not None]
-    shown = None if reward is None else f"{reward:.3f}" + (f" {_trend(rewards)}" if len(rewards) > 1 else "")
+    shown = None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards))
     limit = f" of {server.memory_limit / 2**20:,.0f}" if server.memory_limit else ""
     share = f" ({percent(server.memory_share)})" if server.memory_share is not None else ""
     versions = [p.version for p in state.of_kind("worker") if p.is_alive and p.version >= 0]
     behind = state.policy_version - min(versions) if versions and state.policy_version >= 0 else 0
     return look.pairs(
-        ("step", f"{state.step}, {state.trained_step} trained"),
+        ("step", str(state.step)),
+        ("trained", f"step {state.trained_step}"),
         ("policy", f"v{state.policy_version}" if state.policy_version >= 0 else "none announced"),
         ("ranks", state.world_size or None),
         ("reward", shown),
-        ("pushed", f"{amount(state.rollouts_per_second)} rollouts/s"),
+        ("pushed", f"{amount(state.rollouts_per_second)}/s"),
         ("steps", pace and f"{60 * pace.steps / pace.window_seconds:.1f}/min"),
-        ("committed", pace and f"{amount(pace.tokens / pace.window_seconds)} tok/s"),
+        ("packed", pace and f"{amount(pace.tokens / pace.window_seconds)} tok/s"),
         ("age", f"{pace.newest['age']:.1f} max {pace.newest['max_age']}" if pace and pace.newest else None),
-        ("workers behind", plural(behind, "version") if behind > 0 else None),
         ("memory", f"{server.memory / 2**20:,.0f}{limit} MiB{share}"),
+        ("workers behind", plural(behind, "version") if behind > 0 else None),
     )
 
 
-def _trend(values: Sequence[float]) -> str:
+def _trend(values: Sequence[float]) -> Text:
+    """How they went and between which values; nothing of a single one."""
+    if len(values) < 2:
+        return Text()
     low, high = min(values), max(values)
-    return f"{look.spark(values, low, high)} {low:.3f} to {high:.3f}"
+    return Text.assemble(" ", (look.spark(values, low, high), "accent"), (f" {low:.3f} to {high:.3f}", "faint"))
 
 
 def states(state: RunState) -> list[Text]:
@@ -132,16 +136,13 @@ def states(state: RunState) -> list[Text]:
         name: [getattr(env, f"groups_{name}") for env in state.envs if getattr(env, f"groups_{name}") is not None]
         for name in ("forming", "ready")
     }
-    dropped = {reason: each.rollouts for reason, each in total.dropped.items() if each.rollouts}
-    lost = sum(dropped.values())
-    share = f", {percent(lost / total.pushed.rollouts)} of all" if lost else ""
+    numbers = {name: plural(sum(known), "group") for name, known in groups.items() if known}
+    numbers |= {"packed": f"{total.packed.rollouts:,}", "trained": f"{total.trained.rollouts:,}"}
+    numbers["dropped"] = f"{sum(each.rollouts for each in total.dropped.values()):,}"
+    of_all = look.pairs(("of pushed", f"{total.pushed.rollouts:,}"), ("pending", f"{total.pending.rollouts:,}"))
     return [
-        *(look.state(name, plural(sum(known), "group")) for name, known in groups.items() if known),
-        Text(f"{total.pushed.rollouts:,} rollouts pushed ="),
-        Text(f"{total.pending.rollouts:,} pending +"),
-        look.state("packed", f"{total.packed.rollouts:,} +"),
-        look.state("trained", f"{total.trained.rollouts:,} +"),
-        look.state("dropped", f"{lost:,}{share}"),
+        *(Text.assemble((look.state(name).plain, name), " ", (number, "bold")) for name, number in numbers.items()),
+        *of_all,
     ]
 
 
@@ -150,7 +151,9 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
     if state.history:
         pace = pace_of(state)
         lately = ", ".join(f"{rollouts:,} {reason}" for reason, rollouts in pace.drops.most_common())
-        yield _note("drops", f"{lately or 'none'} in the last {duration(pace.window_seconds)}")
+        lost, pushed = sum(each.rollouts for each in state.total.dropped.values()), state.total.pushed.rollouts
+        share = f"; {percent(lost / pushed)} of all so far" if lost else ""
+        yield _note("drops", f"{lately or 'none'} in the last {duration(pace.window_seconds)}{share}")
         yield _note("lag", f"batcher {plural(state.step - state.trained_step, 'step')} ahead of the trainer")
     recent = trained[-RECENT_STEPS:] or ([state.trained] if state.trained is not None else [])
     if recent and any(record.seconds for record in recent):
@@ -177,8 +180,8 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
         yield _note(
             f"eval {env}",
             f"{newest['reward/mean']:.3f} +- {newest['reward/error']:.3f} at version {newest['version']} "
-            f"({plural(newest['rollouts'], 'rollout')})" + (f"   {_trend(values)}" if len(values) > 1 else ""),
-        )
+            f"({plural(newest['rollouts'], 'rollout')})",
+        ).append_text(_trend(values))
 
 
 def _note(name: str, text: str) -> Text:
@@ -227,8 +230,11 @@ def _learned(record: StepRecord) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float) -> Group:
-    """The trainer's progress, where its time goes, what it learns, and examples; `records`: at least one."""
+def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float, *, is_alone: bool = True) -> Group:
+    """The trainer's progress, where its time goes, what it learns, and examples; `records`: at least one.
+
+    `is_alone`: no :func:`run_view` stands beside it, which says some of it.
+    """
     last, recent = records[-1], records[-RECENT_STEPS:]
     left = elapsed / len(records) * (planned - last.step)
     tokens = sum(r.tokens for r in recent) / max(sum(r.seconds.get("total", 0.0) for r in recent), 1e-9)
@@ -243,21 +249,21 @@ def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float) ->
         ("ratio p99", f"{last.ratio['p99']:.2f}" if "p99" in last.ratio else None),
         ("clipped", percent(last.clip_fraction) if last.clip_fraction else None),
         ("truncated", percent(last.truncated) if last.truncated else None),
-        ("age", f"{last.age:.1f} max {last.max_age}" if last.age is not None else None),
+        ("age", f"{last.age:.1f} max {last.max_age}" if last.age is not None and is_alone else None),
         ("trained", f"{amount(tokens)} tok/s"),
         ("mfu", percent(last.mfu) if last.mfu else None),
         ("memory", f"{last.memory_bytes / 2**30:.1f} GiB" if last.memory_bytes else None),
-        ("ranks", last.world_size or None),
+        ("ranks", last.world_size or None if is_alone else None),
     )
     times = look.pairs(*((name, f"{s:.2f} s") for name, s in _seconds(last).items() if s >= 0.005))
-    ranks = [_note("ranks", rank_line(last.ranks))] if len(last.ranks) > 1 else []
+    beside = [_note("ranks", rank_line(last.ranks))] if is_alone and len(last.ranks) > 1 else []
+    beside += [_note("trainer", waited_of(recent).text)] if is_alone else []
     examples = next((record.examples for record in reversed(records) if record.examples), ())
     return Group(
         progress,
-        Columns(numbers, padding=(0, 3)),
-        Columns(times, padding=(0, 3)),
-        *ranks,
-        _note("trainer", waited_of(recent).text),
+        look.Facts(numbers),
+        look.Facts(times),
+        *beside,
         *(Text(line, no_wrap=True, overflow="ellipsis") for line in example_lines(examples)),
     )
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "inspect.md"
 SCREENS = {
-    "pool": ("share of tokens", "pushed = "),
+    "pool": ("share of tokens", "of pushed "),
     "group": ("16 of 16 rollouts", "prompt "),
     "compare": ("they part at token", "≠"),
     "rollout-logprob": ("2 logprob: ", "TOKEN ", "LIFE"),

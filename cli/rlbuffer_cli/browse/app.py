@@ -29,6 +29,7 @@ class Browser(App[None]):
     """`rlbuffer inspect` on a terminal."""
 
     ENABLE_COMMAND_PALETTE = False
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-tall")]  # noqa: RUF012 (textual declares it for instances)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help"),
         Binding("q", "quit", "quit"),
@@ -44,9 +45,10 @@ class Browser(App[None]):
     #notice { height: auto; max-height: 5; text-style: bold; }
     #legend { height: auto; max-height: 3; }
     #top { height: auto; max-height: 50%; }
+    .-tall #title, .-tall #head { margin-bottom: 1; }
     #head { height: auto; }
-    #more { height: auto; max-height: 40%; }
-    #rows { height: 1fr; background: $background; }
+    #more { height: auto; max-height: 40%; border-top: solid $scrollbar; }
+    #rows { height: 1fr; background: $background; background-tint: $background 0%; }
     #rows > .datatable--header { background: $background; text-style: none; }
     #rows > .datatable--cursor { text-style: bold; }
     EntryLine { height: 3; }
@@ -54,7 +56,7 @@ class Browser(App[None]):
     #page { height: 1fr; }
     #halves { height: 1fr; }
     #tokens, #text { width: 1fr; height: 1fr; }
-    #halves #facts { width: 32; height: 1fr; margin-left: 1; }
+    #halves #facts { width: 35; height: 1fr; padding-left: 2; border-left: solid $scrollbar; }
     """
 
     def __init__(self, run: WholeRun, *, opens: Open | None = None, where: str = "") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from rlbuffer_cli.browse.panes import EntryLine
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS, env_rows
-from rlbuffer_cli.table import Printed, View, ordered
+from rlbuffer_cli.table import LEAST_TEXT, Printed, View, ordered
 from rlbuffer_cli.tables import GROUPS, STEPS
 from rlbuffer_cli.view import head
 
@@ -58,8 +57,8 @@ class Listing(Look):
         self.shown: Sequence[Any] = ()
         """The items in the chosen order."""
         self.limit, self.by, self.is_reversed = ROWS, "", False
-        self.read_at, self.read_where = "", where
-        """When the rows were read, and the filter that they obey; another one is asked for until it is read."""
+        self.read_where: str | None = None
+        """The filter that the rows obey; None until they are read."""
 
     # -- what it reads ---------------------------------------------------------------------------------------------
     def read(self) -> tuple[Sequence[Any], RenderableType]:
@@ -87,38 +86,38 @@ class Listing(Look):
         rows = Rows(cursor_type="row", id="rows", cursor_foreground_priority="renderable")
         line = EntryLine(self.filter_by, self.view.filter_help)
         top = VerticalScroll(Static(id="head", markup=False), id="top")
-        return [top, rows, Static(id="legend", markup=False), Static(id="more", markup=False), line]
+        return [top, Static(id="legend", markup=False), rows, Static(id="more", markup=False), line]
 
     def on_mount(self) -> None:
         """The rows have the keys."""
-        rows = self.rows
-        for column in self.view.columns:
-            justify = "right" if column.is_number else "left"
-            rows.add_column(Text(column.title, "faint", justify=justify), key=column.title)  # type: ignore[arg-type]
-        rows.focus()
+        self.rows.focus()
 
     @property
     def rows(self) -> Rows:
         """The table."""
         return self.query_one(Rows)
 
+    def on_resize(self) -> None:
+        """Fits the last column again."""
+        if self.read_where is not None:
+            self.fill()
+
     def heading(self) -> str:
-        if not self.read_at:
+        if self.read_where is None:
             return f"{self.view.name}: reading"
         one = "process" if self.view is PROCESSES else self.view.name.removesuffix("s")
         count = plural(len(self.items), one, self.view.name)
         more = f"the first {count} (m: more)" if len(self.items) >= self.limit else count
         where = f" where {self.read_where}" if self.read_where else ""
         order = f", by {self.by}" if self.by else ", newest first" if self.view is GROUPS else ""
-        name = self.looking.buffer.run
-        return f"{more}{where}{order}{', reversed' * self.is_reversed} · run {name} as of {self.read_at} UTC"
+        return f"{more}{where}{order}{', reversed' * self.is_reversed}"
 
     async def fetch(self) -> None:
         where = self.where
         self.items, above = await self.ask(self.read)
-        self.read_at, self.read_where = time.strftime("%H:%M:%S", time.gmtime()), where
+        self.read_where = where
         self.query_one("#head", Static).update(above)
-        self.query_one("#legend", Static).update(Text(self.view.legend(self.items) if self.items else "", "faint"))
+        self.tell("#legend", self.view.legend(self.items) if self.items else "")
         self.fill()
 
     def fill(self) -> None:
@@ -126,26 +125,37 @@ class Listing(Look):
         rows, before = self.rows, self.identifier()
         at = rows.cursor_row
         self.shown = ordered(self.view, self.items, self.by, is_reversed=self.is_reversed)
-        rows.clear()
-        for number, item in enumerate(self.shown):
-            cells = []
-            for column in self.view.columns:
-                cell = look.plain(column.cell(item)).copy()
+        rows.clear(columns=True)
+        columns = [column for column in self.view.columns if column.at <= self.size.width]
+        table = [[look.plain(column.cell(item)).copy() for column in columns] for item in self.shown]
+        heads = [Text(column.title, "faint", justify="right" if column.is_number else "left") for column in columns]
+        widths = [max(cell.cell_len for cell in cells) for cells in zip(heads, *table, strict=True)]
+        room = max(LEAST_TEXT, self.size.width - sum(widths[:-1]) - 2 * len(widths) - 2)  # what other columns leave
+        for column, title, width in zip(columns, heads, [*widths[:-1], min(widths[-1], room)], strict=True):
+            rows.add_column(title, width=width, key=column.title)
+        for number, cells in enumerate(table):
+            for cell, column in zip(cells, columns, strict=True):
                 cell.no_wrap, cell.justify = True, "right" if column.is_number else "left"
-                cells.append(cell)
+            cells[-1].truncate(room, overflow="ellipsis")
             rows.add_row(*cells, key=str(number))
         keys = [self.view.key(item) for item in self.shown]
         rows.move_cursor(row=keys.index(before) if at and before in keys else min(at, max(0, len(keys) - 1)))
-        self.query_one("#more", Static).update(Text("" if self.items else printable(self.view.nothing(self.where))))
+        self.tell("#more", "" if self.items else printable(self.view.nothing(self.where)))
         self.show_more()
         self.frame()
+
+    def tell(self, where: str, said: str) -> None:
+        """Writes above or below the rows; what is empty takes no line."""
+        place = self.query_one(where, Static)
+        place.update(Text.assemble((said, "faint" if where == "#legend" else "")))
+        place.display = bool(said)
 
     def show_more(self) -> None:
         """Shows all that is known of what is under the cursor."""
         item = self.item()
         if item is not None:
             said = "\n".join(printable(line) for line in self.lines(item))
-            self.query_one("#more", Static).update(Text(said))
+            self.tell("#more", said)
 
     # -- what is under the cursor ----------------------------------------------------------------------------------
     def item(self) -> Any | None:
@@ -187,7 +197,7 @@ class Listing(Look):
 
     def on_data_table_row_highlighted(self) -> None:
         """Another item is under the cursor."""
-        if self.read_at:
+        if self.read_where is not None:
             self.show_more()
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:

@@ -35,7 +35,7 @@ Keys
   A click on a key at the foot presses it, one on the head of a column sorts by it, again: the other way round.
 
 Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
-Enter on a process or an env shows its groups. A table that is wider than the screen scrolls with the arrows.
+Enter on a process or an env shows its groups. Below 110 columns tables leave some columns out.
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
 Filter of groups, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for

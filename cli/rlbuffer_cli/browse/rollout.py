@@ -18,10 +18,12 @@ from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
-from rlbuffer_cli.facts import life, member_of, short
+from rlbuffer_cli.facts import life, member_of, short, verdict
 from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.tables import rollout_record
+from rlbuffer_cli.text import cell_len
 
+FACTS_WIDTH = 32
 COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""
 
@@ -54,7 +56,7 @@ class OneRollout(Look):
         place = ""
         if self.detail is not None and self.member is not None:
             number, count = self.detail.members.index(self.member) + 1, len(self.detail.members)
-            place = f" ({number} of {count} of its group)"
+            place = f" ({number} of {count} of its group) · {' · '.join(verdict(self.member))}"
         return f"rollout {self.rollout_id}{place}"
 
     async def fetch(self) -> None:
@@ -176,48 +178,53 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     version = next((s.policy_version for s in rollout.version_spans if s.start <= at < s.end), None)
     label = tokens.label(at)
     token = int(rollout.tokens[at])
-    text = f"  text '{label}'" if label != str(token) else ""
-    lines = [
-        f"TOKEN {at:,} of {rollout.length:,}",
-        f"  id {token}{text}",
-        f"  role {tokens.role(at)}" if tokens.role(at) else "",
-        f"  {'trained' if trained else 'not trained'}",
-        f"  logprob {float(rollout.logprobs[at]):.4f}" if trained else "  no logprob",
-        f"  advantage {float(values[at]):+.4f}" if trained and values is not None else "",
-        f"  version {version}" if version is not None else "  sampled by no version",
-    ]
+    facts = {
+        "text": f"'{label}'" if label != str(token) else "",
+        "id": str(token),
+        "role": tokens.role(at),
+        "trained": "yes" if trained else "no",
+        "logprob": f"{float(rollout.logprobs[at]):.4f}" if trained else "none",
+        "advantage": f"{float(values[at]):+.4f}" if trained and values is not None else "",
+        "version": f"v{version}" if version is not None else "none",
+    }
     for name, known in (("entropy", entropy_of(rollout, kept)), ("mismatch", mismatch_of(rollout, kept))):
         if known is not None and trained:
-            lines.append(f"  {name} {float(known[0][at]):.4f}")
-    shown = {"advantages", "entropy"}
-    lines += [f"  {name} {rollout.columns[name][at]:g}" for name in columns_of(rollout) if name not in shown]
-    return [*filter(None, lines), ""]
+            facts[name] = f"{float(known[0][at]):.4f}"
+    further = [name for name in columns_of(rollout) if name not in ("advantages", "entropy")]
+    facts |= {name: f"{rollout.columns[name][at]:g}" for name in further}
+    known_facts = [_fact(f"  {name}", value) for name, value in facts.items() if value]
+    return [_fact("TOKEN", f"{at:,} of {rollout.length:,}"), *known_facts, ""]
+
+
+def _fact(name: str, value: str) -> str:
+    """A fact in the width of the pane, its value at the right; a longer one behind its name, to be broken."""
+    return f"{name} {value:>{max(0, FACTS_WIDTH - 1 - cell_len(name))}}"
 
 
 def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     """Rewards, tokens and life of a rollout."""
     view = detail.view
     reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
-    lines = [f"REWARD {reward}", *(f"  {name} {value:.3f}" for name, value in member.rewards.items())]
+    lines = [_fact("REWARD", reward), *(_fact(f"  {name}", f"{value:.3f}") for name, value in member.rewards.items())]
     if member.rollout is not None:
-        lines += [f"  {name}: {'yes' if verdict else 'no'}" for name, verdict in member.rollout.successes.items()]
+        lines += [_fact(f"  {name}", "yes" if is_so else "no") for name, is_so in member.rollout.successes.items()]
     if member.advantage is not None:
-        lines.append(f"  advantage {member.advantage:+.4f}")
+        lines.append(_fact("  advantage", f"{member.advantage:+.4f}"))
     if detail.answer is not None:
-        lines.append(f"  answer {short(detail.answer)}")
+        lines.append(_fact("  answer", short(detail.answer)))
     lines += [
         "",
-        f"TOKENS {member.length:,}",
-        f"  prompt {member.prompt_tokens:,}",
-        f"  trained {member.loss_tokens:,}",
+        _fact("TOKENS", f"{member.length:,}"),
+        _fact("  prompt", f"{member.prompt_tokens:,}"),
+        _fact("  trained", f"{member.loss_tokens:,}"),
     ]
     if member.rollout is not None and member.rollout.turns:
-        lines.append(f"  turns {len(member.rollout.turns):,}")
+        lines.append(_fact("  turns", f"{len(member.rollout.turns):,}"))
     if member.logprob_mean is not None:
-        lines.append(f"  logprob mean {member.logprob_mean:.3f}")
+        lines.append(_fact("  logprob mean", f"{member.logprob_mean:.3f}"))
     lines += ["", "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
-        lines.append(f"  age {view.age + view.min_version - member.min_version}")
+        lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))
     if view.detail and not view.reason:
         lines.append(f"  ! {view.detail}")
     return lines

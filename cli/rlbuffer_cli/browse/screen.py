@@ -6,6 +6,7 @@ Reading happens in a thread of its own, so the screen never freezes. A server th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Footer, Static
+from textual.widgets._footer import FooterKey
 from textual.worker import Worker
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.panes import Pane
-from rlbuffer_cli.text import cut
+from rlbuffer_cli.text import cell_len, cut
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
+MOST_OF_A_NAME = 24
 AWAY_EXIT_CODE = 4
 """Errors with this exit code pass: the server is away, or takes nothing just now."""
 
@@ -66,6 +69,21 @@ class Open(Message):
         self.kind, self.what, self.record = kind, what, record
 
 
+class Keys(Footer):
+    """The keys that there is room for: none is cut, and `?` shows all."""
+
+    def compose(self) -> ComposeResult:
+        room = self.app.size.width
+        for key in super().compose():
+            room -= len(key.key_display) + len(key.description) + 3 if isinstance(key, FooterKey) else 0
+            if room >= 0:
+                yield key
+
+    def on_resize(self) -> None:
+        """Fits them again."""
+        self.call_after_refresh(self.recompose)
+
+
 class Look(Screen[None]):
     """One screen. Keys with a description stand at the foot, where they can be clicked; `?` shows the others."""
 
@@ -85,7 +103,8 @@ class Look(Screen[None]):
         self.looking = looking
         self.loading_now = False
         self.is_away = False
-        self.error = ""
+        self.error = self.read_at = ""
+        """What went wrong; when the screen was read."""
         self._framed = ""
 
     # -- what a screen says of itself ------------------------------------------------------------------------------
@@ -118,7 +137,7 @@ class Look(Screen[None]):
         yield Static(id="title", markup=False)
         yield from self.body()
         yield Static(id="notice", markup=False)
-        yield Footer(show_command_palette=False)
+        yield Keys(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Reads for the first time."""
@@ -131,12 +150,15 @@ class Look(Screen[None]):
         self.call_after_refresh(self.frame)
 
     def frame(self) -> None:
-        """Writes the title."""
+        """Writes the title: the run, what the screen shows of it, and on the right as of when."""
         live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
-        title = cut(live + printable(self.heading()), max(20, self.size.width))
-        if title != self._framed:  # nothing is drawn again that has not changed
-            self._framed = title
-            self.query_one("#title", Static).update(Text(title, style="bold"), layout=False)
+        run, at = f"{cut(printable(self.looking.buffer.run), MOST_OF_A_NAME)}  ", f"  as of {self.read_at} UTC"
+        at, room = at * bool(self.read_at), max(20, self.size.width - len(run) - len(at))
+        said = cut(live + printable(self.heading()), room)
+        title = Text.assemble((run, "accent"), (said + " " * (room - cell_len(said)), "bold"), (at, "faint"))
+        if title.plain != self._framed:  # nothing is drawn again that has not changed
+            self._framed = title.plain
+            self.query_one("#title", Static).update(title, layout=False)
 
     def say(self, text: str) -> None:
         """One line of news above the keys; "" takes it away."""
@@ -158,6 +180,7 @@ class Look(Screen[None]):
         self.loading_now = True
         try:
             await self.fetch()
+            self.read_at = time.strftime("%H:%M:%S", time.gmtime())
         except Exception as error:  # a defect must not end the screen of who looks for another one
             if self.display:  # else it was left, and its widgets went while they were filled
                 self._refused(error)

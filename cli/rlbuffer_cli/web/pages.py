@@ -25,7 +25,7 @@ from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.facts import headline, life, shared_prompt, verdict
+from rlbuffer_cli.facts import answer, headline, life, shared_prompt, verdict
 from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
@@ -140,8 +140,9 @@ def export(details: Iterable[GroupDetail], *, title: str, sources: Sources, now:
 def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     title, *facts = headline(detail.view)
+    prompt = shared_prompt(detail, sources.texts)
     known = (
-        ("Prompt", shared_prompt(detail, sources.texts)),
+        ("Prompt", prompt),
         ("Answer", detail.answer),
         ("Metadata", dict(detail.metadata)),
     )
@@ -155,7 +156,7 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
         "facts": [title, *(fact for line in facts for fact in line.strip().split(" · "))],
         "step": detail.view.step,
         "texts": texts,
-        "rows": member_rows(detail),
+        "rows": member_rows(detail, lambda member: answer(member, sources.texts, bool(prompt))),
         "rollouts": [shown_rollout(detail, m, sources) for m in detail.members] if is_whole else [],
     }
 

@@ -192,9 +192,11 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
             await person.press(key)
             await person.sees(legend)
         await person.press("G")
-        await person.sees("TOKEN 7 of 8", "id 33", "text '!'", "trained", "logprob -7.05", "version 1", "entropy 2")
+        await person.sees(
+            "TOKEN 7 of 8", "id 33", "text '!'", "trained yes", "logprob -7.05", "version v1", "entropy 2"
+        )
         await person.press("g")
-        await person.sees("TOKEN 0 of 8", "not trained", "sampled by no version", "role user")
+        await person.sees("TOKEN 0 of 8", "trained no", "version none", "role user")
         await person.press("p")
         await person.sees("rollout talk.7/0 (1 of 3 of its group)", "8 column entropy")
         await person.press("p", "n", "n")

@@ -136,7 +136,7 @@ def test_whether_entropy_fell_before_reward_did(
         await person.press("t")
         shown = await person.sees("reward  0.1 at step 5, 0.1 to 0.9", "entropy  0.2 at step 5, 0.2 to 2.1")
         axes = [line.split() for line in shown.splitlines() if "step 1" in line and "step 5" not in line]
-        assert axes == [["step", "1", "5"]] * 2  # one axis of steps, and one of values for each
+        assert axes == [["step", "1", "5"] * 2]  # one axis of steps, and one of values for each
 
     browse(buffer, tour, size=(140, 30))
     words = ["inspect", "steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]

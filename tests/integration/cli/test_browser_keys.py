@@ -57,7 +57,7 @@ def test_a_click_on_a_key_presses_it_and_one_on_a_head_sorts(tmp_path: Path) -> 
     run.push("a.1", rewards=[0.25, 0.75])
 
     async def tour(person: Person) -> None:
-        await person.sees("a.1", "share of tokens: of all")  # what stands above the table has its place
+        await person.sees("a.1", "share: of tokens so far")  # what stands above the table has its place
         heads = next(n for n, line in enumerate(person.lines()) if line.split()[:2] == ["group", "state"])
         await person.pilot.click(offset=(person.lines()[heads].index("reward") + 1, heads))
         await person.sees("by reward")

@@ -210,7 +210,7 @@ def test_a_share_says_what_it_is_of(run: Run, call: Call) -> None:
     run.client.hset(run.store.keys.meta, "config", msgpack.packb({**meta.config, "budgets": {"a": 0.4, "b": 0.6}}))
     _, out, _ = call()
     assert re.search(r"^■ a .* 50% +40% ", out, re.MULTILINE), out
-    assert "share of tokens: of all packed and trained so far, ┃ its target" in out
+    assert "share: of tokens so far, ┃ target" in out
 
 
 @pytest.mark.server

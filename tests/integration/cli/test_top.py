@@ -75,7 +75,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert f"● batcher: {SHORT}" in lines
     assert any(line.startswith("✕ ") and "no\\x1bne" in line for line in lines)
     said = " ".join(out.split())
-    for fact in ("step 1, 0 trained", "pushed 15 rollouts/s", "reward 0.", " MiB", "✕ dropped 2, 33% of all"):
+    for fact in ("trained step 0", "pushed 15/s", "reward 0.", " MiB", "✕ dropped 2", "33% of all so far"):
         assert fact in said
     named = {line.split()[0]: line for line in lines if line}
     assert "batcher 1 step ahead of the trainer" in named["lag"]

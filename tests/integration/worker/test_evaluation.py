@@ -191,7 +191,7 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
     state = read_run_state(buffer.store)
     lines = lines_of(run_view(state))
     [math] = [line for line in lines if line.startswith("eval math")]
-    assert "0.875 +- 0.010 at version 20 (64 rollouts)   ▁" in math
+    assert "0.875 +- 0.010 at version 20 (64 rollouts) ▁" in math
     assert "eval code 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
     assert [(r["env"], r["version"], r["reward/mean"]) for r in state.evaluations] == [
         ("code", 20, 0.25),
