@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer_cli.lenses import advantages_of
 from rlbuffer_cli.table import View, of_tuples
 from rlbuffer_cli.tables import as_json, worst_rows
 from rlbuffer_cli.text import cut, utc
@@ -179,7 +180,7 @@ def pair_view(one: str, other: str) -> View:
     """The table of two rollouts, each by its id."""
     sides = [(name, name.rpartition("/")[2]) for name in map(printable, (one, other))]
     short = sides[0][1] != sides[1][1]
-    parts = ("id", "text", "logprob", "mask")
+    parts = ("id", "text", "mask", "logprob")
     columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
     numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
     return of_tuples("tokens", ("token", "≠", *columns), numbers)
@@ -222,24 +223,26 @@ def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> 
     parts = first_difference(one, other)
     first = max(0, (parts or 0) - SHOWN_BEFORE)
     end = min(max(one.length, other.length), first + most)
-    sides = [_cells(member, texts, first, end) for member in (one, other)]
+    sides = [token_cells(member, texts, first, end) for member in (one, other)]
     for at, (left, right) in enumerate(zip(*sides, strict=True), first):
         mark = "" if left[0] == right[0] else "≠ first" if at == parts else "≠"
-        yield [str(at), mark, *left, *right]
+        yield [str(at), mark, *left[:4], *right[:4]]
 
 
-def _cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[list[str]]:
-    """Id, text, logprob and mask of each position; empty behind the rollout's end."""
+def token_cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[list[str]]:
+    """Id, text, mask, logprob and advantage of each position; empty behind the rollout's end."""
     rollout: Any = member.rollout
     pieces = texts.pieces(rollout, first, end) if texts.has_pieces(rollout) else []
+    advantages = advantages_of(member)
     for at in range(first, end):
         if at >= rollout.length:
-            yield ["", "", "", ""]
+            yield [""] * 5
             continue
-        trained = bool(rollout.loss_mask[at])
-        logprob = f"{float(rollout.logprobs[at]):.3f}" if trained else ""
-        text = pieces[at - first] if pieces else ""
-        yield [str(int(rollout.tokens[at])), text, logprob, "trained" if trained else ""]
+        text, numbers = pieces[at - first] if pieces else "", ["", "", ""]
+        if rollout.loss_mask[at]:
+            advantage = "" if advantages is None else f"{float(advantages[at]):+.3f}"
+            numbers = ["trained", f"{float(rollout.logprobs[at]):.3f}", advantage]
+        yield [str(int(rollout.tokens[at])), text, *numbers]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -124,22 +124,7 @@ def show_rollout(detail: GroupDetail, member: RolloutView, texts: Texts, *, is_j
     if text is not None:
         echo(f"  text {printable(text)}")
     end = min(PRINTED_TOKENS, rollout.length)
-    pieces = texts.pieces(rollout, 0, end) if texts.has_pieces(rollout) else [""] * end
-    own = rollout.columns.get("advantages")
-    rows = []
-    for t in range(end):
-        trained = bool(rollout.loss_mask[t])
-        value = member.advantage if own is None else float(own[t])
-        rows.append(
-            [
-                str(t),
-                str(int(rollout.tokens[t])),
-                printable(pieces[t]),
-                "trained" if trained else "",
-                f"{float(rollout.logprobs[t]):.3f}" if trained else "",
-                f"{value:+.3f}" if trained and value is not None else "",
-            ]
-        )
+    rows = [[str(at), *cells] for at, cells in enumerate(facts.token_cells(member, texts, 0, end))]
     look.show("", Printed(TOKENS, rows))
     if end < rollout.length:
         echo(f"the first {end} tokens of {rollout.length:,}: --json has them all")
