@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
-MOST_OF_A_NAME = 24
+LEAST_OF_A_NAME, MOST_OF_A_NAME = 8, 24
 AWAY_EXIT_CODE = 4
 """Errors with this exit code pass: the server is away, or takes nothing just now."""
 
@@ -152,9 +152,12 @@ class Look(Screen[None]):
     def frame(self) -> None:
         """Writes the title: the run, what the screen shows of it, and on the right as of when."""
         live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
-        run, at = f"{cut(printable(self.looking.buffer.run), MOST_OF_A_NAME)}  ", f"  as of {self.read_at} UTC"
-        at, room = at * bool(self.read_at), max(20, self.size.width - len(run) - len(at))
-        said = cut(live + printable(self.heading()), room)
+        said, at = live + printable(self.heading()), f"  as of {self.read_at} UTC" if self.read_at else ""
+        room = max(20, self.size.width - len(at))
+        name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(said) - 2))
+        run = f"{cut(printable(self.looking.buffer.run), name)}  "
+        room -= cell_len(run)
+        said = cut(said, room)
         title = Text.assemble((run, "accent"), (said + " " * (room - cell_len(said)), "bold"), (at, "faint"))
         if title.plain != self._framed:  # nothing is drawn again that has not changed
             self._framed = title.plain
