@@ -156,5 +156,7 @@ def _theme(kind: str) -> Theme:
 
 def browse(run: WholeRun, *, opens: Open | None, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
+    for name in ("COLUMNS", "LINES"):  # they may be those of another terminal, and Textual would believe them
+        os.environ.pop(name, None)
     Browser(run, opens=opens, where=where).run()
     return 0

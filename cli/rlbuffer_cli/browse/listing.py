@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widget import Widget
@@ -231,6 +232,14 @@ class Listing(Look):
         if len(self.items) >= self.limit:
             self.limit += ROWS
             self.reload()
+
+    def on_key(self, event: events.Key) -> None:
+        """Hands what was typed ahead to the line of the filter: it was on its way to the rows when that opened."""
+        line = self.query_one(EntryLine)
+        if line.display and event.is_printable and event.character:
+            line.insert_text_at_cursor(event.character)
+            event.stop()
+            event.prevent_default()
 
     def action_filter(self) -> None:
         """Opens the line of the filter."""

@@ -13,6 +13,7 @@ import waits
 from browsing import Person, browse
 from own_server import OwnServer
 from store_runs import Run
+from textual import events
 
 import rlbuffer
 from rlbuffer.errors import ServerUnreachable
@@ -21,6 +22,7 @@ from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 from rlbuffer_cli.browse.listing import Listing
+from rlbuffer_cli.browse.panes import EntryLine
 from rlbuffer_cli.run_tables import PROCESSES
 
 EVIL = "[bold red]\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b[/] 漢字"
@@ -143,6 +145,20 @@ def test_a_wrong_filter_is_said_in_place_and_a_right_one_chooses(run: Run, buffe
         assert not any(line.startswith(("  a.", "a.")) for line in shown.splitlines())
         await person.press("slash", "escape")
         await person.sees("where env:talk")
+
+    browse(buffer, tour)
+
+
+def test_a_key_that_was_typed_ahead_of_the_filters_line_is_written_there(run: Run, buffer: rlbuffer.Buffer) -> None:
+    fill(run)
+
+    async def tour(person: Person) -> None:
+        await person.sees("talk.7")
+        screen = person.app.screen
+        assert isinstance(screen, Listing)
+        await person.press("slash")
+        screen.rows._forward_event(events.Key("e", "e"))  # on its way to the rows when the line opened
+        await person.until(lambda shown: screen.query_one(EntryLine).value == "e", "the key in the line")
 
     browse(buffer, tour)
 
