@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SIZE = (140, 40)
 CELL = (9, 18)
 FONT_SIZE = 15
-COLOURS_OF_A_FILE = 48
+COLOURS_OF_A_FILE = 128
 PATIENCE_SECONDS = 120.0
 STEPS_BEFORE = 45
 """Steps that the demo trains before anybody looks."""
