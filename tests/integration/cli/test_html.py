@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browsing import Person, browse
-from markupsafe import escape
 from store_runs import Run
 
 import rlbuffer
@@ -65,7 +64,7 @@ def check_harmless(html: str) -> Page:
     assert names <= known
     assert all((attributes.get("href") or "#").startswith("#") for _, attributes in page.tags), "no link leads out"
     assert all(character.isprintable() or character == "\n" for character in html)
-    assert escape(policy("none")) in html
+    assert policy("none") in html
     assert html.count("<style>") == html.count("</style>") == 1
     return page
 
