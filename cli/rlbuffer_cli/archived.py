@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlbuffer.archive.drops import DroppedGroup
     from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
-
-
-def of_archive(folder: Path, identifier: str) -> GroupDetail:
-    """A group of the archive. Raises NotFound; ArchiveError where there is none; ConfigError without pyarrow."""
-    from rlbuffer.archive import Archive
-
-    archive = Archive(folder)
-    return detail_of(archive, archive.find(identifier))
 
 
 def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:

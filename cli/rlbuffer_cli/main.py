@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "export": "Write groups into a file that `rlbuffer push` reads, or into a page for people.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
+        "alive": "Say whether a process of a run was heard lately: a health check. Changes nothing.",
         "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
         "weights": "Serve policy versions to other hosts.",
         "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
@@ -48,10 +49,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
     }
 )
-
-
-ALIASES: Mapping[str, str] = MappingProxyType({"import": "push"})
-"""Other names of commands."""
 
 
 class Commands(click.Group):
@@ -76,8 +73,6 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] in ALIASES:
-            args = [ALIASES[args[0]], *args[1:]]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from rlbuffer.state.text import did_you_mean
 

@@ -34,7 +34,7 @@ def say(text: str, *, err: bool = False, indent: str | None = None) -> None:
     `indent` begins the rows after the first of a line; None: two blanks more than the line has.
     """
     from rlbuffer.state.text import printable
-    from rlbuffer_cli.render.text import wrapped
+    from rlbuffer_cli.text import wrapped
 
     clear()
     for line in printable(text, lines=True).split("\n"):

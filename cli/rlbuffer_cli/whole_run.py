@@ -29,6 +29,8 @@ class WholeRun:
     def __init__(self, buffer: Buffer, archive: str | None = None) -> None:
         self.buffer = buffer
         self._given = archive
+        self.problems: list[RlbufferError] = []
+        """Steps that could not be read when a table was read last."""
         self._read: tuple[tuple[str, ...], Archive] | None = None
         """The archive as it was read last, with its files; what is read stays while there are no others."""
 

@@ -261,7 +261,7 @@ def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
 
     `opened`: when it was begun, in seconds since 1970.
     """
-    fix = "Do what it says; rlbuffer top shows who waits for whom, rlbuffer inspect --workers the last errors"
+    fix = "Do what it says; rlbuffer top shows who waits for whom, rlbuffer inspect processes the last errors"
     state = read_run_state(store, history=READ_RECORDS)
     if state.ended_step is not None:
         return

@@ -96,7 +96,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
             return not missing
 
         home.wait_until(all_were_named, seconds=30, why="the workers' problems")
-        shown = home.call("inspect", "--run", "failing", "--json", "--totals")
+        shown = home.call("top", "--once", "--run", "failing", "--json")
         beats = {p["name"]: p for p in json.loads(shown.stdout)["processes"] if p["kind"] == "worker"}
         assert beats.keys() == failing, shown
         for env, beat in beats.items():
@@ -124,8 +124,8 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
             return names((home.path / "serve.log").read_text(), SOMETIMES)
 
         home.wait_until(lambda: was_told() and buffer.store.meta().step >= 1, seconds=30, why="step and sentence")
-        shown = " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())
-        assert f"! {SOMETIMES} fails: " in shown
+        shown = " ".join(home.call("top", "--once", "--run", "failing").stdout.split())
+        assert f"✕ {SOMETIMES} fails: " in shown
         assert f"given up by {SOMETIMES}: IndexError " in shown
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     said = "KeyError: 'JUDGE_KEY' ("
     home.wait_until(lambda: "ready in" in (home.path / "serve.log").read_text(), seconds=30, why="serve")
     assert home.call(*command).returncode == 3
-    assert said in " ".join(home.call("inspect", "--run", "failing", "--totals").stdout.split())
+    assert said in " ".join(home.call("top", "--once", "--run", "failing").stdout.split())
     home.wait_until(
         lambda: f"env raising_module:make: cannot be imported: {said}" in (home.path / "serve.log").read_text(),
         seconds=30,

@@ -45,8 +45,8 @@ def test_every_header_keeps_the_age_and_evaluations_stand_beside_the_account(hom
         assert set(buffer.ledger().envs) == {"vcopy", "repeat"}
         assert not any(group.group_id.startswith("eval") for group in buffer.groups(limit=10**6))
     newest = max(versions)
-    assert f"eval/held_out/reward/mean {results[-1]['reward/mean']:.3f}" in home.call("inspect", "--run", "tiny").stdout
-    told = json.loads(home.call("inspect", "--run", "tiny", "--json", "--totals").stdout)["evaluations"]
+    assert f"eval held_out {results[-1]['reward/mean']:.3f}" in home.call("inspect", "--run", "tiny").stdout
+    told = json.loads(home.call("top", "--once", "--run", "tiny", "--json").stdout)["evaluations"]
     assert [r["version"] for r in told] == sorted(versions)
     assert told[-1]["version"] == newest
     verified = home.call("verify", "--run", "tiny")

@@ -102,7 +102,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
             lambda: len(set(client.scan_iter(match=payloads))) == 12, seconds=60, why="the sweep of 12 old payloads"
         )
         assert buffer.verify().findings == ()
-    screen = home.call("inspect", "--workers", "--run", "judged").stdout
+    screen = home.call("inspect", "processes", "--run", "judged").stdout
     assert "scorer judge" in screen
 
 

@@ -53,8 +53,8 @@ def names_env(sentence: str, env: str) -> bool:
 
 
 def totals(home: Home) -> str:
-    """The batcher's waiting sentence, as `inspect --json --totals` says it."""
-    looked = home.call("inspect", "--run", "shares", "--json", "--totals")
+    """The batcher's waiting sentence, as `top --json` says it."""
+    looked = home.call("top", "--once", "--run", "shares", "--json")
     assert looked.returncode == 0, looked.stderr
     return (json.loads(looked.stdout)["waiting"] or {}).get("sentence", "")
 
@@ -87,7 +87,7 @@ def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(hom
 
     kill(workers["slow"])
     home.wait_until(lambda: names_env(waiting_sentences(home)[-1], "slow"), seconds=60, why="the batcher's sentence")
-    home.wait_until(lambda: names_env(totals(home), "slow"), seconds=60, why="inspect's sentence")
+    home.wait_until(lambda: names_env(totals(home), "slow"), seconds=60, why="top's sentence")
     plain = home.call("inspect", "--run", "shares", "--limit", "1").stdout
     assert names_env(" ".join(plain.split()), "slow"), plain
 

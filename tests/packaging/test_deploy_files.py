@@ -55,8 +55,8 @@ def check_command(words: Sequence[str]) -> None:
     context = command.make_context(words[1], list(words[2:]))
     if words[1] == "worker":
         assert context.params["name"] in load(ROOT / "rlbuffer.toml", environ={}).settings.worker
-    if context.params.get("alive"):
-        assert WHO.fullmatch(context.params["alive"])
+    if words[1] == "alive":
+        assert WHO.fullmatch(" ".join(context.params["who"]))
 
 
 def check_settings(variables: Mapping[str, str]) -> None:

@@ -60,7 +60,7 @@ def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_nump
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"redis://127.0.0.1:{server.server_address[1]}"
-        asked = ["inspect", "--redis", url, "--run", "m", "--alive", "worker vcopy", "--within", "30"]
+        asked = ["alive", "worker", "vcopy", "--redis", url, "--run", "m", "--within", "30"]
         try:
             loaded = loaded_after(f"from rlbuffer_cli.main import main; assert main({asked}) == 0", tmp_path)
         finally:

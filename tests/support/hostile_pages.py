@@ -18,7 +18,7 @@ import numpy as np
 
 import rlbuffer
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer_cli.web import Pages
+from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

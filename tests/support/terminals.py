@@ -16,40 +16,6 @@ from pathlib import Path
 
 ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 TERMINAL_SECONDS = 120.0
-_PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")
-
-
-class Screen:
-    """A screen that breaks long lines again when its width changes, as terminals do; of escapes it knows the two that
-    :class:`rlbuffer_cli.render.foot.Foot` writes."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self._lines = [""]
-        """Whole lines; what is broken over several rows is one."""
-
-    def feed(self, text: str) -> None:
-        """Takes in what was written."""
-        for count, command, control, printed in _PARTS.findall(text):
-            rows = self.rows
-            if command == "A":
-                assert rows[-1] == "", "only a row that is empty is left upwards here"
-                self._lines = rows[:-1]
-            elif command == "K":
-                self._lines = [*rows[:-1], ""]
-            elif control == "\n":
-                self._lines.append("")
-            elif printed:
-                self._lines[-1] += printed
-            assert count in ("", "1", "2")
-
-    @property
-    def rows(self) -> list[str]:
-        """The visible rows."""
-        return [row for line in self._lines for row in self._broken(line)]
-
-    def _broken(self, line: str) -> list[str]:
-        return [line[i : i + self.width] for i in range(0, max(1, len(line)), self.width)]
 
 
 def typed(

@@ -52,31 +52,6 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
     assert "Changes nothing." in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("serv", 2),
-        ("serve --nope", 2),
-        ("inspect --where evn:math", 2),
-        ("inspect x/0 --tokens 9:3", 2),
-        ("config check --config no.toml", 3),
-        ("config show --run BAD", 3),
-        ("worker", 3),
-        ("worker x", 3),
-        ("run", 3),
-        ("verify", 1),
-        ("inspect", 1),
-    ],
-)
-def test_errors_are_one_message_and_an_exit_code(
-    run: Callable[..., tuple[int, str, str]], arguments: str, code: int
-) -> None:
-    actual, out, err = run(*arguments.split())
-    assert (actual, out) == (code, "")
-    assert "Error: " in err
-    assert "Traceback" not in err
-
-
 def test_the_example_of_a_config_is_one_that_runs(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("config", "example")
     assert code == 0
@@ -181,24 +156,6 @@ def test_a_file_with_a_bad_line_is_refused_with_its_place(
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert all(word in err for word in words), err
     assert not (tmp_path / "home").exists()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [("text", "x" * 2000, "rollouts[0].text"), ("tokens", [1] * 2000, "rollouts[0].tokens")],
-)
-def test_a_line_that_is_too_long_is_refused_by_the_field_that_makes_it_so(
-    run: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    field: str,
-    value: Any,
-    named: str,
-) -> None:
-    monkeypatch.setattr("rlbuffer_cli.commands.push.MAX_LINE_BYTES", 1500)
-    Path("g.jsonl").write_text(line(**{field: value}) + "\n")
-    code, _, err = run("push", "g.jsonl")
-    assert code == 1
-    assert err.startswith(f"Error: g.jsonl:1  {named}: the line is longer than ")
 
 
 def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -16,7 +16,7 @@ from rlbuffer.packing.pack import pack
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.trainer.reports.debug_samples import keep
-from rlbuffer_cli.render.lenses import lens
+from rlbuffer_cli.lenses import lens
 
 
 def rollout(**columns: Any) -> Rollout:
@@ -42,32 +42,31 @@ def group(state: State, reason: str = "") -> Any:
 GROUP = group(State.TRAINED)
 
 
-def levels(made: Rollout, number: int, kept: TrainerValues = NONE) -> list[int] | None:
-    found_levels = lens(GROUP, view(made, 0.5), number, kept=kept).levels
+def levels(made: Rollout, name: str, kept: TrainerValues = NONE) -> list[int] | None:
+    found_levels = lens(GROUP, view(made, 0.5), name, kept=kept).levels
     return None if found_levels is None else found_levels.tolist()
 
 
 def test_entropy_is_what_a_worker_pushed_else_what_the_trainer_kept_else_said_to_be_kept_nowhere() -> None:
     kept = TrainerValues(step=7, entropy=np.array([0, 0, 0.05, 0.7, 3.0], np.float32))
-    assert levels(rollout(), 5, kept) == [0, 0, 1, 3, 5]
-    legend = lens(GROUP, view(rollout()), 5, kept=kept).legend
-    assert legend.startswith(
-        "▁ <0.1  ▂ >=0.1  ▄ >=0.5  ▆ >=1  █ >=2  · not trained   nats, of the trainer in step 7: mean"
-    )
+    assert levels(rollout(), "entropy", kept) == [0, 0, 5, 3, 1]
+    shown = lens(GROUP, view(rollout()), "entropy", kept=kept)
+    assert list(shown.labels) == [(1, "≥ 2"), (2, "≥ 1"), (3, "≥ 0.5"), (4, "≥ 0.1"), (5, "< 0.1")]
+    assert shown.note.startswith("nats, of the trainer in step 7; mean")
     own = rollout(entropy=[0, 0, 0.2, 0.2, 0.2])
-    assert levels(own, 5, kept) == [0, 0, 2, 2, 2]
-    assert "pushed as column `entropy`: mean 0.200, most 0.200" in lens(GROUP, view(own), 5, kept=kept).legend
-    assert lens(GROUP, view(rollout()), 5).levels is None
-    assert "entropy: not kept per token" in f"entropy: {lens(GROUP, view(rollout()), 5).legend}"
+    assert levels(own, "entropy", kept) == [0, 0, 4, 4, 4]
+    assert "pushed as column `entropy`; mean 0.200, most 0.200" in lens(GROUP, view(own), "entropy", kept=kept).note
+    assert lens(GROUP, view(rollout()), "entropy").levels is None
+    assert "not kept per token" in lens(GROUP, view(rollout()), "entropy").note
 
 
 def test_mismatch_is_the_distance_of_the_trainers_logprob_from_the_samplers() -> None:
     kept = TrainerValues(step=7, logprobs=np.array([0, 0, -0.5, -1.1, -0.5], np.float32))
-    assert levels(rollout(), 6, kept) == [0, 0, 1, 3, 5]
-    legend = lens(GROUP, view(rollout()), 6, kept=kept).legend
-    assert "in nats, of the trainer in step 7: mean 0.5333, most 1.5000 at token 4" in legend
-    assert levels(rollout(trainer_logprobs=[0, 0, -0.52, -1, -2]), 6) == [0, 0, 2, 1, 1]
-    assert "trainer's logprobs are not kept per token" in lens(GROUP, view(rollout()), 6).legend
+    assert levels(rollout(), "mismatch", kept) == [0, 0, 5, 3, 1]
+    note = lens(GROUP, view(rollout()), "mismatch", kept=kept).note
+    assert "in nats, of the trainer in step 7; mean 0.5333, most 1.5000 at token 4" in note
+    assert levels(rollout(trainer_logprobs=[0, 0, -0.52, -1, -2]), "mismatch") == [0, 0, 4, 5, 5]
+    assert "trainer's logprobs are not kept per token" in lens(GROUP, view(rollout()), "mismatch").note
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,16 @@ def test_mismatch_is_the_distance_of_the_trainers_logprob_from_the_samplers() ->
     ],
 )
 def test_a_rollout_without_an_advantage_says_whether_it_gets_one(state: State, reason: str, legend: str) -> None:
-    shown = lens(group(state, reason), view(rollout()), 3)
-    assert (shown.levels, shown.legend) == (None, legend)
+    shown = lens(group(state, reason), view(rollout()), "advantage")
+    assert (shown.levels, shown.note) == (None, legend)
+
+
+def test_levels_are_by_probability_and_by_sign_and_size_of_the_advantage() -> None:
+    made = rollout(advantages=[0, 0, -2, 0, 0.5])
+    assert levels(made, "logprob") == [0, 0, 4, 3, 3]
+    assert levels(made, "advantage") == [0, 0, 1, 3, 4]
+    assert levels(made, "mask") == [0, 0, 1, 1, 1]
+    assert levels(made, "version") == [0, 0, 1, 1, 1]
 
 
 def test_what_the_trainer_keeps_is_read_back_for_the_rollout_that_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
 """The browser of `rlbuffer inspect` on a terminal: screens over the read API. Nothing here writes to the server.
 
-Open first: `app`, `screen`, `pool`.
+Open first: `app`, `screen`, `listing`.
 """

@@ -6,16 +6,19 @@ import os
 from typing import ClassVar
 
 from textual.app import App
+from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import Theme
 
 from rlbuffer.client.trainer_values import KeptValues
-from rlbuffer_cli.browse.group import Group
-from rlbuffer_cli.browse.pages import Help, Pair, Raw
-from rlbuffer_cli.browse.pool import Pool
+from rlbuffer_cli import look
+from rlbuffer_cli.browse.group import Group, Pair
+from rlbuffer_cli.browse.listing import Listing
+from rlbuffer_cli.browse.pages import Help, Raw
 from rlbuffer_cli.browse.rollout import OneRollout
-from rlbuffer_cli.browse.screen import Looking, Open
-from rlbuffer_cli.browse.steps import OneStep, Steps
-from rlbuffer_cli.browse.workers import Workers
+from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.steps import OneStep
+from rlbuffer_cli.tables import GROUPS, VIEWS
 from rlbuffer_cli.whole_run import WholeRun
 
 PATIENCE_SECONDS_OF_A_SCREEN = 1.0
@@ -26,40 +29,71 @@ class Browser(App[None]):
     """`rlbuffer inspect` on a terminal."""
 
     ENABLE_COMMAND_PALETTE = False
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-tall")]  # noqa: RUF012 (textual declares it for instances)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "help", "help"),
+        Binding("q", "quit", "quit"),
+        Binding("t", "show('steps')", "steps"),
+        Binding("w", "show('processes')", "processes"),
+        Binding("v", "show('envs')", "envs"),
+        Binding("exclamation_mark", "show('problems')", "problems"),
+        Binding("T", "theme", show=False),
+    ]
     CSS: ClassVar[str] = """
     Look { layout: vertical; background: $background; }
     #title { height: 1; background: $panel; }
     #notice { height: auto; max-height: 5; text-style: bold; }
-    #keys { background: $panel; }
-    #legend { height: auto; max-height: 3; background: $panel; }
-    #header, #step, #facts, #curves { height: 3; }
-    #groups, #members, #steps, #worst, #beats, #page, #pairs { height: 1fr; }
-    #failure { height: 40%; }
+    #legend { height: auto; max-height: 3; }
+    #top { height: auto; max-height: 50%; }
+    .-tall #title, .-tall #head { margin-bottom: 1; }
+    #head { height: auto; }
+    #more { height: auto; max-height: 40%; border-top: solid $scrollbar; }
+    #rows { height: 1fr; background: $background; background-tint: $background 0%; }
+    #rows > .datatable--header { background: $background; text-style: none; }
+    #rows > .datatable--cursor { text-style: bold; }
     EntryLine { height: 3; }
+    #rows:ansi > .datatable--cursor { text-style: bold reverse; }
+    #page { height: 1fr; }
     #halves { height: 1fr; }
     #tokens, #text { width: 1fr; height: 1fr; }
-    #halves #facts { width: 32; height: 1fr; margin-left: 1; }
+    #halves #facts { width: 35; height: 1fr; padding-left: 2; border-left: solid $scrollbar; }
     """
 
-    def __init__(self, run: WholeRun, *, identifier: str | None = None, where: str = "") -> None:
+    def __init__(self, run: WholeRun, *, opens: Open | None = None, where: str = "") -> None:
         if not (without_colours := bool(os.environ.get("NO_COLOR"))):
             os.environ.pop("NO_COLOR", None)  # an empty one says nothing, and Textual would draw in greys
         super().__init__(ansi_color=True if without_colours else None)
         buffer = run.buffer
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
         self.looking = Looking(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
-        self.identifier = identifier
+        self.opens = opens
+        self.has_colours = not without_colours
+        for kind in ("dark", "light"):
+            self.register_theme(_theme(kind))
+        self.dress("dark")
+
+    def dress(self, kind: str) -> None:
+        """Takes the colours: `dark` or `light`; without colours those of the terminal."""
+        self.looking.colours = kind if self.has_colours else ""
+        if self.has_colours:
+            self.theme = f"rlbuffer-{kind}"
+        self.console.push_theme(look.themed(kind if self.has_colours else "printed"))
+
+    def action_theme(self) -> None:
+        """Changes between dark and light."""
+        self.dress("light" if self.looking.colours == "dark" else "dark")
+        for screen in self.screen_stack:
+            if isinstance(screen, Look):
+                screen.reload()
 
     def get_default_screen(self) -> Screen[None]:
-        """Begins at the pool."""
-        return Pool(self.looking)
+        """Begins at the groups."""
+        return Listing(self.looking, GROUPS, self.looking.where)
 
     def on_mount(self) -> None:
         """Opens what was asked for."""
-        if self.identifier is not None:
-            group, slash, _ = self.identifier.rpartition("/")
-            kind = "rollout" if slash else "group"
-            self.on_open(Open(kind, self.identifier, {"group": group or self.identifier}))
+        if self.opens is not None:
+            self.on_open(self.opens)
 
     def on_open(self, message: Open) -> None:
         """Shows another screen."""
@@ -74,20 +108,17 @@ class Browser(App[None]):
             self.push_screen(OneStep(looking, int(what)))
         elif message.kind == "raw":
             self.push_screen(Raw(looking, what, record))
-        else:
-            while not isinstance(self.screen, Pool):
-                self.pop_screen()
-            self.screen.choose(what, is_of_worker=True)
+        elif message.kind == "table":
+            if VIEWS[what] is not GROUPS:  # they are behind every other one
+                self.push_screen(Listing(looking, VIEWS[what], str(record["where"])))
+        elif self.looking.where != what or not isinstance(self.screen, Listing) or self.screen.view is not GROUPS:
+            self.looking.where = what
+            self.push_screen(Listing(looking, GROUPS, what))
 
-    def action_workers(self) -> None:
-        """Shows who works."""
-        if not isinstance(self.screen, Workers):
-            self.push_screen(Workers(self.looking))
-
-    def action_steps(self) -> None:
-        """Shows the committed steps."""
-        if not isinstance(self.screen, Steps):
-            self.push_screen(Steps(self.looking))
+    def action_show(self, name: str) -> None:
+        """Shows a table."""
+        if not (isinstance(self.screen, Listing) and self.screen.view is VIEWS[name]):
+            self.push_screen(Listing(self.looking, VIEWS[name]))
 
     def action_help(self) -> None:
         """Shows the keys."""
@@ -95,7 +126,37 @@ class Browser(App[None]):
             self.push_screen(Help(self.looking))
 
 
-def browse(run: WholeRun, *, identifier: str | None, where: str) -> int:
+def _theme(kind: str) -> Theme:
+    """The palette as Textual's colours."""
+    p = {name: colours[kind == "dark"] for name, colours in look.PALETTE.items()}
+    return Theme(
+        f"rlbuffer-{kind}",
+        dark=kind == "dark",
+        primary=p["accent"],
+        secondary=p["e2"],
+        accent=p["accent"],
+        foreground=p["ink"],
+        background=p["bg"],
+        surface=p["bg"],
+        panel=p["panel"],
+        success=p["trained"],
+        warning=p["packed"],
+        error=p["dropped"],
+        variables={
+            "footer-background": p["panel"],
+            "footer-key-foreground": p["accent"],
+            "footer-description-foreground": p["label"],
+            "block-cursor-background": p["accent-soft"],
+            "block-cursor-foreground": p["ink"],
+            "scrollbar": p["line"],
+            "scrollbar-background": p["bg"],
+        },
+    )
+
+
+def browse(run: WholeRun, *, opens: Open | None, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
-    Browser(run, identifier=identifier, where=where).run()
+    for name in ("COLUMNS", "LINES"):  # they may be those of another terminal, and Textual would believe them
+        os.environ.pop(name, None)
+    Browser(run, opens=opens, where=where).run()
     return 0

@@ -1,4 +1,4 @@
-"""Pages of text: the keys, a record as JSON, and two rollouts of a group side by side."""
+"""Pages of text: the keys, and a record as JSON."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from typing import Any
 from textual.widget import Widget
 
 from rlbuffer.state.text import plural
-from rlbuffer_cli.browse.panes import Prose, Table
-from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
+from rlbuffer_cli.browse.panes import Prose
+from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
-from rlbuffer_cli.render.group import as_json, member_of
-from rlbuffer_cli.render.pair import PAIR_HEADER, PAIR_NUMBERS, PAIR_OPTIONAL, pair_lines, pair_rows
+from rlbuffer_cli.tables import as_json
 
 HELP = """
 What each screen answers
-  pool      Who waits for whom? Which env has what, and how old is it? Which groups are there?
-  group     Do its rollouts differ, and which of them are good? Why was it dropped?
-  rollout   What did the model write, how sure was it, which tokens are trained, and with what credit?
-  steps     What did a step train on, on which rank, and why was it closed?
-  workers   Who lives, at which version, and what failed last?
+  groups     Who waits for whom? Which env has what, and how old is it? Which groups are there?
+  group      Do its rollouts differ, and which of them are good? Why was it dropped?
+  rollout    What did the model write, how sure was it, which tokens are trained, and with what credit?
+  steps      What did a step train on, on which rank, and why was it closed?
+  processes  Who lives, at which version, and what failed last?
+  envs, problems   Shares against their targets; what somebody must cure, and how.
 
 Keys
   arrows j k  move            enter      open               esc    back, no filter
   g G         ends            page keys  by a screen        tab    the other pane
   n p         rollout         N P        step               1 - 8  lens
-  /           filter, step    s S        sort, reverse      m      more groups
+  /           filter          s S        sort, reverse      m      more rows
   c           compare         b          best and worst     l      live, every 2 s
-  t           steps           w          workers            r      read again
+  t           steps           w          processes          v !    envs, problems
   o           raw JSON        e          write as HTML      y      copy the id
-  ?           this page       q          quit
+  r           read again      T          light, dark        ? q    this page, quit
+  A click on a key at the foot presses it, one on the head of a column sorts by it, again: the other way round.
 
 Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
-» in the line above a table: a wider terminal has further columns. Enter on a worker shows its groups.
+Enter on a process or an env shows its groups. Below 110 columns tables leave some columns out.
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
-Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
+Filter of groups, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
 alternatives; of id and prompt the beginning), age reward tokens step waited (field>=value, 8k = 8000). For example:
 env:vcopy state:ready reward<0.5
 Groups with a rollout for which all of these hold: stop:length truncated:yes text:word text:/regex/i and the numbers
 rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage rollout.logprob
 States: forming ready packed trained dropped
+Other tables: a part of the name; of steps the number.
 
 Live reading waits while the cursor is not at the top, so that nothing moves under it.
 Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --plain` prints the same figures.
@@ -51,8 +53,6 @@ Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --
 
 class Page(Look):
     """Text that needs no server."""
-
-    keys: tuple[str, ...] = ("arrows scroll", "esc back", "w workers", "t steps")
 
     def body(self) -> list[Widget]:
         return [Prose(id="page")]
@@ -81,8 +81,6 @@ class Help(Page):
 
 class Raw(Page):
     """A record as JSON."""
-
-    keys = ("arrows scroll", "y copy id", "esc back", "w workers", "t steps")
 
     def __init__(self, looking: Looking, name: str, record: Mapping[str, Any]) -> None:
         super().__init__(looking)
@@ -122,33 +120,3 @@ def _json_lines(value: Mapping[str, Any]) -> Iterator[str]:
             yield "]"
         else:
             yield f"{json.dumps(name)}: {json.dumps(inner, ensure_ascii=False, default=str)}"
-
-
-class Pair(Look):
-    """Two rollouts of a group: where they part, and the tokens from there on."""
-
-    keys = ("g/G ends", "tab facts/tokens", "esc back", *EVERYWHERE)
-
-    def __init__(self, looking: Looking, group_id: str, names: tuple[str, str]) -> None:
-        super().__init__(looking)
-        self.group_id, self.names = group_id, names
-
-    def body(self) -> list[Widget]:
-        return [Prose(id="facts"), Table(PAIR_HEADER, right=PAIR_NUMBERS, optional=PAIR_OPTIONAL, id="pairs")]
-
-    def on_mount(self) -> None:
-        """The tokens have the keys."""
-        self.query_one("#pairs").focus()
-
-    def heading(self) -> str:
-        return f"{self.names[0]} and {self.names[1]}"
-
-    async def fetch(self) -> None:
-        buffer = self.looking.buffer
-        detail, _ = await self.ask(lambda: (self.looking.run.group(self.group_id), buffer.texts.lacks))
-        one, other = (member_of(detail, name) for name in self.names)
-        rows = list(pair_rows(one, other, buffer.texts, TOKENS_PER_WINDOW))
-        prose = self.query_one("#facts", Prose)
-        prose.put(pair_lines(detail, one, other, buffer.texts))
-        prose.styles.height = min(prose.height_at(self.size.width), 8)
-        self.query_one("#pairs", Table).put(rows, [row[0] for row in rows])

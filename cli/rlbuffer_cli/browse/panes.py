@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from rlbuffer.state.text import printable
-from rlbuffer_cli.render.text import aligned, colour_of, cut
+from rlbuffer_cli.text import cut
 
 CURSOR = Style(reverse=True)
 BOLD = Style(bold=True)
@@ -51,9 +51,6 @@ class Pane(Widget, can_focus=True):
         ("home,g", "first"),
         ("end,G", "last"),
     ]
-
-    class Chosen(Message):
-        """A line was opened."""
 
     class Moved(Message):
         """The cursor of `pane` may be on something else."""
@@ -158,103 +155,8 @@ class Prose(Pane):
         row = f"{cut(row, max(1, self.size.width - 2))} ↓" if more and not row.endswith("↓") else row
         return [Segment(row, BOLD if row.lstrip().startswith("!") else NO_STYLE)]
 
-    def height_at(self, width: int) -> int:
-        """Rows that the text needs at this width."""
-        return sum(len(wrapped_cells(line, width)) for line in self._lines)
-
     def on_resize(self) -> None:
         self._wrap()
-
-
-class Table(Pane):
-    """Rows under a header, with a cursor; a narrow terminal leaves columns out, as in the printed tables."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [("enter", "choose")]
-
-    def __init__(
-        self, header: Sequence[str], *, right: frozenset[str], optional: Sequence[str] = (), **given: str
-    ) -> None:
-        super().__init__(**given)
-        self.header, self.right, self.optional = tuple(header), right, tuple(optional)
-        self.keys: list[str] = []
-        """What each row is, to be found again after a refresh."""
-        self._rows: list[list[str]] = []
-        self._cells: list[list[str]] = []
-
-    def put(self, rows: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
-        """Replaces the rows. The cursor stays on the same row while it is there; at the top it stays at the top."""
-        before = self.key
-        self._rows, self.keys = [list(row) for row in rows], list(keys)
-        self._fit()
-        self.move_to(self.keys.index(before) if self.cursor and before in self.keys else self.cursor)
-
-    @property
-    def key(self) -> str:
-        """The row under the cursor; "" where there is none."""
-        return self.keys[self.cursor] if self.cursor < len(self.keys) else ""
-
-    def _fit(self) -> None:
-        self._cells = aligned(
-            self.header, self._rows, right=self.right, optional=self.optional, width=max(1, self.size.width - 2)
-        )
-
-    def count(self) -> int:
-        return max(1, len(self._rows))
-
-    def reveal(self) -> None:
-        room = max(1, self.size.height - 1)
-        self.top = max(self.cursor - room + 1, min(self.top, self.cursor))
-
-    def render_line(self, y: int) -> Strip:
-        if y == 0:
-            hides = bool(self._cells) and len(self._cells[0]) < len(self.header)
-            line = cut(self._joined(0), max(1, self.size.width - 4)) + "  »" * hides
-            segments = [Segment("  "), Segment(line, BOLD)]
-            return Strip(segments).adjust_cell_length(self.size.width, NO_STYLE).apply_style(self.rich_style)
-        return super().render_line(y - 1)
-
-    def _joined(self, row: int) -> str:
-        cells = self._cells[row] if row < len(self._cells) else []
-        return cut("  ".join(cells).rstrip(), max(1, self.size.width - 2))
-
-    def draw(self, line: int) -> list[Segment]:
-        if line >= len(self._rows):
-            return []
-        if line == self.cursor:
-            text = f"> {self._joined(line + 1)}"
-            return [Segment(text + " " * (self.size.width - cell_len(text)), CURSOR if self.has_focus else BOLD)]
-        segments, room = [Segment("  ")], self.size.width - 2
-        for cell in self._cells[line + 1]:
-            text = cut(cell, room) if room > 0 else ""
-            colour = colour_of(cell)
-            segments.append(Segment(f"{text}  ", Style(color=colour) if colour else NO_STYLE))
-            room -= cell_len(text) + 2
-        return segments
-
-    def action_choose(self) -> None:
-        """Opens the row under the cursor."""
-        if self.key:
-            self.post_message(self.Chosen())
-
-    def on_click(self, event: events.Click) -> None:
-        """Puts the cursor where it was clicked; a second click there opens the row."""
-        line = self.top + event.y - 1
-        if event.y and line < len(self._rows):
-            if line == self.cursor:
-                self.action_choose()
-            self.move_to(line)
-
-    def on_resize(self) -> None:
-        self._fit()
-        self.move_to(self.cursor)
-
-    def on_focus(self) -> None:
-        """The cursor looks different."""
-        self.refresh()
-
-    def on_blur(self) -> None:
-        """The cursor looks different."""
-        self.refresh()
 
 
 class EntryLine(Input):
@@ -272,7 +174,7 @@ class EntryLine(Input):
     def open(self, text: str = "") -> None:
         """Shows the line, with a text to go on from."""
         self.value, self.display = text, True
-        self.focus()
+        self.screen.set_focus(self)  # at once: `focus` would let keys that are typed ahead pass it
 
     def on_key(self, event: events.Key) -> None:
         """Takes enter before the keys behind it: as a binding it would pass through the whole application first."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
@@ -16,11 +16,14 @@ from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Pane, Prose
-from rlbuffer_cli.browse.screen import EVERYWHERE, Look, Looking
-from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
-from rlbuffer_cli.render.group import life, member_of, rollout_record, short
-from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
+from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
+from rlbuffer_cli.facts import life, member_of, short, verdict
+from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
+from rlbuffer_cli.tables import rollout_record
+from rlbuffer_cli.text import cell_len
 
+FACTS_WIDTH = 32
 COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""
 
@@ -28,21 +31,11 @@ COLUMN = len(NAMES)
 class OneRollout(Look):
     """A rollout, known by its id and its group's."""
 
-    keys = (
-        "1-8 lens",
-        "n/p rollout",
-        "g/G ends",
-        "tab tokens/facts",
-        "e HTML",
-        "y copy id",
-        "o raw",
-        "esc back",
-        *EVERYWHERE,
-    )
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("n", "other(1)"),
-        ("p", "other(-1)"),
-        *((str(number), f"lens({number})") for number in range(1, len(NAMES) + 1)),
+        Binding("n", "other(1)", "next"),
+        Binding("p", "other(-1)", "previous"),
+        Binding("2", "lens(2)", "lens", key_display="1-8"),
+        *(Binding(str(number), f"lens({number})", show=False) for number in range(1, len(NAMES) + 1) if number != 2),
     ]
 
     def __init__(self, looking: Looking, rollout_id: str, group_id: str) -> None:
@@ -63,7 +56,7 @@ class OneRollout(Look):
         place = ""
         if self.detail is not None and self.member is not None:
             number, count = self.detail.members.index(self.member) + 1, len(self.detail.members)
-            place = f" ({number} of {count} of its group)"
+            place = f" ({number} of {count} of its group) · {' · '.join(verdict(self.member))}"
         return f"rollout {self.rollout_id}{place}"
 
     async def fetch(self) -> None:
@@ -105,10 +98,11 @@ class OneRollout(Look):
         else:
             kept = self.kept.get(member.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
-            through = lens(group, member, self.number, column=self.column, origin=origin, kept=kept)
+            through = lens(group, member, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
+            tokens.kind = self.looking.colours
             tokens.put(rollout, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
-            self.query_one("#legend", Static).update(f"{self.number} {through.name}: {through.legend}")
+            self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))
         self.show_facts()
         self.frame()
 
@@ -184,48 +178,53 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     version = next((s.policy_version for s in rollout.version_spans if s.start <= at < s.end), None)
     label = tokens.label(at)
     token = int(rollout.tokens[at])
-    text = f"  text '{label}'" if label != str(token) else ""
-    lines = [
-        f"TOKEN {at:,} of {rollout.length:,}",
-        f"  id {token}{text}",
-        f"  role {tokens.role(at)}" if tokens.role(at) else "",
-        f"  {'trained' if trained else 'not trained'}",
-        f"  logprob {float(rollout.logprobs[at]):.4f}" if trained else "  no logprob",
-        f"  advantage {float(values[at]):+.4f}" if trained and values is not None else "",
-        f"  version {version}" if version is not None else "  sampled by no version",
-    ]
+    facts = {
+        "text": f"'{label}'" if label != str(token) else "",
+        "id": str(token),
+        "role": tokens.role(at),
+        "trained": "yes" if trained else "no",
+        "logprob": f"{float(rollout.logprobs[at]):.4f}" if trained else "none",
+        "advantage": f"{float(values[at]):+.4f}" if trained and values is not None else "",
+        "version": f"v{version}" if version is not None else "none",
+    }
     for name, known in (("entropy", entropy_of(rollout, kept)), ("mismatch", mismatch_of(rollout, kept))):
         if known is not None and trained:
-            lines.append(f"  {name} {float(known[0][at]):.4f}")
-    shown = {"advantages", "entropy"}
-    lines += [f"  {name} {rollout.columns[name][at]:g}" for name in columns_of(rollout) if name not in shown]
-    return [*filter(None, lines), ""]
+            facts[name] = f"{float(known[0][at]):.4f}"
+    further = [name for name in columns_of(rollout) if name not in ("advantages", "entropy")]
+    facts |= {name: f"{rollout.columns[name][at]:g}" for name in further}
+    known_facts = [_fact(f"  {name}", value) for name, value in facts.items() if value]
+    return [_fact("TOKEN", f"{at:,} of {rollout.length:,}"), *known_facts, ""]
+
+
+def _fact(name: str, value: str) -> str:
+    """A fact in the width of the pane, its value at the right; a longer one behind its name, to be broken."""
+    return f"{name} {value:>{max(0, FACTS_WIDTH - 1 - cell_len(name))}}"
 
 
 def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     """Rewards, tokens and life of a rollout."""
     view = detail.view
     reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
-    lines = [f"REWARD {reward}", *(f"  {name} {value:.3f}" for name, value in member.rewards.items())]
+    lines = [_fact("REWARD", reward), *(_fact(f"  {name}", f"{value:.3f}") for name, value in member.rewards.items())]
     if member.rollout is not None:
-        lines += [f"  {name}: {'yes' if verdict else 'no'}" for name, verdict in member.rollout.successes.items()]
+        lines += [_fact(f"  {name}", "yes" if is_so else "no") for name, is_so in member.rollout.successes.items()]
     if member.advantage is not None:
-        lines.append(f"  advantage {member.advantage:+.4f}")
+        lines.append(_fact("  advantage", f"{member.advantage:+.4f}"))
     if detail.answer is not None:
-        lines.append(f"  answer {short(detail.answer)}")
+        lines.append(_fact("  answer", short(detail.answer)))
     lines += [
         "",
-        f"TOKENS {member.length:,}",
-        f"  prompt {member.prompt_tokens:,}",
-        f"  trained {member.loss_tokens:,}",
+        _fact("TOKENS", f"{member.length:,}"),
+        _fact("  prompt", f"{member.prompt_tokens:,}"),
+        _fact("  trained", f"{member.loss_tokens:,}"),
     ]
     if member.rollout is not None and member.rollout.turns:
-        lines.append(f"  turns {len(member.rollout.turns):,}")
+        lines.append(_fact("  turns", f"{len(member.rollout.turns):,}"))
     if member.logprob_mean is not None:
-        lines.append(f"  logprob mean {member.logprob_mean:.3f}")
+        lines.append(_fact("  logprob mean", f"{member.logprob_mean:.3f}"))
     lines += ["", "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
-        lines.append(f"  age {view.age + view.min_version - member.min_version}")
+        lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))
     if view.detail and not view.reason:
         lines.append(f"  ! {view.detail}")
     return lines

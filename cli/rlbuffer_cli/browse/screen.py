@@ -1,4 +1,4 @@
-"""The frame of every screen: a title, a body, a line for what went wrong, and the keys that count here.
+"""The frame of every screen: a title, a body, a line for what went wrong, and the keys that matter here.
 
 Reading happens in a thread of its own, so the screen never freezes. A server that is away is asked again.
 """
@@ -6,26 +6,27 @@ Reading happens in a thread of its own, so the screen never freezes. A server th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rich.cells import cell_len
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import Footer, Static
+from textual.widgets._footer import FooterKey
 from textual.worker import Worker
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.panes import Pane
-from rlbuffer_cli.render.text import cut
+from rlbuffer_cli.text import cell_len, cut
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -33,11 +34,9 @@ if TYPE_CHECKING:
     from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
+LEAST_OF_A_NAME, MOST_OF_A_NAME = 8, 24
 AWAY_EXIT_CODE = 4
 """Errors with this exit code pass: the server is away, or takes nothing just now."""
-EVERYWHERE = ("l live", "r refresh", "w workers", "t steps")
-ALWAYS = ("? help", "q quit")
-MOST_KEY_ROWS = 3
 
 
 @dataclass(slots=True)
@@ -49,6 +48,8 @@ class Looking:
     """Values per token that the trainer keeps on this host."""
     where: str = ""
     """The filter of the pool."""
+    colours: str = "dark"
+    """`dark` or `light`; "" for none but the terminal's."""
     is_live: bool = False
     live_seconds: float = 2.0
 
@@ -62,42 +63,39 @@ class Open(Message):
     """Asks the application for another screen."""
 
     def __init__(self, kind: str, what: str = "", record: Mapping[str, Any] | None = None) -> None:
-        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, and `what` an id; or ``pool``, a filter."""
+        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, `what` an id; ``table`` and its name; or
+        ``groups`` and a filter."""
         super().__init__()
         self.kind, self.what, self.record = kind, what, record
 
 
-def key_rows(keys: Sequence[str], width: int) -> list[str]:
-    """The keys, and those of every screen behind them, in rows of at most `width` columns.
+class Keys(Footer):
+    """The keys that there is room for: none is cut, and `?` shows all."""
 
-    Where they need more than :data:`MOST_KEY_ROWS`, the last of `keys` are left out.
-    """
-    rows: list[str] = []
-    for key in (*keys, *ALWAYS):
-        if rows and cell_len(longer := f"{rows[-1]}  {key}") <= width:
-            rows[-1] = longer
-        else:
-            rows.append(cut(key, width))
-    return rows if len(rows) <= MOST_KEY_ROWS or not keys else key_rows(keys[:-1], width)
+    def compose(self) -> ComposeResult:
+        room = self.app.size.width
+        for key in super().compose():
+            room -= len(key.key_display) + len(key.description) + 3 if isinstance(key, FooterKey) else 0
+            if room >= 0:
+                yield key
+
+    def on_resize(self) -> None:
+        """Fits them again."""
+        self.call_after_refresh(self.recompose)
 
 
 class Look(Screen[None]):
-    """One screen. `keys` are all that do something on it, except those that only move; the most useful first."""
+    """One screen. Keys with a description stand at the foot, where they can be clicked; `?` shows the others."""
 
-    keys: tuple[str, ...] = ()
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape", "back"),
-        ("q", "app.quit"),
-        ("r", "reload"),
-        ("l", "live"),
-        ("y", "copy"),
-        ("e", "export"),
-        ("o", "raw"),
-        ("w", "app.workers"),
-        ("t", "app.steps"),
-        ("question_mark", "app.help"),
-        ("tab", "app.focus_next"),
-        ("shift+tab", "app.focus_previous"),
+        Binding("escape", "back", "back"),
+        Binding("l", "live", "live"),
+        Binding("r", "reload", show=False),
+        Binding("y", "copy", show=False),
+        Binding("e", "export", show=False),
+        Binding("o", "raw", show=False),
+        Binding("tab", "app.focus_next", show=False),
+        Binding("shift+tab", "app.focus_previous", show=False),
     ]
 
     def __init__(self, looking: Looking) -> None:
@@ -105,8 +103,9 @@ class Look(Screen[None]):
         self.looking = looking
         self.loading_now = False
         self.is_away = False
-        self.error = ""
-        self._framed: tuple[str, list[str]] = ("", [])
+        self.error = self.read_at = ""
+        """What went wrong; when the screen was read."""
+        self._framed = ""
 
     # -- what a screen says of itself ------------------------------------------------------------------------------
     def body(self) -> list[Widget]:
@@ -138,7 +137,7 @@ class Look(Screen[None]):
         yield Static(id="title", markup=False)
         yield from self.body()
         yield Static(id="notice", markup=False)
-        yield Static(id="keys", markup=False)
+        yield Keys(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Reads for the first time."""
@@ -147,21 +146,22 @@ class Look(Screen[None]):
         self.reload()
 
     def on_resize(self) -> None:
-        """Fits the title and the keys again."""
+        """Fits the title again."""
         self.call_after_refresh(self.frame)
 
     def frame(self) -> None:
-        """Writes the title and the keys."""
-        width = max(20, self.size.width)
+        """Writes the title: the run, what the screen shows of it, and on the right as of when."""
         live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
-        title = cut(live + printable(self.heading()), width)
-        rows = key_rows(self.keys, width)
-        if (title, rows) != self._framed:  # nothing is drawn again that has not changed
-            self._framed = (title, rows)
-            self.query_one("#title", Static).update(Text(title, style="bold"), layout=False)
-            keys = self.query_one("#keys", Static)
-            keys.styles.height = len(rows)
-            keys.update(Text("\n".join(rows)), layout=False)
+        said, at = live + printable(self.heading()), f"  as of {self.read_at} UTC" if self.read_at else ""
+        room = max(20, self.size.width - len(at))
+        name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(said) - 2))
+        run = f"{cut(printable(self.looking.buffer.run), name)}  "
+        room -= cell_len(run)
+        said = cut(said, room)
+        title = Text.assemble((run, "accent"), (said + " " * (room - cell_len(said)), "bold"), (at, "faint"))
+        if title.plain != self._framed:  # nothing is drawn again that has not changed
+            self._framed = title.plain
+            self.query_one("#title", Static).update(title, layout=False)
 
     def say(self, text: str) -> None:
         """One line of news above the keys; "" takes it away."""
@@ -183,6 +183,7 @@ class Look(Screen[None]):
         self.loading_now = True
         try:
             await self.fetch()
+            self.read_at = time.strftime("%H:%M:%S", time.gmtime())
         except Exception as error:  # a defect must not end the screen of who looks for another one
             if self.display:  # else it was left, and its widgets went while they were filled
                 self._refused(error)
@@ -242,7 +243,7 @@ class Look(Screen[None]):
             self.run_worker(self._export(name), exclusive=True, group="export")
 
     async def _export(self, name: str) -> None:
-        from rlbuffer_cli.render.html_files import file_name, one_of, write_page
+        from rlbuffer_cli.web.files import file_name, one_of, write_page
 
         def write() -> str:
             buffer, file = self.looking.buffer, file_name(name)

@@ -8,14 +8,16 @@ from typing import ClassVar
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 from textual.binding import BindingType
 
 from rlbuffer.client.texts import Texts
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
-from rlbuffer_cli.render.lenses import Lens
-from rlbuffer_cli.render.text import cut
+from rlbuffer_cli.lenses import Lens
+from rlbuffer_cli.look import TINTS, tint_style
+from rlbuffer_cli.text import cut
 
 TOKENS_PER_WINDOW = 4000
 MAX_LABEL = 60
@@ -51,6 +53,8 @@ class Tokens(Pane):
         self._labels: dict[int, str] = {}
         self._window = -1
         self._texts = Texts()
+        self.kind = "dark"
+        """Of the colours."""
         self._has_pieces = False
         """Every token has a text of its own."""
 
@@ -104,7 +108,7 @@ class Tokens(Pane):
                 start, used = position, 0
                 self._lines.append(_Line(f"── {heading} ──"))
             piece = pieces[position - first]
-            self._labels[position] = label = self._cell(position, cut(printable(piece), min(room, MAX_LABEL)))
+            self._labels[position] = label = self._cell(cut(printable(piece), min(room, MAX_LABEL)))
             if used + cell_len(label) > room and position > start:
                 self._lines.append(_Line("", start, position))
                 start, used = position, 0
@@ -117,11 +121,8 @@ class Tokens(Pane):
         if end < rollout.length:
             self._lines.append(_Line(f"... {plural(rollout.length - end, 'token')} after"))
 
-    def _cell(self, position: int, label: str) -> str:
-        lens = self.lens
-        mark = "" if lens is None or lens.levels is None else lens.marks[int(lens.levels[position])]
-        blank = "" if self._has_pieces and not mark else " "
-        return f"{label}{mark}{blank}"
+    def _cell(self, label: str) -> str:
+        return label if self._has_pieces else f"{label} "
 
     def _line_of(self, position: int) -> int:
         return next((i for i, line in enumerate(self._lines) if line.first <= position < line.end), 0)
@@ -139,12 +140,13 @@ class Tokens(Pane):
         row = self._lines[line]
         if row.words:
             return [Segment(cut(printable(row.words), max(1, self.size.width)), BOLD)]
-        segments, lens = [], self.lens
-        for position in range(row.first, row.end):
-            colour = lens.colours[int(lens.levels[position])] if lens is not None and lens.levels is not None else ""
-            style = CURSOR if position == self.cursor else Style(color=colour) if colour else NO_STYLE
-            segments.append(Segment(self._labels[position], style))
-        return segments
+        styles = [NO_STYLE] * (row.end - row.first)
+        if self.lens is not None and self.lens.levels is not None:
+            tints = styles_of(self.lens, self.kind)
+            styles = [tints[level] for level in self.lens.levels[row.first : row.end].tolist()]
+        if row.first <= self.cursor < row.end:
+            styles[self.cursor - row.first] = CURSOR
+        return [Segment(self._labels[row.first + at], style) for at, style in enumerate(styles)]
 
     # -- keys ------------------------------------------------------------------------------------------------------
     def action_line(self, by: int) -> None:
@@ -172,6 +174,20 @@ class Tokens(Pane):
 
     def wheel(self, by: int) -> None:
         self.action_line(by)
+
+
+def styles_of(lens: Lens, kind: str) -> list[Style]:
+    """The styles of a lens' levels."""
+    return [tint_style(tint, kind) for tint in TINTS[lens.name.partition(" ")[0]]]
+
+
+def legend_of(lens: Lens, number: int, kind: str) -> Text:
+    """A lens' levels as its tokens look, each with what it stands for."""
+    text = Text.assemble((f"{number} {lens.name}: ", "bold"))
+    styles = styles_of(lens, kind) if lens.labels else []
+    for level, label in lens.labels:
+        text.append(" Aa ", styles[level]).append(f" {printable(label)}  ")
+    return text.append(printable(lens.note))
 
 
 def headings(rollout: Rollout) -> dict[int, str]:

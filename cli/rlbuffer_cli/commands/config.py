@@ -13,7 +13,6 @@ import click
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.render.settings import plain, shown
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -129,12 +128,12 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
       rlbuffer config explain batcher.max_age
     """
     from rlbuffer.config.loading import read
-    from rlbuffer_cli.render import explanation
+    from rlbuffer_cli import explanation
 
     given.check()
     for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags))):
         if as_json:
-            echo(json.dumps(explanation.explained_record(explained), default=plain))
+            echo(json.dumps(explanation.explained_record(explained), default=explanation.plain))
             continue
         if number:
             echo("")
@@ -154,6 +153,8 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
     Example:
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
+    from rlbuffer_cli.explanation import plain, shown
+
     loaded = given.load()
     rows = [(name, shown(name, value), loaded.place(name)) for name, value in loaded.values()]
     if as_json:
@@ -168,6 +169,8 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
 
 def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterator[str]:
     """Settings by table, in the order of the schema; one that is not set is a comment."""
+    from rlbuffer_cli.explanation import plain
+
     tables: dict[str, list[tuple[str, str]]] = {}
     for name, value, source in rows:
         table, _, key = name.rpartition(".")
@@ -203,6 +206,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     from rlbuffer.daemon.config_changes import changes, check_change, config_digest
     from rlbuffer.records.states import SettingsState
     from rlbuffer.store.operator import OperatorStore
+    from rlbuffer_cli.explanation import plain
     from rlbuffer_cli.session import open_existing
 
     loaded = given.load()

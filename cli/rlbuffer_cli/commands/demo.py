@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -21,40 +23,13 @@ if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.state.step_record import StepRecord
     from rlbuffer.store.records import Ledger
-    from rlbuffer_cli.render.watch import Watch
+    from rlbuffer_cli.live import Watch
 
 EDGE_STEPS = 10
 """Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
 
 
 _log = logging.getLogger("rlbuffer.demo")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """A whole run: where reward began and ended, what was trained, whether it adds up."""
-
-    run: str
-    steps: int
-    seconds: float
-    first_step_seconds: float | None
-    reward_from: float | None
-    """Mean over the first `edge_steps`."""
-    reward_to: float | None
-    """Mean over the last ones."""
-    edge_steps: int
-    tokens: int
-    """Trained."""
-    shares: Mapping[str, float]
-    """env -> its fraction of the tokens."""
-    ledger: Mapping[str, Any]
-    """Rollouts: ``pushed``, ``pending``, ``packed``, ``trained``, ``dropped`` (by reason), and if it `balances`."""
-    stored: str
-    """Folder."""
-    parameters_sha256: str | None
-    exit_code: int
-    restarts: int
-    seed: int
 
 
 @click.command("demo")
@@ -128,27 +103,22 @@ class _Demo:
     def run(self, stop: threading.Event) -> int:
         from rlbuffer.client.buffer import connect
         from rlbuffer.run.supervisor import Supervisor
-        from rlbuffer_cli.render.watch import Watch
+        from rlbuffer_cli.live import Watch, shown
         from rlbuffer_cli.session import say_ended
 
-        settings, origin = self._settings, options.redis_origin(self._loaded)
+        settings, origin, is_drawn = self._settings, options.redis_origin(self._loaded), self._shown == "rich"
+        title = f'rlbuffer demo · run "{settings.run}"'
+        on_step = (lambda record: None) if is_drawn else self._on_step  # a view shows the steps
         with (
             connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer,
             options.writing(self._shown, clock=False),
         ):
-            watch = Watch(buffer, settings.output_dir / "metrics.jsonl", on_step=self._on_step)
-            supervisor = Supervisor(settings, say=self._say(watch), origin=origin)
-            if self._shown == "rich":
-                from rlbuffer_cli.render.run_view import RunView
-
-                with RunView(settings, watch, title=f'rlbuffer demo · run "{settings.run}"') as view:
-                    code = supervisor.run(stop, lambda: self._tick(watch, stop, view.refresh))
-                    say_ended(buffer, settings, code)
-                    watch.update(look=True, now=True)
-            else:
-                code = supervisor.run(stop, lambda: self._tick(watch, stop, None))
+            watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=on_step)
+            watch.may_ask.set()
+            supervisor = Supervisor(settings, say=watch.log if is_drawn else self._relay, origin=origin)
+            with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
+                code = supervisor.run(stop, lambda: self._tick(watch, stop))
                 say_ended(buffer, settings, code)
-                watch.update(look=False)
             if self._is_time_up and watch.records:
                 code = 0
             elif self._is_time_up:
@@ -157,119 +127,90 @@ class _Demo:
             self._summarize(watch, buffer.ledger(), code, supervisor.restarts, str(supervisor.log.path))
         return code
 
-    def _tick(self, watch: Watch, stop: threading.Event, refresh: Any) -> None:
-        watch.update(look=refresh is not None)
-        if refresh is not None:
-            refresh()
+    def _tick(self, watch: Watch, stop: threading.Event) -> None:
         if self._seconds is not None and watch.seconds >= self._seconds:
             self._is_time_up = True
             stop.set()
 
     # -- telling -----------------------------------------------------------------------------------------------------
-    def _say(self, watch: Watch) -> Any:
-        def relay(name: str, line: str) -> None:
-            if self._shown == "rich":
-                watch.log(name, line)
-            elif self._shown in ("plain", "json") and name not in ("serve", "train"):
-                # Their step lines would only repeat the steps; everything is in the log.
-                say(f"{name:<14} {line}", err=True)
-
-        return relay
+    def _relay(self, name: str, line: str) -> None:
+        if self._shown in ("plain", "json") and name not in ("serve", "train"):
+            # Their step lines would only repeat the steps; everything is in the log.
+            say(f"{name:<14} {line}", err=True)
 
     def _on_step(self, record: StepRecord) -> None:
-        from rlbuffer_cli.render.train_view import train_line
+        from rlbuffer_cli.view import step_line
 
-        if self._shown != "rich":  # its view shows the steps
-            envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
-            text = train_line(record, self._settings.trainer.steps)
-            _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
+        envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
+        text = step_line(record, self._settings.trainer.steps)
+        _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
+        """Says where reward began and ended, what was trained, whether it adds up, and what to type next."""
         from rlbuffer.config.fractions import budgets_at
+        from rlbuffer.state.text import amount, duration, plural
+        from rlbuffer_cli.text import wrapped
 
-        summary = summary_of(
-            watch,
-            ledger,
-            self._settings.run,
-            str(self._settings.output_dir),
-            code=code,
-            restarts=restarts,
-            seed=self._seed,
+        settings, records, total = self._settings, watch.records, ledger.total()
+        edge = max(1, min(EDGE_STEPS, len(records) // 2))
+        began, ended = _mean_reward(records[:edge]), _mean_reward(records[-edge:])
+        steps = records[-1].step if records else 0
+        digest = next(iter(records[-1].parameters_sha256), None) if records else None
+        seconds, first = watch.seconds, watch.first_step_seconds
+        tokens: Counter[str] = Counter()
+        for record in records:
+            tokens.update({env: n for env, n in record.tokens_by_env.items() if n})
+        shares = {env: n / tokens.total() for env, n in sorted(tokens.items())}
+        dropped = {reason: drops[0] for reason, drops in total.dropped.items()}
+        rollouts = {"pending": total.pending[0], "packed": total.packed[0], "trained": total.trained[0]}
+        balances = sum(rollouts.values()) + sum(dropped.values()) == total.pushed[0]
+        numbers = {
+            "run": settings.run,
+            "steps": steps,
+            "seconds": round(seconds, 2),
+            "first_step_seconds": None if first is None else round(first, 2),
+            "reward_from": began,
+            "reward_to": ended,
+            "edge_steps": edge,
+            "tokens": tokens.total(),
+            "shares": shares,
+            "ledger": {"pushed": total.pushed[0], **rollouts, "dropped": dropped, "balances": balances},
+            "stored": str(settings.output_dir),
+            "parameters_sha256": digest,
+            "exit_code": code,
+            "restarts": restarts,
+            "seed": self._seed,
+        }
+        budgets = budgets_at(settings.batcher.budgets, settings.trainer.steps)
+        trained = " · ".join(
+            f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
+            for env, share in shares.items()
         )
-        budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
-        lines = summary_lines(summary, budgets, log, str(self._settings.home))
-        _log.info("%s", "\n".join(lines), extra=fields("summary", summary))
-
-
-def summary_of(
-    watch: Watch, ledger: Ledger, run: str, folder: str, *, code: int, restarts: int, seed: int
-) -> RunSummary:
-    """The summary of a run that has ended with `code`."""
-    records = watch.records
-    edge = max(1, min(EDGE_STEPS, len(records) // 2))
-    total = ledger.total()
-    dropped = sum(d[0] for d in total.dropped.values())
-    accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
-    return RunSummary(
-        run=run,
-        steps=records[-1].step if records else 0,
-        seconds=round(watch.seconds, 2),
-        first_step_seconds=None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
-        reward_from=watch.mean_reward(records[:edge]),
-        reward_to=watch.mean_reward(records[-edge:]),
-        edge_steps=edge,
-        tokens=sum(watch.tokens.values()),
-        shares=watch.shares(),
-        ledger={
-            "pushed": total.pushed[0],
-            "pending": total.pending[0],
-            "packed": total.packed[0],
-            "trained": total.trained[0],
-            "dropped": {reason: d[0] for reason, d in total.dropped.items()},
-            "balances": accounted == total.pushed[0],
-        },
-        stored=folder,
-        parameters_sha256=next(iter(records[-1].parameters_sha256), None) if records else None,
-        exit_code=code,
-        restarts=restarts,
-        seed=seed,
-    )
-
-
-def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, home: str) -> list[str]:
-    """The summary for people, with what to type next."""
-    from rlbuffer.state.text import amount, duration, plural
-    from rlbuffer_cli.render.text import wrapped
-
-    ledger = summary.ledger
-    shares = " · ".join(
-        f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
-        for env, share in summary.shares.items()
-    )
-    drops = " ".join(f"{n:,} {reason}" for reason, n in ledger["dropped"].items()) or "0"
-    where = "" if home == "~/.rlbuffer" else f" --home {home}"
-    how = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}
-    head = how.get(summary.exit_code, f"ended early (exit code {summary.exit_code}, see {log})")
-    first = summary.first_step_seconds
-    when = "" if first is None else f", the first after {duration(first)}"
-    if summary.reward_from is None or summary.reward_to is None:
+        drops = " ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "0"
+        known = " + ".join(f"{n:,} {name}" for name, n in rollouts.items())
+        account = f"{plural(total.pushed[0], 'rollout')} pushed = {known} + dropped {drops}"
+        head = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}.get(
+            code, f"ended early (exit code {code}, see {log})"
+        )
+        when = "" if first is None else f", the first after {duration(first)}"
         reward = "no step was trained"
-    else:
-        reward = (
-            f"{summary.reward_from:.3f} -> {summary.reward_to:.3f}  (means of {plural(summary.edge_steps, 'step')})"
-        )
-    account = (
-        f"{plural(ledger['pushed'], 'rollout')} pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
-        f"+ {ledger['trained']:,} trained + dropped {drops}"
-    )
-    return [
-        "",
-        f"{head}: {plural(summary.steps, 'step')} in {duration(summary.seconds)}{when}",
-        f"  reward   {reward}",
-        f"  tokens   {amount(summary.tokens)} trained   {shares}",
-        *wrapped(f"  ledger   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
-        *([f"  digest   {summary.parameters_sha256} of the parameters"] if summary.parameters_sha256 else []),
-        f"  stored   {summary.stored}   (log: run.log)",
-        f"  next     {options.program()} inspect --run {summary.run}{where}",
-        f"           {options.program()} verify --run {summary.run}{where}",
-    ]
+        if began is not None and ended is not None:
+            reward = f"{began:.3f} -> {ended:.3f}  (means of {plural(edge, 'step')})"
+        where = f"--run {settings.run}" + ("" if str(settings.home) == "~/.rlbuffer" else f" --home {settings.home}")
+        lines = [
+            "",
+            f"{head}: {plural(steps, 'step')} in {duration(seconds)}{when}",
+            f"  reward   {reward}",
+            f"  tokens   {amount(tokens.total())} trained   {trained}",
+            *wrapped(f"  ledger   {'balances' if balances else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
+            *([f"  digest   {digest} of the parameters"] if digest else []),
+            f"  stored   {settings.output_dir}   (log: run.log)",
+            f"  next     {options.program()} inspect {where}",
+            f"           {options.program()} verify {where}",
+        ]
+        _log.info("%s", "\n".join(lines), extra=fields("summary", **numbers))
+
+
+def _mean_reward(records: Sequence[StepRecord]) -> float | None:
+    rewards = [record.reward for record in records if record.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None

@@ -65,7 +65,7 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
 
 def _show(finding: Finding, text: str) -> None:
     from rlbuffer.state.text import printable
-    from rlbuffer_cli.render.text import wrapped
+    from rlbuffer_cli.text import wrapped
 
     clear()
     head = f"{finding.level:<8} {finding.check:<15} "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +13,7 @@ from rlbuffer_cli.options import say
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.store.operator import OperatorStore
 
 
 @click.group("env")
@@ -37,14 +40,8 @@ def pause(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env pause math
     """
-    from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
-
-    _check(env)
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        _check_known(buffer, env)
-        is_new = buffer.role(OperatorStore).pause(env)
-        name = buffer.run
+    with _run_of(env, given) as (store, name):
+        is_new = store.pause(env)
     say(
         f'{env} is paused in run "{name}": steps go on without it. Back: rlbuffer env resume {env}'
         if is_new
@@ -66,14 +63,8 @@ def done(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env done math
     """
-    from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
-
-    _check(env)
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        _check_known(buffer, env)
-        buffer.role(OperatorStore).say_done(env, epoch=buffer.store.meta().epoch)
-        name = buffer.run
+    with _run_of(env, given) as (store, name):
+        store.say_done(env, epoch=store.meta().epoch)
     say(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
     return 0
 
@@ -91,18 +82,25 @@ def resume(env: str, given: options.Given) -> int:
     Example:
       rlbuffer env resume math
     """
-    from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
-
-    _check(env)
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        _check_known(buffer, env)
-        store = buffer.role(OperatorStore)
+    with _run_of(env, given) as (store, name):
         was_paused, was_done = store.resume(env), store.forget_end(env)
-        name = buffer.run
     is_back = was_paused or was_done
     say(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')
     return 0
+
+
+@contextmanager
+def _run_of(env: str, given: options.Given) -> Iterator[tuple[OperatorStore, str]]:
+    """The run's store and its name."""
+    from rlbuffer.records.info import ENV_NAME
+    from rlbuffer.store.operator import OperatorStore
+    from rlbuffer_cli.session import open_existing
+
+    if not ENV_NAME.match(env):
+        raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+        _check_known(buffer, env)
+        yield buffer.role(OperatorStore), buffer.run
 
 
 def _check_known(buffer: Buffer, env: str) -> None:
@@ -119,10 +117,3 @@ def _check_known(buffer: Buffer, env: str) -> None:
     if env not in known:
         hint = did_you_mean(env, known) or f" It knows {', '.join(known)}." * bool(known)
         raise NotFound(f"run {buffer.run!r} knows no env {env!r}.{hint}")
-
-
-def _check(env: str) -> None:
-    from rlbuffer.records.info import ENV_NAME
-
-    if not ENV_NAME.match(env):
-        raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlbuffer.archive.library import ArchivedGroup
     from rlbuffer.client.views import GroupDetail
     from rlbuffer.records.group import Group
-    from rlbuffer_cli.render.html import Sources
+    from rlbuffer_cli.web.pages import Sources
 
 
 @click.command("export")
@@ -90,8 +90,8 @@ def _of_server(given: options.Given, path: Path, where: str, gone: list[str], co
     """Writes the groups of the server. -> the run."""
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
-    from rlbuffer_cli.render.html_files import sources_of
     from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.web.files import sources_of
 
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if path.suffix != ".html":
@@ -146,8 +146,8 @@ def _write_page(
 ) -> None:
     """Writes a page, and counts groups and rollouts; a group without rollouts is on it by its figures."""
     from rlbuffer.client.texts import Texts
-    from rlbuffer_cli.render.html import Sources, page
-    from rlbuffer_cli.render.html_files import write_pieces
+    from rlbuffer_cli.web.files import write_pieces
+    from rlbuffer_cli.web.pages import Sources, export
 
     def counted() -> Iterator[GroupDetail]:
         for detail in details:
@@ -157,7 +157,7 @@ def _write_page(
                 gone.append(detail.view.group_id)
             yield detail
 
-    write_pieces(page(counted(), title=title, sources=sources or Sources(texts=Texts()), now=now), str(path))
+    write_pieces(export(counted(), title=title, sources=sources or Sources(texts=Texts()), now=now), str(path))
 
 
 def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> str:

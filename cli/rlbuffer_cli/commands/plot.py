@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("runs", metavar="[RUN|FILE|DIR]...", nargs=-1)
 @options.common
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .html or .png instead of drawing."
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .png or .svg instead of drawing."
 )
 @click.option("--json", "as_json", is_flag=True, help="One object per point.")
 def command(field: str, runs: tuple[str, ...], given: options.Given, output: Path | None, as_json: bool) -> int:
@@ -37,13 +37,13 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
     \b
     Examples:
       rlbuffer plot reward
-      rlbuffer plot rewards math math-2 -o rewards.html
+      rlbuffer plot rewards math math-2 -o rewards.svg
       rlbuffer plot entropy /data/math
     """
-    from rlbuffer_cli.render.curves import Curve, curves_of
+    from rlbuffer_cli.plots import FILES, Curve, curves_of
 
-    if output is not None and output.suffix not in (".html", ".png"):
-        raise click.UsageError(f"-o {output}: write a name that ends in .html or .png")
+    if output is not None and output.suffix not in FILES:
+        raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
     loaded = given.load()
     curves: list[Curve] = []
     for name in runs or ("",):
@@ -54,13 +54,13 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
             for step, value in curve.points:
                 echo(json.dumps({"schema": "rlbuffer.point/1", "curve": curve.name, "step": step, "value": value}))
     if output is not None:
-        from rlbuffer_cli.render.chart_files import write_chart
+        from rlbuffer_cli.plots import write_chart
 
         write_chart(curves, " ".join([field, *runs]), output)
         say(f"wrote {output}", err=True)
     elif not as_json:
-        from rlbuffer_cli.render.chart import chart
-        from rlbuffer_cli.render.text import columns_of
+        from rlbuffer_cli.plots import chart
+        from rlbuffer_cli.text import columns_of
 
         is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
         for line in chart(curves, width=columns_of(sys.stdout), is_ascii=is_ascii):
@@ -70,7 +70,7 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
 
 def _records(name: str, field: str, given: options.Given, loaded: Loaded) -> Sequence[dict[str, Any]]:
     """The steps of a run, of a metrics file or the folder that it is in, or of an archive; "" for the settings' run."""
-    from rlbuffer_cli.render.curves import FROM_HISTORY, HISTORY_RECORDS, archive_of, history_of, metrics_of
+    from rlbuffer_cli.plots import FROM_HISTORY, HISTORY_RECORDS, archive_of, history_of, metrics_of
     from rlbuffer_cli.session import open_existing
 
     settings = loaded.settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from codecs import BOM_UTF8
 from collections import Counter
@@ -33,7 +32,6 @@ PARQUET_MAGIC = b"PAR1"
 """First bytes of a Parquet file."""
 Ages = tuple[str, str, int, int]
 """Env, adapter, oldest and newest policy version of a group."""
-_KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 
 
 @click.command("push")
@@ -61,7 +59,7 @@ def command(
     One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
     of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
     nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
-    the run trains what is left and ends, once all its envs are done. `import` is another name of this command.
+    the run trains what is left and ends, once all its envs are done.
 
     Groups keep the policy versions of the file, which are those of the run that sampled them. Those that this run has
     not made, or that are too old for it, are dropped: a sentence says how many. --version makes them this run's own.
@@ -260,8 +258,8 @@ def read_groups(
         place = f"{file}:{number}"
         if len(line) > MAX_LINE_BYTES:
             raise InvalidRollout(
-                f"{place}  {field_at_end(line)}: the line is longer than {MAX_LINE_BYTES // 2**20} MiB, the most "
-                f"that one rollout may take; push large rollouts from Python"
+                f"{place}  the line is longer than {MAX_LINE_BYTES // 2**20} MiB, the most that one rollout may take; "
+                "push large rollouts from Python"
             )
         seen(line)
         if number == 1:
@@ -290,15 +288,3 @@ def _from_parquet(
             yield group
     except InvalidRollout as error:
         raise InvalidRollout(f"{file}  {error}") from None
-
-
-def field_at_end(line: bytes) -> str:
-    """The field of a cut line that is still open at the cut: ``rollouts[2].text``."""
-    keys = [match.group(1).decode() for match in _KEY.finditer(line)]
-    if not keys:
-        return "line"
-    if "rollouts" not in keys or keys[-1] == "rollouts":
-        return keys[-1]
-    inside = keys[keys.index("rollouts") + 1 :]
-    # Every rollout begins with the same key or names it once: the last key's count tells which rollout this is.
-    return f"rollouts[{inside.count(keys[-1]) - 1}].{keys[-1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import click
@@ -52,18 +53,24 @@ def command(
     starting("connecting to the server, loading torch")
 
     with stop_on_signals(stop):
-        if shown == "rich":
-            from rlbuffer_cli.render.run_view import watch_run
+        origin = options.redis_origin(loaded)
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            buffer = enter(connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin))
+            relay = _relay
+            if shown == "rich":
+                from rlbuffer_cli.live import Watch
+                from rlbuffer_cli.live import shown as drawn
 
-            code = watch_run(loaded, stop, planned=settings.trainer.steps)
-        else:
-            origin = options.redis_origin(loaded)
-            with (
-                connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer,
-                options.writing(shown),
-            ):
-                code = Supervisor(settings, say=_relay, origin=origin).run(stop)
-                say_ended(buffer, settings, code)
+                watch = Watch(settings, title=f'rlbuffer run "{settings.run}"', opening="starting the processes ...")
+                watch.may_ask.set()
+                relay = watch.log
+                enter(drawn(watch, is_whole=True))
+                enter(watch)
+            else:
+                enter(options.writing(shown))
+            code = Supervisor(settings, say=relay, origin=origin).run(stop)
+            say_ended(buffer, settings, code)
     name, where = options.program(), given.again(settings.run)
     say(f"next: {name} inspect {where}   {name} verify {where}", err=True)
     return code

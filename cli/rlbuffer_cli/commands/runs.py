@@ -47,8 +47,9 @@ def list_runs(given: options.Given, as_json: bool) -> int:
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
-    from rlbuffer_cli.render.text import show_table
+    from rlbuffer_cli import look
     from rlbuffer_cli.session import check_home
+    from rlbuffer_cli.table import Printed, of_tuples
 
     loaded = given.load()
     check_home(loaded)
@@ -95,7 +96,7 @@ def list_runs(given: options.Given, as_json: bool) -> int:
         opened_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(opened))
         rows.append([name, str(meta.step), str(trainer.trained), f"{total.pending[0]:,}", opened_at])
     if rows:
-        show_table(RUN_HEADER, rows, right=RUN_NUMBERS, optional=("opened", "pending rollouts"))
+        look.show(Printed(of_tuples("runs", RUN_HEADER, RUN_NUMBERS), rows))
     for line in unreadable:
         echo(line)
     return 0

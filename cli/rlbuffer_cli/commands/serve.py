@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,7 +59,6 @@ def command(
     from rlbuffer.process.logs import ROOT, heard
     from rlbuffer.process.signals import set_on_hangup, stop_on_signals
     from rlbuffer.run import members
-    from rlbuffer_cli.render.foot import Foot
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
@@ -70,15 +70,21 @@ def command(
     stop, hangup = threading.Event(), threading.Event()
     set_on_hangup(hangup, stop)
     shown = options.choose_display(display)
-    status = _Status(loaded)
-    with (
-        stop_on_signals(stop),
-        Foot(status.lines) if shown == "rich" else nullcontext() as foot,
-        options.writing(shown, None if foot is None else foot.say),
-        heard(ROOT.name, status.take, logging.DEBUG if shown == "rich" else logging.INFO)
-        if shown in ("rich", "plain")
-        else nullcontext(),
-    ):
+    began = [time.monotonic()]
+    with stop_on_signals(stop), ExitStack() as views:
+        write, ready = None, threading.Event()
+        if shown == "rich":
+            from rlbuffer_cli import live
+
+            opening = f'run "{settings.run}": connecting to the server ...'
+            watch = live.Watch(settings, opening=opening, from_end=True)
+            ready = watch.may_ask
+            drawn = views.enter_context(live.shown(watch, keep=False))
+            views.enter_context(watch)
+            write = functools.partial(live.say, drawn)
+        views.enter_context(options.writing(shown, write))
+        if shown in ("rich", "plain"):
+            views.enter_context(heard(ROOT.name, functools.partial(_take, loaded, began, ready), logging.INFO))
         members.serve(
             settings,
             stop,
@@ -91,48 +97,16 @@ def command(
     return 0
 
 
-class _Status:
-    """The lines at the foot: the run's step, and what the batcher waits for."""
+def _take(loaded: Loaded, began: list[float], ready: threading.Event, line: Mapping[str, Any]) -> None:
+    """Says with which settings this batcher leads when it does; `began`: when it tried to, at first or again."""
+    from rlbuffer_cli.text import wrapped
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        self._step: int | None = None
-        """None until the batcher is ready."""
-        self._began = time.monotonic()
-        """When it tried to lead, at first or again."""
-        self._sentence = ""
-        self._since = time.monotonic()
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Takes in which step the run is at, what it waits for, and since when this batcher tries to lead it; says with
-        which settings it leads."""
-        from rlbuffer_cli.render.text import wrapped
-
-        match line["event"]:
-            case "ready":
-                self._step = line["step"]
-                rows = banner(self._loaded, line, time.monotonic() - self._began)
-                _log.info("%s", "\n".join(row for text in rows for row in wrapped(text, indent=" " * 4)))
-            case "step":
-                self._step = line["step"]
-            case "leader":
-                self._began = time.monotonic()
-        if line["event"] in ("waiting", "step", "recovery", "ended", "leader", "begins again"):
-            sentence = line.get("sentence", "")
-            if not (self._sentence and sentence):
-                self._since = time.monotonic()
-            self._sentence = sentence
-
-    def lines(self, width: int) -> list[str]:
-        from rlbuffer.state.text import duration
-
-        if self._step is None:
-            return [f'run "{self._loaded.settings.run}": connecting to the server ...']
-        if not self._sentence:
-            return [f"step {self._step} · at work"]
-        seconds = int(time.monotonic() - self._since)
-        lasting = f"{seconds} s" if seconds < 10 else duration(seconds)
-        return [f"step {self._step} · waiting {lasting}: {self._sentence}"]
+    if line["event"] == "leader":
+        began[0] = time.monotonic()
+    elif line["event"] == "ready":
+        rows = banner(loaded, line, time.monotonic() - began[0])
+        _log.info("%s", "\n".join(row for text in rows for row in wrapped(text, indent=" " * 4)))
+        ready.set()
 
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:
@@ -198,14 +172,14 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
             f"{server['name']} {server['version']} ({where}), {memory}, {server.get('policy', 'noeviction')} ok",
         ),
         ("", str(server["address"])),
-        ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
+        ("step", f"{size}   ({loaded.place('batcher.row_tokens')})"),
         (
             "age",
-            f"at most {plural(batcher.max_age, 'version')}   ({_source(loaded, 'batcher.max_age')})",
+            f"at most {plural(batcher.max_age, 'version')}   ({loaded.place('batcher.max_age')})",
         ),
         (
             "groups",
-            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({_source(loaded, 'batcher.min_group_size')})"),
+            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({loaded.place('batcher.min_group_size')})"),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
         *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
@@ -227,12 +201,8 @@ def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> list[tuple[str, 
     if size is None or not limit:
         return []
     takes = f"a step takes about {_bytes(size)}, {count} at once {100 * size * count / limit:.0f} % of the server's"
-    return [("memory", f"{takes}   ({_source(loaded, 'batcher.row_tokens')})")]
+    return [("memory", f"{takes}   ({loaded.place('batcher.row_tokens')})")]
 
 
 def _bytes(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
-
-
-def _source(loaded: Loaded, name: str) -> str:
-    return loaded.place(name)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
-from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
+    from rich.console import Console, ConsoleOptions, RenderResult
+
     from rlbuffer.state.run_state import RunState
     from rlbuffer.state.step_record import StepRecord
-    from rlbuffer_cli.render.metrics_tail import MetricsTail
+    from rlbuffer_cli.live import MetricsTail
 
 
 @click.command("top")
@@ -40,84 +39,63 @@ def command(given: options.Given, once: bool, every: float, as_json: bool) -> in
     Example:
       rlbuffer top --once
     """
+    from rlbuffer.client.run_state import read_run_state
     from rlbuffer.errors import ServerRefused, ServerUnreachable
-    from rlbuffer_cli.render.metrics_tail import MetricsTail
+    from rlbuffer_cli.plots import METRICS_FILE
+    from rlbuffer_cli.run_tables import READ_RECORDS
     from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.starting import is_drawable
 
     loaded = given.load()
-    with open_existing(loaded, run_given=given.run is not None) as buffer:
-        folder = loaded.settings.model_copy(update={"run": buffer.run}).output_dir
-        view = _View(buffer, MetricsTail(folder / "metrics.jsonl"))
-        clear()
-        if once or as_json or not _may_draw():
-            return _print(view, once=once, every=every, as_json=as_json)
-        from rlbuffer_cli.render.foot import Foot
+    with open_existing(loaded, run_given=given.run is not None) as buffer, suppress(KeyboardInterrupt):
+        if as_json:
+            while True:
+                echo(json.dumps(read_run_state(buffer.store).as_object()))
+                if once:
+                    return 0
+                sys.stdout.flush()
+                time.sleep(every)
+        from rlbuffer_cli import look
+        from rlbuffer_cli.live import MetricsTail, shown
 
-        with Foot(view.lines) as foot:
-            try:
-                while True:
-                    try:
-                        view.look()
-                    except (ServerRefused, ServerUnreachable) as error:
-                        view.trouble = str(error).splitlines()[0]
-                    time.sleep(every)
-            except KeyboardInterrupt:
-                foot.close(keep=True)
+        folder = loaded.settings.model_copy(update={"run": buffer.run}).output_dir
+        view = _View(MetricsTail(folder / METRICS_FILE))
+        if once or not is_drawable(sys.stdout):
+            while True:
+                view.state = read_run_state(buffer.store, history=READ_RECORDS)
+                look.show(view)
+                if once:
+                    return 0
+                echo("")
+                sys.stdout.flush()
+                time.sleep(every)
+        with shown(view, is_whole=True):
+            while True:
+                try:
+                    view.state, view.trouble = read_run_state(buffer.store, history=READ_RECORDS), ""
+                except (ServerRefused, ServerUnreachable) as error:
+                    view.trouble = str(error).splitlines()[0]
+                time.sleep(every)
     return 0
 
 
-def _may_draw() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def _print(view: _View, *, once: bool, every: float, as_json: bool) -> int:
-    from rlbuffer_cli.render.text import terminal_width
-
-    try:
-        while True:
-            if as_json:
-                echo(json.dumps(view.read(history=0).as_object()))
-            else:
-                view.look()
-                for line in [*view.rows(terminal_width()), *[""] * (not once)]:
-                    echo(line)
-            if once:
-                return 0
-            sys.stdout.flush()
-            time.sleep(every)
-    except KeyboardInterrupt:
-        return 0
-
-
 class _View:
-    """The last look, for a terminal."""
+    """The last look."""
 
-    def __init__(self, buffer: Buffer, tail: MetricsTail) -> None:
-        self._buffer, self._tail = buffer, tail
+    def __init__(self, tail: MetricsTail) -> None:
+        self._tail = tail
         self._trained: list[StepRecord] = []
-        self._state: RunState | None = None
+        self.state: RunState | None = None
         self.trouble = ""
-        """The reason why the last look failed; "" when it did not."""
+        """The reason why it failed."""
 
-    def read(self, *, history: int) -> RunState:
-        from rlbuffer.client.run_state import read_run_state
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
 
-        return read_run_state(self._buffer.store, history=history)
-
-    def look(self) -> None:
-        from rlbuffer_cli.render.run import READ_RECORDS
+        from rlbuffer.state.text import printable
+        from rlbuffer_cli.view import run_view
 
         self._trained += self._tail.new()
-        self._state, self.trouble = self.read(history=READ_RECORDS), ""
-
-    def rows(self, width: int | None) -> list[str]:
-        from rlbuffer_cli.render.run import run_view
-
-        return ["looking ..."] if self._state is None else run_view(self._state, width, self._trained)
-
-    def lines(self, width: int) -> list[str]:
-        """The view, cut to the lines that the terminal has; the last one is the cursor's."""
-        from rlbuffer_cli.render.text import cut
-
-        rows = [*([f"! {self.trouble}"] if self.trouble else []), *self.rows(width)]
-        return [cut(row, width) for row in rows[: shutil.get_terminal_size().lines - 1]]
+        if self.trouble:
+            yield Text.assemble(("✕ ", "dropped"), printable(self.trouble))
+        yield Text("looking ...") if self.state is None else run_view(self.state, self._trained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -86,29 +86,29 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts
     name_process("train")
     # A live view would draw over the tables.
     shown = "plain" if display == "auto" and debug_samples else options.choose_display(display)
-    world_size = settings.trainer.world_size
-    if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself
-        from rlbuffer_cli.render.train_view import Follower
+    tell: dict[str, Any] = {"display": shown}
+    with ExitStack() as views:
+        if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself
+            from rlbuffer_cli import live
 
-        with Follower(settings, has_server=not fake_data) as follower:
-            code = launch(
-                settings,
-                world_size=world_size,
-                display="none",
-                fake_data=fake_data,
-                max_restarts=max_restarts,
-                debug_samples=debug_samples,
-                say=follower.say,
-                say_last=follower.say_last,
-            )
-    else:
+            first = "the steps are made up" if fake_data else "the first step comes once the batcher has committed it"
+            watch = live.Watch(settings, opening=f"starting the ranks; {first}", asks=not fake_data, from_end=True)
+            watch.may_ask.set()
+            drawn = views.enter_context(live.shown(watch))
+            views.enter_context(watch)
+
+            def say_last(text: str) -> None:
+                views.close()
+                live.print_error(text)
+
+            tell = {"display": "none", "say": lambda text: live.say(drawn, text), "say_last": say_last}
         code = launch(
             settings,
-            world_size=world_size,
-            display=shown,
+            world_size=settings.trainer.world_size,
             fake_data=fake_data,
             max_restarts=max_restarts,
             debug_samples=debug_samples,
+            **tell,
         )
     if code == options.EXIT_INTERRUPTED:
         say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)

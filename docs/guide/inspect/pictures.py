@@ -2,7 +2,7 @@
 
     python docs/guide/inspect/pictures.py
 
-Needs tmux, pillow (`rlbuffer[plot]`) and the font DejaVu Sans Mono. It takes about a minute. What is on a picture is
+Needs tmux, pillow and the font DejaVu Sans Mono. It takes about a minute. What is on a picture is
 what `tmux capture-pane -e` gave, cell by cell.
 """
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SIZE = (140, 40)
 CELL = (9, 18)
 FONT_SIZE = 15
-COLOURS_OF_A_FILE = 48
+COLOURS_OF_A_FILE = 128
 PATIENCE_SECONDS = 120.0
 STEPS_BEFORE = 45
 """Steps that the demo trains before anybody looks."""
@@ -132,13 +132,13 @@ def tour(window: Terminal, keep: Keep) -> None:
     window.until("3 advantage")
     keep("rollout-advantage", window)
     window.press("t")
-    window.until("closed by", "that can still be read")
+    window.until("closed by", "of capacity")
     keep("steps", window)
     window.press("Enter")
     window.until("rank 0:", "worst rollout")
     keep("step", window)
     window.press("Escape")
-    window.until("that can still be read")
+    window.until("of capacity")
     window.press("w")
     window.until("worker vcopy", "batcher ")
     keep("workers", window)

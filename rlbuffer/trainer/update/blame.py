@@ -68,7 +68,7 @@ class Blame:
     def _advice(self) -> str:
         return (
             "The step is committed, so a restart trains the same bytes: if it ends so again, look at them with "
-            f"`rlbuffer inspect --step {self.step}` and take the step back with `rlbuffer runs void {self.step}`."
+            f"`rlbuffer inspect step:{self.step}` and take the step back with `rlbuffer runs void {self.step}`."
         )
 
 

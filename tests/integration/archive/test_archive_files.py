@@ -21,7 +21,7 @@ from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
-from rlbuffer_cli.archived import of_archive
+from rlbuffer_cli.archived import detail_of
 
 pytest_plugins = ["store_fixtures"]
 
@@ -104,7 +104,7 @@ def test_an_archived_rollout_has_the_place_in_its_step_that_it_had_on_the_server
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
         expected = {m.rollout_id: m.place for g in ("a.0", "a.1", "b.2") for m in buffer.group(g).members}
     archive = archived(run, tmp_path / "archive")
-    details = [of_archive(archive.folder, group_id) for group_id in ("a.0", "a.1", "b.2")]
+    details = [detail_of(archive, archive.find(group_id)) for group_id in ("a.0", "a.1", "b.2")]
     assert {m.rollout_id: m.place for detail in details for m in detail.members} == expected
     assert None not in expected.values()
     assert archive.row_numbers(9) == {}
@@ -138,10 +138,11 @@ def test_a_dropped_group_is_in_the_archive_what_it_was_on_the_server(run: Run, t
         there = buffer.group("a.2").view
     assert (there.age, there.prompt_id, there.worker) == (2, "a prompt", "w-7")
     archive = archived(run, tmp_path / "archive")
-    assert of_archive(archive.folder, "a.2").view == there
+    assert detail_of(archive, archive.find("a.2")).view == there
     (rollouts,) = archive.folder.glob("dropped-*.parquet")
     rollouts.unlink()
-    assert of_archive(archive.folder, "a.2").view == replace(there, reward=None, rewards=(), max_version=0)
+    archive = Archive(archive.folder)
+    assert detail_of(archive, archive.find("a.2")).view == replace(there, reward=None, rewards=(), max_version=0)
 
 
 def test_after_steps_were_taken_back_no_age_is_known_until_the_next_one(run: Run, tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_after_steps_were_taken_back_no_age_is_known_until_the_next_one(run: Run
     run.drop("stale", run.pool())
     archive = archived(run, tmp_path / "archive")
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        ages = [(buffer.group(g).view.age, of_archive(archive.folder, g).view.age) for g in ("a.2", "a.4")]
+        ages = [(buffer.group(g).view.age, detail_of(archive, archive.find(g)).view.age) for g in ("a.2", "a.4")]
     assert ages == [(None, None), (2, 2)]
 
 
@@ -176,8 +177,8 @@ def test_a_group_of_a_step_that_was_taken_back_keeps_its_prompt_its_worker_and_i
     run.meta = run.store.meta()
     run.token = 0
     run.step("a.7")
-    archived(run, folder)
-    detail = of_archive(folder, "a.1")
+    archive = archived(run, folder)
+    detail = detail_of(archive, archive.find("a.1"))
     assert (detail.view.state, detail.view.reason, detail.view.step) == ("dropped", "void", None)
     assert (detail.view.prompt_id, detail.view.worker) == ("a prompt", "w-7")
     assert [member.rollout for member in detail.members] == list(group.rollouts)

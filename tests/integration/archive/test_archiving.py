@@ -22,7 +22,7 @@ from rlbuffer.daemon import archiving
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
-from rlbuffer_cli.archived import of_archive
+from rlbuffer_cli.archived import detail_of
 
 pytestmark = pytest.mark.server
 
@@ -117,7 +117,7 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
     assert [member.rollout_id for member in archive.rollouts(1)] == ["a.long/0", "a.long/2"]
     (group_of_step,) = archive.groups(1)
     assert [member.rollout_id for member in group_of_step.members] == ["a.long/0", "a.long/2", "a.long/1"]
-    detail = of_archive(training.folder, "a.long")
+    detail = detail_of(archive, archive.find("a.long"))
     assert (detail.view.rollouts, detail.view.detail, len(detail.members)) == (2, "left out: 1 oversized", 3)
     report = check_archive(archive)
     assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 1, 4)

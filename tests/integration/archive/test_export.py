@@ -60,7 +60,7 @@ def test_what_is_exported_and_pushed_is_the_same_rollouts(run: Run, call: Call, 
     code, out, err = call("export", "-o", file, "--run", name)
     assert (code, out) == (0, "")
     assert err == f'{file}: 3 groups with 21 rollouts of run "{name}"\n'
-    code, out, err = call("import", file, "--run", "another", "--json")
+    code, out, err = call("push", file, "--run", "another", "--json")
     assert (code, json.loads(out)["stored"]) == (0, 3), err
     assert stored(run.url, "another") == announced("a.0", "b.1", "c.2")
     code, out, _ = call("export", "--where", "state:dropped", "-o", file, "--run", name, "--json")

@@ -15,7 +15,7 @@ from test_archive_files import archived, settled
 
 import rlbuffer
 from rlbuffer.testing import make_group
-from rlbuffer_cli.web import Pages
+from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 Call = Callable[..., tuple[int, str, str]]
@@ -53,31 +53,31 @@ def call(run: Run, typed: Call) -> Call:
 
 
 def test_steps_of_the_archive_stand_behind_those_of_the_server(call: Call) -> None:
-    code, out, err = call("inspect", "--steps", "--json", "--archive", "archive")
+    code, out, err = call("inspect", "steps", "--json", "--archive", "archive")
     assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [6, 5, 4, 3, 2, 1]), err
-    code, out, _ = call("inspect", "--steps", "--json")
+    code, out, _ = call("inspect", "steps", "--json")
     assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [6, 5])
 
 
 def test_a_retired_step_shows_what_it_showed_on_the_server(run: Run, call: Call, tmp_path: Path) -> None:
-    code, out, err = call("inspect", "--step", "5")
+    code, out, err = call("inspect", "step:5")
     assert code == 0, err
     archived(run, tmp_path / "later")
     run.train(STEPS, oldest_kept=STEPS)
     run.store.retire(STEPS)
-    code, again, err = call("inspect", "--step", "5", "--archive", "later")
+    code, again, err = call("inspect", "step:5", "--archive", "later")
     assert (code, again) == (0, out), err
 
 
 def test_a_retired_step_without_an_archive_says_where_it_could_come_from(run: Run, call: Call) -> None:
-    for where in (("--step", "2"), ("--step", "2", "--json")):
+    for where in (("step:2",), ("step:2", "--json")):
         code, out, err = call("inspect", *where)
         assert (code, out) == (1, "")
         assert " ".join(err.split()) == (
             f"Error: step 2 of run '{run.store.run}' was trained and has left the server, and no archive is known "
             "here: --archive DIR names one, `rlbuffer serve --archive DIR` keeps steps"
         )
-    assert "has no step 9: the last committed one is 6." in call("inspect", "--step", "9", "--archive", "archive")[2]
+    assert "has no step 9: the last committed one is 6." in call("inspect", "step:9", "--archive", "archive")[2]
 
 
 def test_the_batcher_says_where_the_archive_is(run: Run, call: Call, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_batcher_says_where_the_archive_is(run: Run, call: Call, tmp_path: P
     code, out, err = call("inspect", "a.1")
     assert (code, "said 1/0" in out) == (0, True), err
     run.store.heartbeat("batcher", "leader", {"archive": str(tmp_path / "not-written-yet")})
-    assert call("inspect", "--steps")[0] == 0
+    assert call("inspect", "steps")[0] == 0
 
 
 def test_a_filter_that_names_retired_steps_finds_their_groups(call: Call) -> None:
@@ -132,14 +132,14 @@ def test_the_web_pages_read_the_archive_that_was_named(run: Run, tmp_path: Path)
                     ("group", {"id": "a.1"}),
                     ("rollout", {"id": "a.1", "rollout": "a.1/1"}),
                     ("steps", {}),
-                    ("", {"where": "step:2"}),
+                    ("groups", {"where": "step:2"}),
                 )
             }
     assert "a.1/" in shown["step"]
     assert "a.1/1" in shown["group"]
     assert "said 1/1" in shown["rollout"]
     assert "step?n=1" in shown["steps"]
-    assert "group?id=a.1" in shown[""]
+    assert "group?id=a.1" in shown["groups"]
 
 
 def test_a_group_of_the_archive_is_the_same_in_a_list_and_by_its_id_and_files_are_read_once(

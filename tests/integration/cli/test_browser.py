@@ -13,6 +13,7 @@ import waits
 from browsing import Person, browse
 from own_server import OwnServer
 from store_runs import Run
+from textual import events
 
 import rlbuffer
 from rlbuffer.errors import ServerUnreachable
@@ -20,7 +21,9 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
-from rlbuffer_cli.browse.workers import Workers
+from rlbuffer_cli.browse.listing import Listing
+from rlbuffer_cli.browse.panes import EntryLine
+from rlbuffer_cli.run_tables import PROCESSES
 
 EVIL = "[bold red]\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b[/] 漢字"
 
@@ -93,12 +96,8 @@ def test_the_pool_shows_who_waits_envs_and_groups(run: Run, buffer: rlbuffer.Buf
     fill(run)
 
     async def tour(person: Person) -> None:
-        shown = await person.sees("talk.7", "a.2", "a.0", "dropped stale", "packed in 1", "0 trained", "as of")
-        assert "batcher: talk is 6 groups short of its share" in shown
-        assert "share of tokens" in shown
-        assert "? help" in shown
+        await person.sees("talk.7", "a.2", "as of", "● batcher: talk is 6 groups short of its share", "? help")
         assert max(len(line) for line in person.lines()) <= size[0]
-        assert [line[:8] for line in person.lines() if line.startswith("> ")] == ["> talk.7"]
         await person.press("j", "o")
         assert '"group_id": "a.2"' in await person.sees("a.2: raw", '"schema": "rlbuffer.group/1"')
         await person.press("escape", "y")
@@ -114,15 +113,22 @@ def test_sorting_takes_one_column_after_the_other_and_keeps_the_cursor_on_its_gr
     fill(run)
 
     async def tour(person: Person) -> None:
-        await person.sees("by state, newest first", "talk.7")
+        await person.sees("newest first", "talk.7")
         await person.press("j")
-        await person.press("s")
-        shown = await person.sees("by id")
-        rows = [line.split()[0] for line in shown.splitlines() if line.startswith(("  a.", "  b.", "  talk."))]
-        assert rows == ["a.0", "a.1", "b.0", "talk.7"]
-        assert "> a.2" in shown
-        await person.press("S")
-        assert "> a.2" in await person.sees("by id, reversed")
+        for keys, words, ordered in (
+            ("s", "by group", ["a.0", "a.1", "a.2", "b.0", "talk.7"]),
+            ("S", "by group, reversed", ["talk.7", "b.0", "a.2", "a.1", "a.0"]),
+        ):
+            await person.press(keys)
+            await person.sees(words)
+            screen = person.app.screen
+            assert isinstance(screen, Listing)
+            assert [row.view.group_id for row in screen.shown] == ordered
+            assert screen.identifier() == "a.2"
+        screen.sort_by("reward")  # a click on the head
+        screen.sort_by("reward")
+        assert [row.view.reward for row in screen.shown][:1] == [0.5]
+        assert "by reward, reversed" in await person.sees("by reward")
 
     browse(buffer, tour, size=(100, 30))
 
@@ -136,9 +142,23 @@ def test_a_wrong_filter_is_said_in_place_and_a_right_one_chooses(run: Run, buffe
         await person.sees("'evn' is not a field to filter by. Did you mean env?")
         await person.press("home", "delete", "delete", "delete", *"env", "enter")
         shown = await person.until(lambda text: "1 group where env:talk" in text, "the filter")
-        assert not any(line.startswith(("  a.", "> a.")) for line in shown.splitlines())
+        assert not any(line.startswith(("  a.", "a.")) for line in shown.splitlines())
         await person.press("slash", "escape")
         await person.sees("where env:talk")
+
+    browse(buffer, tour)
+
+
+def test_a_key_that_was_typed_ahead_of_the_filters_line_is_written_there(run: Run, buffer: rlbuffer.Buffer) -> None:
+    fill(run)
+
+    async def tour(person: Person) -> None:
+        await person.sees("talk.7")
+        screen = person.app.screen
+        assert isinstance(screen, Listing)
+        await person.press("slash")
+        screen.rows._forward_event(events.Key("e", "e"))  # on its way to the rows when the line opened
+        await person.until(lambda shown: screen.query_one(EntryLine).value == "e", "the key in the line")
 
     browse(buffer, tour)
 
@@ -153,6 +173,14 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         await person.press("j", "c", "j", "c")
         shown = await person.sees("talk.7/1 and talk.7/2", "they part at token 5")
         assert "≠ first" in shown
+        assert "['" not in shown
+
+        def tokens(shown: str) -> list[int]:
+            return [int(line.split()[0]) for line in shown.splitlines() if "trained" in line]
+
+        assert tokens(shown) == [5, 6, 7]
+        await person.press("s", "S")
+        await person.until(lambda shown: tokens(shown) == [7, 6, 5], "the other order")
         await person.press("escape", "enter")
         await person.sees("rollout talk.7/2 (3 of 3 of its group)")
 
@@ -168,21 +196,23 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
         )
         assert "1 plain: text as it was pushed" in shown
         legends = {
-            "2": "p>=0.9",
+            "2": "≥ 0.9",
             "3": "advantages are known once",
-            "4": "■ trained (3)",
-            "5": "nats, pushed as column `entropy`: mean 1.714, most 2.000",
+            "4": "trained (3)",
+            "5": "nats, pushed as column `entropy`; mean 1.714, most 2.000",
             "6": "6 mismatch: trainer's logprobs are not kept per token: a worker pushes it as a column",
-            "7": "⁰ v0  ¹ v1",
+            "7": "Aa v0 Aa v1",
             "8": "8 column entropy",
         }
         for key, legend in legends.items():
             await person.press(key)
             await person.sees(legend)
         await person.press("G")
-        await person.sees("TOKEN 7 of 8", "id 33", "text '!'", "trained", "logprob -7.05", "version 1", "entropy 2")
+        await person.sees(
+            "TOKEN 7 of 8", "id 33", "text '!'", "trained yes", "logprob -7.05", "version v1", "entropy 2"
+        )
         await person.press("g")
-        await person.sees("TOKEN 0 of 8", "not trained", "sampled by no version", "role user")
+        await person.sees("TOKEN 0 of 8", "trained no", "version none", "role user")
         await person.press("p")
         await person.sees("rollout talk.7/0 (1 of 3 of its group)", "8 column entropy")
         await person.press("p", "n", "n")
@@ -251,7 +281,7 @@ def test_steps_are_rows_and_one_step_is_bars_of_its_ranks(run: Run, buffer: rlbu
     async def tour(person: Person) -> None:
         await person.sees("talk.7")
         await person.press("t")
-        await person.sees("2 steps that can still be read", "capacity", "packed")
+        await person.sees("2 steps", "packed")
         await person.press("j", "enter")
         shown = await person.sees("step 1   packed", "closed by capacity", "rank 0:", "rank 1:", "█ a", "▓ b", "empty")
         assert "rows of 64 tokens" in shown
@@ -273,7 +303,7 @@ def test_workers_show_when_they_were_heard_and_what_failed_last(run: Run, buffer
     async def tour(person: Person) -> None:
         await person.sees("talk.7")
         await person.press("w")
-        await person.sees("worker w-0", "v3", "12 rollouts/s", "KeyError: 'x' (envs.py:3 in score)")
+        await person.sees("worker w-0", "v3", "12/s", "KeyError: 'x' (envs.py:3 in score)")
         await person.press("question_mark")
         await person.sees("What each screen answers")
         await person.press("escape", "escape")
@@ -289,9 +319,9 @@ def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, b
         await person.sees("[live]")
         run.push("a.0")
         run.push("a.1")
-        await person.sees("2 groups", "> a.1")
+        await person.sees("2 groups", "a.1")
         await person.press("j")
-        await person.sees("[live waits: not at the top]", "> a.0")
+        await person.sees("[live waits: not at the top]", "a.0")
         run.push("a.2")
         await person.pilot.pause(0.5)
         assert "a.2" not in person.text()
@@ -324,13 +354,13 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
     run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
 
     async def tour(person: Person) -> None:
-        await person.sees("> a.0", "\\x1b]0;owned")
+        await person.sees("a.0", "\\x1b]0;owned")
         for keys, words in (
             ("enter", "group a.0"),
             ("o", "rlbuffer.group/1"),
             ("escape", "group a.0"),
             ("enter", "rollout a.0/0"),
-            ("2", "p>=0.9"),
+            ("2", "≥ 0.9"),
             ("5", "entropy"),
             ("6", "not kept per token"),
             ("8", "column entropy"),
@@ -374,11 +404,12 @@ def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
         raise ServerUnreachable("gone")
 
     async def tour(person: Person) -> None:
-        await person.sees("> a.0", "as of")
+        await person.sees("a.0", "as of")
         await person.press("w")
-        await person.sees("0 processes, 0 heard just now")
+        await person.sees("0 processes")
         screen = person.app.screen
-        assert isinstance(screen, Workers)
+        assert isinstance(screen, Listing)
+        assert screen.view is PROCESSES
         await person.press("escape")
         await person.until(lambda _: not screen.children, "its widgets to go")
         if fails:
@@ -397,10 +428,10 @@ def test_a_server_that_is_away_is_a_line_and_it_comes_back_by_itself(tmp_path: P
         with rlbuffer.connect(server.url, run=real.store.run) as buffer:
 
             async def tour(person: Person) -> None:
-                await person.sees("> a.0", "as of")
+                await person.sees("a.0", "as of")
                 server.kill()
                 await person.press("r")
-                await person.sees("It is asked again.", "> a.0")
+                await person.sees("It is asked again.", "a.0")
                 server.start()
                 await person.until(lambda text: "asked" not in text, "the server")
 

@@ -89,7 +89,7 @@ def test_keys_typed_ahead_of_an_enter_are_not_taken_for_the_filter(buffer: rlbuf
         await person.press("slash")
         for key in (*"stop", "colon", *"length", "enter", "S", "l"):  # all before the application sees the first
             person.app.post_message(events.Key(key, ":" if key == "colon" else key if len(key) == 1 else None))
-        await person.sees("[live] 1 group where stop:length, by state, newest first, reversed")
+        await person.sees("[live] 1 group where stop:length, newest first, reversed")
 
     browse(buffer, tour, size=(120, 30))
 

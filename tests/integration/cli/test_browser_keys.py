@@ -1,97 +1,70 @@
-"""The keys at the foot of each screen of the browser: on the smallest terminal, every one that does something there."""
+"""The foot of the browser: keys that can be clicked, and every one that does something is on the page of keys."""
 
 from __future__ import annotations
 
-import re
 import uuid
 from pathlib import Path
 
 import pytest
 from browsing import Person, browse
 from store_runs import Run
+from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
 
 import rlbuffer
-from rlbuffer_cli.browse.screen import ALWAYS, key_rows
+from rlbuffer_cli.browse.pages import HELP
 
-MOVES = {"j", "k"}
-"""Twins of the arrows."""
-
-
-def foot(person: Person) -> list[str]:
-    """The last lines of the screen that name keys."""
-    height = person.app.screen.query_one("#keys").size.height
-    return person.lines()[-height:]
+NAMES = {"question_mark": "?", "slash": "/", "escape": "esc", "exclamation_mark": "!"}
+MOVES = {"j", "k", "g", "G", "up", "down", "left", "right", "home", "end", "tab", "enter", "esc"}
 
 
-def named(rows: list[str]) -> set[str]:
-    """The keys that the lines name."""
-    keys: set[str] = set()
-    for piece in re.split(r" {2,}", "  ".join(rows)):
-        head = piece.split(" ")[0]
-        if head == "1-8":
-            keys |= set("12345678")
-        else:
-            keys |= {head} if head == "/" else set(head.split("/"))
-    return keys
-
-
-def bound(person: Person) -> set[str]:
-    """The keys that the screen, or what has its focus, takes."""
-    names = {"question_mark": "?", "slash": "/", "escape": "esc"}
-    taken = {names.get(key, key) for key in person.app.screen.active_bindings}
-    return {key for key in taken if len(key) == 1 or key in ("enter", "esc", "tab")} - MOVES
-
-
-def test_at_80_columns_every_key_that_does_something_on_a_screen_stands_at_its_foot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [80, 140])
+def test_every_key_of_every_screen_stands_on_the_page_of_keys_and_help_at_the_foot(tmp_path: Path, width: int) -> None:
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     run.step("a.0")
     run.push("a.1", rewards=[0.25, 0.75])
     run.store.heartbeat("worker", "w-0", {"version": 1})
-    idle = {
-        "Pool": {"esc", "m"},  # without a filter, and without more groups
-        "Group": set(),
-        "Pair": {"enter", "y", "o", "e"},
-        "OneRollout": set(),
-        "Steps": {"e", "t"},
-        "OneStep": set(),
-        "Workers": {"e", "w"},
-        "Raw": {"o", "e", "l", "r", "tab"},
-        "Help": {"y", "o", "e", "l", "r", "tab"},
-    }
-    seen = set()
+    words = HELP.split()
 
     async def tour(person: Person) -> None:
-        for keys, words in (
-            ((), "> a.1"),
+        for keys, seen in (
+            ((), "a.1"),
             (("enter",), "group a.1"),
             (("b",), "they part at token"),
             (("escape", "enter"), "rollout a.1/0"),
-            (("t",), "that can still be read"),
+            (("escape", "escape", "t"), "1 step"),
             (("enter",), "closed by capacity"),
-            (("escape", "w"), "worker w-0"),
+            (("w",), "worker w-0"),
             (("o",), "worker w-0: raw"),
             (("question_mark",), "What each screen answers"),
         ):
             await person.press(*keys)
-            await person.sees(words)
-            screen = type(person.app.screen).__name__
-            ends = {"g", "G"}  # where they are not named they only move
-            assert bound(person) - ends - named(foot(person)) == idle[screen] - ends, screen
-            assert len(foot(person)) <= 2
-            seen.add(screen)
-        assert seen == idle.keys()
+            await person.sees(seen)
+            taken = {NAMES.get(key, key) for key in person.app.screen.active_bindings}
+            assert {key for key in taken if len(key) == 1} - MOVES - set("12345678") <= set(words)
+        foot = person.app.screen.query_one(Footer)
+        shown = {key.description for key in foot.query(FooterKey)}
+        assert {"steps", "processes", "problems", "quit"} <= shown
 
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        browse(buffer, tour)
+        browse(buffer, tour, size=(width, 30))
     run.close()
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_keys_that_find_no_room_are_left_out_from_the_end_and_help_never(width: int) -> None:
-    keys = [f"{n} does something" for n in range(12)]
-    rows = key_rows(keys, width)
-    shown = [key for row in rows for key in row.split("  ")]
-    assert shown == [*keys[: len(shown) - len(ALWAYS)], *ALWAYS]
-    assert len(rows) <= 3
-    assert max(map(len, rows)) <= width
-    assert (len(shown) == len(keys) + len(ALWAYS)) is (width == 200)
+def test_a_click_on_a_key_presses_it_and_one_on_a_head_sorts(tmp_path: Path) -> None:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    run.push("a.0", rewards=[1.0, 1.0])
+    run.push("a.1", rewards=[0.25, 0.75])
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.1", "share: of tokens so far")  # what stands above the table has its place
+        heads = next(n for n, line in enumerate(person.lines()) if line.split()[:2] == ["group", "state"])
+        await person.pilot.click(offset=(person.lines()[heads].index("reward") + 1, heads))
+        await person.sees("by reward")
+        problems = person.lines()[-1].index("problems")
+        await person.pilot.click(offset=(problems + 1, len(person.lines()) - 1))
+        await person.sees("No problems." if not person.app.screen.is_away else "problems")
+
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        browse(buffer, tour, size=(120, 30))
+    run.close()

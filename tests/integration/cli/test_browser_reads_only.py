@@ -25,13 +25,13 @@ def written(client: redis.Redis) -> dict[str, int]:
 
 async def tour(person: Person) -> None:
     """Every screen, every key."""
-    await person.sees("> a.2", "as of")
+    await person.sees("a.2", "as of")
     await person.press("s", "S", "slash", *"env:a,b", "enter")
     await person.sees("where env:a,b")
     await person.press("l", "r", "o")
     await person.sees(": raw")
     await person.press("escape", "y", "t")
-    await person.sees("1 step that can still be read")
+    await person.sees("1 step")
     await person.press("enter")
     await person.sees("rank 1:")
     await person.press("N", "P", "escape", "escape", "w")
@@ -60,8 +60,9 @@ def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> 
             before = written(client)
             assert {"hset", "xadd"} <= before.keys(), "the watch sees what is written, scripts included"
             content = run.control_keys()
-            for words in ([], ["a.2"], ["a.2/0"], ["a.1"], ["--json", "--totals"], ["--alive", "worker w-0"]):
-                assert main(["inspect", *words, "--redis", server.url, "--run", run.store.run]) == 0
+            looks = ["inspect", "inspect a.2", "inspect a.2/0", "inspect a.1", "inspect processes", "inspect step:1"]
+            for words in (*looks, "inspect b.0/0 b.0/1", "top --once --json", "alive worker w-0"):
+                assert main([*words.split(), "--redis", server.url, "--run", run.store.run]) == 0
             with rlbuffer.connect(server.url, run=run.store.run) as buffer:
                 browse(buffer, tour, size=(100, 30))
             assert written(client) == before
@@ -77,9 +78,11 @@ def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
     with rlbuffer.connect(redis_url, run=run_name) as buffer:
         buffer.writer("w").push(rlbuffer.make_group(env="math", group_id="math.4711"))
     words = ["inspect", "--redis", redis_url, "--run", run_name]
-    drawn = typed(words, tmp_path, until=b"> math.4711", keys=b"q")
+    drawn = typed(words, tmp_path, until=b"math.4711", keys=b"q")
     assert b"\x1b[?1049h" in drawn, "the browser has a screen of its own"
     assert b"\x1b[?1049l" in drawn.partition(b"\x1b[?1049h")[2]
+    drawn = typed(["inspect", "envs", *words[1:]], tmp_path, until=b"1 env", keys=b"q")
+    assert b"\x1b[?1049h" in drawn
     for further, term in ((["--plain"], "xterm-256color"), ([], "dumb"), (["--limit", "1"], "xterm-256color")):
         drawn = typed([*words, *further], tmp_path, until=b"one group: rlbuffer inspect math.4711", keys=b"", TERM=term)
         assert b"\x1b[?1049h" not in drawn

@@ -59,11 +59,11 @@ def test_the_run_opened_last_is_shown_unless_one_was_named(
 
 def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call: Call) -> None:
     buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
-    code, out, _ = call("inspect", "--alive", "worker vcopy")
+    code, out, _ = call("alive", "worker", "vcopy")
     assert (code, out.startswith("worker vcopy was heard 0.")) == (0, True)
-    code, out, _ = call("inspect", "--alive", "worker vcopy", "--within", "0")
+    code, out, _ = call("alive", "worker", "vcopy", "--within", "0")
     assert (code, out.endswith("ago, more than 0 s\n")) == (1, True)
-    code, out, err = call("inspect", "--alive", "worker repeat")
+    code, out, err = call("alive", "worker repeat")
     assert (code, out) == (1, "")
     assert "Error: 'worker repeat' has never been heard in run 'math'. Heard were: worker vcopy.\n" in err
 
@@ -71,7 +71,7 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
 def test_workers_are_in_json(buffer: Buffer, call: Call) -> None:
     buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
     buffer.heartbeat("worker", "odd", {"version": "x", "error": "no\x1bne"})
-    record = json.loads(call("inspect", "--json", "--totals")[1])
+    record = json.loads(call("top", "--once", "--json")[1])
     assert record["schema"] == "rlbuffer.run/2"
     assert [(p["name"], p["version"]) for p in record["processes"]] == [("odd", -1), ("vcopy", 3)]
 
@@ -86,32 +86,35 @@ def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, k
     assert str(waiting) in call("inspect")[1]
 
 
-def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, call: Call) -> None:
+def test_the_life_of_a_rollout_is_one_line(buffer: Buffer, call: Call) -> None:
     rollout = rlbuffer.Rollout.from_completion(
-        prompt_ids=[1], token_ids=[2, 3], logprobs=[-1.0, -1.0], reward=1.0, policy_version=0
+        prompt_ids=[1], token_ids=[2] * 250, logprobs=[-1.0] * 250, reward=1.0, policy_version=0
     )
     group = rlbuffer.Group(group_id="g1", env="math", prompt_id="p", rollouts=[rollout], planned_size=1)
     buffer.writer("w").push(group)
-    code, out, err = call("inspect", "g1/0", "--tokens", "5")
-    assert (code, out) == (2, "")
-    assert "Error: --tokens 5:6 lies behind its 3 tokens" in err
     code, out, _ = call("inspect", "g1/0")
-    assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)
+    assert code == 0
+    assert re.search(r"^  sampled by v0 \[1, 251\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)
+    assert out.endswith("the first 200 tokens of 251: --json has them all\n")
 
 
-def test_totals_are_the_run_and_its_envs_without_groups(url: str, buffer: Buffer, call: Call) -> None:
+def test_a_table_is_asked_for_by_its_name(url: str, buffer: Buffer, call: Call) -> None:
     buffer.writer("w").push(make_group(env="a", group_id="a.77"))
-    code, out, _ = call("inspect", "--totals")
-    assert (code, out.startswith('run "math" on '), "a.77" in out) == (0, True, False)
-    assert any(line.startswith("a ") for line in out.splitlines())
-    assert "a.77" in call("inspect")[1]
-    assert json.loads(call("inspect", "--totals", "--json")[1])["schema"] == "rlbuffer.run/2"
+    for name, has, lacks in (
+        ("envs", "■ a ", "a.77"),
+        ("problems", "No problems", "a.77"),
+        ("groups", "a.77", "no groups yet"),
+    ):
+        code, out, _ = call("inspect", name)
+        assert (code, has in out, lacks in out) == (0, True, False), out
+    assert call("inspect", "envs", "--where", "zz")[1] == "no envs match 'zz'\n"
+    assert json.loads(call("inspect", "envs", "--json")[1])["schema"] == "rlbuffer.env/1"
 
 
 def test_alive_is_one_object_for_a_program(buffer: Buffer, call: Call) -> None:
     buffer.heartbeat("worker", "vcopy", {"version": 3})
-    code, out, _ = call("inspect", "--alive", "worker vcopy", "--json")
+    code, out, _ = call("alive", "worker", "vcopy", "--json")
     record = json.loads(out)
     assert (code, record["schema"], record["process"], record["alive"]) == (0, "rlbuffer.alive/1", "worker vcopy", True)
-    code, out, _ = call("inspect", "--alive", "worker vcopy", "--within", "0", "--json")
+    code, out, _ = call("alive", "worker", "vcopy", "--within", "0", "--json")
     assert (code, json.loads(out)["alive"]) == (1, False)

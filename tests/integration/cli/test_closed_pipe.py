@@ -49,7 +49,7 @@ def ended(arguments: list[str], folder: Path, *, closed: str) -> tuple[int, str]
 @pytest.mark.parametrize(
     "words",
     [
-        *(["inspect"], ["inspect", "--json"], ["inspect", "a.1"], ["inspect", "--steps"], ["inspect", "--html", "-"]),
+        *(["inspect"], ["inspect", "--json"], ["inspect", "a.1"], ["inspect", "steps"], ["inspect", "--html", "-"]),
         *(["export", "-o", "-"], ["verify"], ["top", "--json"], ["runs", "list"], ["plot", "fill"], ["doctor"]),
     ],
     ids=" ".join,

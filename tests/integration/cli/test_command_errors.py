@@ -1,6 +1,6 @@
-"""Exact texts and exit codes of commands that cannot do what they were asked: nothing on stdout, one message on stderr.
+"""Commands that cannot do what they were asked: nothing on stdout, one message on stderr with what it is about, a code.
 
-{home}, {url} and {run} are filled in; a usage error is preceded by the usage, which is left out here.
+{home}, {url} and {run} are filled in.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ FILES = {
     "latin.toml": "",
     "open.toml": "[batcher",
 }
-NO_DATA = (
-    "Error: nothing was ever stored under {home} (RLBUFFER_HOME): no embedded server has run there. Start one with "
-    "`rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
-)
-NO_MODEL = (
-    "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face model's "
-    "directory, or [model.config] for a fresh model (the file that `rlbuffer config example` prints has one)"
-)
-BEGIN = "or a file to begin with: `rlbuffer config example > rlbuffer.toml`"
+NO_DATA = "{home} RLBUFFER_HOME --redis --home"
 
 
 @pytest.fixture
@@ -63,161 +55,61 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("arguments", "code", "words"),
     [
-        ("serv", 2, "Error: there is no command 'serv'. Did you mean serve?"),
-        ("xyzzy", 2, "Error: there is no command 'xyzzy'."),
-        ("serve --nope", 2, "Error: No such option '--nope'. "),
-        ("serve --display loud", 2, "Error: Invalid value for '--display': 'loud' is not one of "),
-        ("inspect --limit 0", 2, "Error: Invalid value for '--limit': 0 is not in the range x>=1."),
-        (
-            "inspect --where evn:math",
-            2,
-            (
-                "Error: 'evn' is not a field to filter by. Did you mean env? Fields: env, state, reason, worker, "
-                "adapter, id, prompt, age, reward, tokens, step, waited, stop, text, truncated, rollout.reward, "
-                "rollout.tokens, rollout.trained, rollout.version, rollout.advantage, rollout.logprob."
-            ),
-        ),
-        (
-            "inspect --where math",
-            2,
-            "Error: cannot read 'math' in the filter: expected FIELD:VALUE or FIELD>=NUMBER, e.g. env:math age>=2",
-        ),
-        ("inspect --where env:", 2, "Error: 'env:' in the filter has no value"),
-        ("inspect --where age>=old", 2, "Error: age is compared with a number (8, 0.5, 8k, 2M), got 'old'"),
-        ("inspect --where env>=a", 2, "Error: env is text: write env:a (or env!=a), not 'env>=a'"),
-        (
-            "inspect --where state:raedy",
-            2,
-            "Error: 'raedy' is not a state. Did you mean ready? One of: forming, ready, packed, trained, dropped.",
-        ),
-        ("inspect x/0 --tokens a:b", 2, "Error: --tokens takes A:B, e.g. 100:300, got 'a:b'"),
-        ("inspect x/0 --tokens 9:3", 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
+        ("serv", 2, "'serv' serve?"),
+        ("xyzzy", 2, "'xyzzy'"),
+        ("serve --nope", 2, "'--nope'"),
+        ("serve --display loud", 2, "'--display' 'loud'"),
+        ("alive", 2, "WHO"),
+        ("inspect --limit 0", 2, "'--limit' 0"),
+        ("inspect --where evn:math", 2, "'evn' env? rollout.reward"),
+        ("inspect --where math", 2, "'math' env:math"),
+        ("inspect --where env:", 2, "'env:'"),
+        ("inspect --where age>=old", 2, "age 'old'"),
+        ("inspect --where env>=a", 2, "env:a 'env>=a'"),
+        ("inspect --where state:raedy", 2, "'raedy' ready?"),
         ("inspect", 1, NO_DATA),
         ("verify", 1, NO_DATA),
         ("runs list", 1, NO_DATA),
         ("env pause math", 1, NO_DATA),
-        ("env pause a/b", 2, "Error: 'a/b' is not an env name: [A-Za-z0-9_.-]{{1,64}}"),
-        ("runs void 0", 2, "Error: Invalid value for 'N': 0 is not in the range x>=1."),
-        ("runs rewind -1", 2, "Error: No such option '-1'."),
-        ("runs rewind five", 2, "Error: Invalid value for 'N': 'five' is not a valid integer range."),
-        ("runs reset a --run b", 2, "Error: the run is named twice: 'a' and --run 'b'"),
-        ("push no.jsonl", 2, "Error: Invalid value for 'FILE': File 'no.jsonl' does not exist."),
-        ("push empty.jsonl", 1, "Error: empty.jsonl holds no group"),
-        ("push bad.jsonl", 1, "Error: bad.jsonl:2  env: missing"),
-        (
-            "worker",
-            3,
-            (
-                "Error: which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] "
-                "section."
-            ),
-        ),
-        ("worker x", 3, f"Error: no rlbuffer.toml is here, and so no [worker.x] section. Give --env, {BEGIN}"),
-        (
-            "worker x --config two.toml",
-            3,
-            "Error: two.toml has no [worker.x] section. Give --env, or add the section.",
-        ),
-        (
-            "score x",
-            3,
-            f"Error: no rlbuffer.toml is here, and so no [score.x] section. Give --model or --reward, {BEGIN}",
-        ),
-        (
-            "score",
-            3,
-            (
-                "Error: what shall be added? Give --model PATH, --reward package.module:function, or a [score.NAME] "
-                "section."
-            ),
-        ),
-        ("score --config two.toml", 2, "Error: which scorer? The config has c, d: rlbuffer score c"),
-        ("worker --config two.toml", 2, "Error: which worker? The config has a, b: rlbuffer worker a"),
-        (
-            "worker --env vcoppy",
-            3,
-            (
-                "Error: --env  env 'vcoppy' is not one of vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers. "
-                "Did you mean vcopy?"
-            ),
-        ),
-        (
-            "run",
-            3,
-            (
-                "Error: 2 mistakes in the settings:\n"
-                f"  {NO_MODEL}\n"
-                "  there is no [worker.NAME] section: nothing would be sampled. Add one "
-                "(the file that `rlbuffer config example` prints has two)"
-            ),
-        ),
-        (
-            "train",
-            3,
-            f"Error: {NO_MODEL}",
-        ),
-        (
-            "config check --config no.toml",
-            3,
-            "Error: cannot read the config file no.toml: No such file or directory",
-        ),
-        ("config check --config latin.toml", 3, "Error: latin.toml is not UTF-8 text (byte 7)"),
-        (
-            "config check --config open.toml",
-            3,
-            "Error: open.toml  not valid TOML: Expected ']' at the end of a table declaration (at end of document)",
-        ),
-        (
-            "config check --for worker --config short.toml",
-            3,
-            "Error: short.toml:4  env vcopy: ",
-        ),
+        ("env pause a/b", 2, "'a/b'"),
+        ("runs void 0", 2, "'N'"),
+        ("runs rewind -1", 2, "'-1'"),
+        ("runs rewind five", 2, "'five'"),
+        ("runs reset a --run b", 2, "'a' 'b'"),
+        ("push no.jsonl", 2, "'no.jsonl'"),
+        ("push empty.jsonl", 1, "empty.jsonl"),
+        ("push bad.jsonl", 1, "bad.jsonl:2 env"),
+        ("worker", 3, "--env [worker.NAME]"),
+        ("worker x", 3, "[worker.x] --env `rlbuffer config example"),
+        ("worker x --config two.toml", 3, "two.toml [worker.x] --env"),
+        ("score x", 3, "[score.x] --model --reward `rlbuffer config example"),
+        ("score", 3, "--model --reward [score.NAME]"),
+        ("score --config two.toml", 2, "c, d:"),
+        ("worker --config two.toml", 2, "a, b:"),
+        ("worker --env vcoppy", 3, "--env 'vcoppy' vcopy?"),
+        ("run", 3, "[model.config] [worker.NAME] `rlbuffer config example`"),
+        ("train", 3, "[model.config] `rlbuffer config example`"),
+        ("config check --config no.toml", 3, "no.toml"),
+        ("config check --config latin.toml", 3, "latin.toml 7)"),
+        ("config check --config open.toml", 3, "open.toml TOML"),
+        ("config check --for worker --config short.toml", 3, "short.toml:4 vcopy"),
         (
             "config check --for worker --config strict.toml",
             3,
-            (
-                "Error: strict.toml:2, :5  batcher.min_group_size = 9, but worker.a.group_size = 8: no group would "
-                "ever be trained"
-            ),
+            "strict.toml:2 :5 batcher.min_group_size worker.a.group_size",
         ),
-        (
-            "config show --run BAD",
-            3,
-            "Error: --run  run = 'BAD': string should match pattern '^[a-z0-9_-][a-z0-9_.-]{{0,63}}$'",
-        ),
-        (
-            "train --world-size 0",
-            3,
-            "Error: --world-size  trainer.world_size = 0: input should be greater than or equal to 1",
-        ),
-        (
-            "inspect --redis http://x",
-            3,
-            (
-                "Error: http://x is not the address of a server.\n  The address comes from --redis.\n"
-                "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
-                "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.\n"
-                "  A cluster of several shards, by some of its nodes: redis+cluster://HOST:PORT,HOST:PORT."
-            ),
-        ),
-        (
-            "inspect --redis redis://127.0.0.1:1/0?decode_responses=1",
-            3,
-            (
-                "Error: the address redis://127.0.0.1:1/0?decode_responses=1 has an option that cannot be set there: "
-                "decode_responses.\n  The address comes from --redis."
-            ),
-        ),
+        ("config show --run BAD", 3, "--run 'BAD'"),
+        ("train --world-size 0", 3, "--world-size trainer.world_size"),
+        ("inspect --redis http://x", 3, "http://x --redis. redis://HOST:PORT/DB"),
+        ("inspect --redis redis://127.0.0.1:1/0?decode_responses=1", 3, "decode_responses. --redis."),
     ],
 )
-def test_a_command_that_cannot_be_carried_out_says_why(call: Call, arguments: str, code: int, text: str) -> None:
+def test_a_command_that_cannot_be_carried_out_says_why(call: Call, arguments: str, code: int, words: str) -> None:
     actual, said = call(*arguments.split())
-    text = text.format(home=Path.cwd() / "home")
     assert actual == code
-    # Sentences that click words itself may end differently from version to version.
-    assert said.startswith(text) if text.endswith(" ") else said == text
+    assert [word for word in words.format(home=Path.cwd() / "home").split() if word not in said] == [], said
 
 
 def test_nobody_there_is_exit_code_4(call: Call) -> None:
@@ -238,64 +130,34 @@ def made(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("arguments", "code", "words"),
     [
-        (
-            "inspect --run other",
-            1,
-            "Error: there is no run 'other' on {url}. Runs there: {run}.",
-        ),
-        (
-            "inspect --run {run} a.",
-            1,
-            (
-                "Error: 3 groups of run {run!r} begin with 'a.': a.0, a.1, a.10. Type one of them whole: "
-                "rlbuffer inspect a.0"
-            ),
-        ),
-        (
-            "inspect --run {run} b.7",
-            1,
-            "Error: run {run!r} has no group 'b.7': it was retired with its step, or never pushed.",
-        ),
-        (
-            "inspect --run {run} a.10/7",
-            1,
-            "Error: group 'a.10' has no rollout '7'. Its rollouts: a.10/0, a.10/1.",
-        ),
-        ("inspect --run {run} a.10/0 --tokens 99:100", 2, "Error: --tokens 99:100 lies behind its {length} tokens"),
-        (
-            "inspect --run {run} --alive batcher",
-            1,
-            "Error: 'batcher' has never been heard in run {run!r}. Heard were: nobody.",
-        ),
-        ("runs void 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
-        ("runs rewind 5 --run {run}", 1, "Error: run {run!r} has no step 5: the last committed one is 1."),
-        (
-            "runs reset {run}",
-            2,
-            'Error: this removes run "{run}" (1 step, 4 pending rollouts) for good: say so with --yes',
-        ),
+        ("inspect --run other", 1, "'other' {url}. {run}."),
+        ("inspect --run {run} a.", 1, "'a.': a.0, a.1, a.10. inspect a.0"),
+        ("inspect --run {run} b.7", 1, "'b.7'"),
+        ("inspect --run {run} a.10/7", 1, "'a.10' '7'. a.10/0, a.10/1."),
+        ("inspect --run {run} step:5", 1, "5: 1"),
+        ("alive --run {run} batcher", 1, "'batcher' '{run}'."),
+        ("runs void 5 --run {run}", 1, "5: 1."),
+        ("runs rewind 5 --run {run}", 1, "5: 1."),
+        ("runs reset {run}", 2, '"{run}" --yes'),
     ],
 )
-def test_a_command_about_what_is_not_there_says_so(made: Run, call: Call, arguments: str, code: int, text: str) -> None:
-    length = made.pool()[-1].info.rollouts[0].length  # type: ignore[union-attr]
-    values = {"run": made.store.run, "url": made.url, "length": length}
+def test_a_command_about_what_is_not_there_says_so(
+    made: Run, call: Call, arguments: str, code: int, words: str
+) -> None:
+    values = {"run": made.store.run, "url": made.url}
     actual, said = call(*arguments.format(**values).split(), "--redis", made.url)
-    assert (actual, said) == (code, text.format(**values))
+    assert actual == code
+    assert [word for word in words.format(**values).split() if word not in said] == [], said
 
 
 def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_command, "MAX_LINE_BYTES", 2**20)
     rollout: dict[str, Any] = {"tokens": [1, 2], "text": "x" * 2**20}
     Path("long.jsonl").write_text(json.dumps({"group_id": "g", "rollouts": [rollout]}) + "\n")
-    assert call("push", "long.jsonl") == (
-        1,
-        (
-            "Error: long.jsonl:1  rollouts[0].text: the line is longer than 1 MiB, the most that one rollout may take; "
-            "push large rollouts from Python"
-        ),
-    )
+    code, said = call("push", "long.jsonl")
+    assert (code, "long.jsonl:1 " in said, "1 MiB" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +173,6 @@ def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_
         port = closed.getsockname()[1]
     code, text = call(*arguments.split(), "--config", "example.toml", "--redis", f"redis://127.0.0.1:{port}")
     assert code == 4
-    assert text.startswith(f"Error: cannot reach Redis at redis://127.0.0.1:{port} (connection refused).\n")
-    assert text.endswith(
-        f"The address comes from --redis.\n  Start one there:   valkey-server --port {port}   (or redis-server)\n"
-        "  Or use the embedded one: leave --redis out."
-    )
+    assert f"redis://127.0.0.1:{port} (connection refused)" in text
+    assert "--redis" in text
+    assert f"valkey-server --port {port}" in text

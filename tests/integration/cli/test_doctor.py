@@ -241,7 +241,7 @@ def test_what_a_user_may_not_ask_is_said_to_be_unknown(place: Place, call: Call)
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_lines_fit_a_narrow_terminal(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr("rlbuffer_cli.render.text.terminal_width", lambda stream=None: width)
+    monkeypatch.setattr("rlbuffer_cli.text.terminal_width", lambda stream=None: width)
     monkeypatch.setenv("NO_COLOR", "1")
     has_a_port_that_is_taken(place)
     out = call(*place.arguments)[1]

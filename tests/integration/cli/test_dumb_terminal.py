@@ -12,13 +12,11 @@ from store_runs import Run
 from terminals import ANSI, typed
 
 import rlbuffer
-from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import main
-from rlbuffer_cli.render.train_view import Follower
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("words", [[], ["a.0"], ["a.0/0"], ["--steps"], ["--step", "1"], ["--workers"]])
+@pytest.mark.parametrize("words", [[], ["a.0"], ["a.0/0"], ["steps"], ["step:1"], ["processes"]])
 def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words: list[str]) -> None:
     run = Run(redis_url, tmp_path)
     try:
@@ -55,7 +53,6 @@ def test_no_color_leaves_the_browser_the_terminals_own_colours(
     [
         (["inspect", "nosuch.1"], 1, "it was retired with its step, or never pushed."),
         (["inspect", "a."], 1, "Type one of them whole: rlbuffer inspect a.0"),
-        (["inspect", "--tokens", "9:3"], 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
         (["verify"], 0, "ok: everything adds up"),
         (["export", "-o", "out.jsonl"], 0, "out.jsonl: 2 groups with 4 rollouts of run {run}"),
         (["drop", "--where", "env:nobody"], 0, "no pending group of run {run} matches 'env:nobody'"),
@@ -99,14 +96,6 @@ def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path
     lines = text[text.index(f"rlbuffer {rlbuffer.__version__}") : text.index("ctrl-c")].splitlines()
     assert max(map(len, lines)) <= 40
     assert "noeviction ok" in " ".join(text.split())
-
-
-def test_made_up_steps_wait_for_no_batcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Follower(RunSettings(home=tmp_path), has_server=False):
-        pass
-    said = capsys.readouterr().out
-    assert "the steps are made up" in said
-    assert "batcher" not in said
 
 
 @pytest.mark.parametrize("state", [{"adapters": 7}, {"adapters": ["x"]}, {"adapters": {"a": 1}}, [1]])

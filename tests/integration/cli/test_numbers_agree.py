@@ -1,36 +1,38 @@
-"""A number is drawn at the same scale in every view."""
+"""A number is drawn at the same scale in every row."""
 
 from __future__ import annotations
 
-import re
 import uuid
 
 import rlbuffer
 from rlbuffer.testing import make_group
-from rlbuffer_cli.render.group import MEMBER_HEADER, largest_reward, member_row
-from rlbuffer_cli.render.html_views import curve
+from rlbuffer_cli.plots import Curve
+from rlbuffer_cli.tables import MEMBERS, group_rows, member_rows
+from rlbuffer_cli.web.pages import drawn
 
 
 def test_bars_of_a_group_are_full_at_a_reward_of_one_or_more() -> None:
+    meter = next(column for column in MEMBERS.columns if column.title == "of 1+")
     with rlbuffer.connect(f"memory://{uuid.uuid4().hex}") as buffer:
         writer = buffer.writer("w")
         for name, rewards in (("poor", [0.1] * 8), ("rich", [1.0, 0.5]), ("large", [4.0, 1.0])):
             writer.push(make_group(group_id=name, size=len(rewards), rewards=rewards))
-        full = {}
-        for name in ("poor", "rich", "large"):
-            detail = buffer.group(name)
-            rows = [member_row(member, largest_reward(detail), "") for member in detail.members]
-            full[name] = [max(row, key=lambda cell: cell.count("█") + cell.count("·")).count("█") for row in rows]
-            assert all(len(row) == len(MEMBER_HEADER) for row in rows)
+        full = {
+            name: [str(meter.cell(row)).count("━") for row in member_rows(buffer.group(name))]
+            for name in ("poor", "rich", "large")
+        }
+        spreads = {(row.low, row.high) for row in group_rows(buffer.groups())}
     assert full == {"poor": [1] * 8, "rich": [8, 4], "large": [8, 2]}
+    assert spreads == {(0.0, 4.0)}, "one axis for all groups of a table"
 
 
-def test_curves_of_a_page_have_one_axis_of_steps() -> None:
-    def ends(points: list[tuple[int, float]]) -> tuple[float, float]:
-        found = re.findall(r"([\d.]+),[\d.]+", curve("reward", points, (1, 751)).partition("points=")[2])
-        return float(found[0]), float(found[-1])
-
-    assert ends([(n, n / 751) for n in range(1, 752)]) == (0.0, 600.0)
-    first, last = ends([(n, n / 751) for n in range(740, 752)])
-    assert first > 580
-    assert last == 600.0
+def test_curves_of_a_page_have_one_axis_of_steps_and_their_own_of_values() -> None:
+    curves = [Curve("reward", ((1, 0.25), (751, 0.5))), Curve("entropy", ((740, 2.0), (751, 1.0)))]
+    shown = drawn({curve.name: curve for curve in curves})
+    ends = [[float(point.split(",")[0]) for point in each["points"].split()] for each in shown]
+    assert ends[0] == [0.0, 560.0]
+    assert ends[1][0] > 550
+    assert [(each["low"], each["high"], each["first"], each["last"]) for each in shown] == [
+        ("0.25", "0.5", 1, 751),
+        ("1", "2", 1, 751),
+    ]

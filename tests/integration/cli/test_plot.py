@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from store_runs import Run
 
-from rlbuffer_cli.render.chart import chart
-from rlbuffer_cli.render.curves import Curve, curves_of
+from rlbuffer_cli.plots import Curve, chart, curves_of, small_charts
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -44,7 +43,7 @@ def test_a_number_of_the_metrics_is_drawn_and_a_table_has_a_line_for_each_entry(
     write("math", record(1), record(2, loss=float(3)), record(3), record(2, reward=0.9))  # step 2 was trained again
     code, out, err = call("reward", "--run", "math")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "• reward  0.3 at step 3, 0.1 to 0.9"
+    assert out.splitlines()[-1] == "reward  0.3 at step 3, 0.1 to 0.9"
     assert points(call("reward", "math", "--json")[1]) == [("reward", 1, 0.1), ("reward", 2, 0.9), ("reward", 3, 0.3)]
     assert [name for name, _, _ in points(call("rewards", "math", "--json")[1])] == ["a", "a", "a"]
     assert [name for name, _, _ in points(call("rewards.a", "math", "--json")[1])] == ["rewards.a"] * 3
@@ -71,8 +70,8 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest_one(call: Call) -> 
         == "Error: cannot read the metrics no/such.jsonl: No such file or directory\n"
     )
     code, _, err = call("reward", "math", "-o", "x.pdf")
-    assert (code, "Error: -o x.pdf: write a name that ends in .html or .png" in err) == (2, True)
-    assert "Error: cannot write no/x.html: No such file or directory" in call("reward", "math", "-o", "no/x.html")[2]
+    assert (code, "Error: -o x.pdf" in err) == (2, True)
+    assert "Error: cannot write no/x.svg: No such file or directory" in call("reward", "math", "-o", "no/x.svg")[2]
 
 
 @pytest.mark.server
@@ -94,35 +93,26 @@ def test_fill_and_drops_come_from_the_server(call: Call, redis_url: str, tmp_pat
     assert [step for _, step, _ in reward] == [1, 2]  # no metrics file is here
 
 
-def test_a_page_is_whole_by_itself_and_harmless(call: Call) -> None:
-    hostile = "<script>alert(1)</script>\x1b[2J"
-    write("math", *(record(n, parts={hostile: n}) for n in range(1, 5)))
-    code, out, err = call("parts", "math", "-o", "x.html")
-    text = Path("x.html").read_text()
-    assert (code, out, err) == (0, "", "wrote x.html\n")
-    assert "<script" not in text
-    assert "\x1b" not in text
-    assert not re.search(r"(src|href)=|url\(|@import", text)
-    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</body>")])
-    lines = [element for element in svg if element.tag.endswith("polyline")]
-    assert [len(line.attrib["points"].split()) for line in lines] == [4]
+def test_a_picture_is_whole_by_itself_and_its_texts_are_harmless(call: Call) -> None:
+    hostile = "_<script>alert(1)</script>\x1b[2J $x^{$"
+    write("math", *(record(n, parts={hostile: n, "other": 1 - n}) for n in range(1, 5)))
+    assert call("parts", "math", "-o", "x.svg") == (0, "", "wrote x.svg\n")
+    text = Path("x.svg").read_text()
+    assert not re.search(r"<script|<image|@import|\x1b", text)
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', text))
+    shown = "".join(ElementTree.fromstring(text).itertext())
+    assert "<script>alert(1)</script>\\x1b[2J $x^{$  4 at step 4, 1 to 4" in shown
     assert "\x1b" not in call("parts", "math")[1]
+    assert call("parts", "math", "-o", "x.png") == (0, "", "wrote x.png\n")
+    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_is_drawn(call: Call) -> None:
-    image = pytest.importorskip("PIL.Image")
-    write("math", *(record(n) for n in range(1, 5)))
-    assert call("reward", "math", "-o", "x.png") == (0, "", "wrote x.png\n")
-    with image.open("x.png") as picture:
-        assert (picture.format, picture.size[0]) == ("PNG", 900)
-        assert (0, 0x72, 0xB2) in {colour for _, colour in picture.getcolors(maxcolors=100_000)}
-
-
-def test_without_pillow_the_way_to_it_is_said(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_way_to_it_is_said(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     write("math", record(1))
-    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    message = "Error: x.png needs the module PIL: pip install 'rlbuffer[plot]', or write .html\n"
-    assert call("reward", "math", "-o", "x.png") == (1, "", message)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    code, out, err = call("reward", "math", "-o", "x.png")
+    assert (code, out) == (1, "")
+    assert "pip install 'rlbuffer[plot]'" in err
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -134,6 +124,15 @@ def test_a_chart_fits_and_tells_its_curves_apart_without_colours(width: int) -> 
     assert all(line.isascii() for line in chart(curves, width=width, is_ascii=True))
 
 
+def test_curves_of_other_ranges_have_axes_of_their_own_and_one_of_steps() -> None:
+    curves = [Curve("reward", ((1, 0.1), (9, 0.9))), Curve("entropy", ((5, 2.0), (9, 1.5)))]
+    lines = small_charts(curves, width=60)
+    text = "\n".join(lines)
+    assert all(label in text for label in ("0.1┤", "0.9┤", "1.5┤", "2┤"))
+    assert [line.split() for line in lines if line.strip().startswith("step")] == [["step", "1", "9"]] * 2
+
+
 def test_a_curve_that_never_changes_and_one_of_a_single_step_can_be_drawn() -> None:
-    assert chart([Curve("a", ((7, 0.0),))], width=40)[-1] == "• a  0 at step 7, 0 to 0"
-    assert chart(curves_of([{"step": 1, "x": -2}, {"step": 2, "x": -2}], "x"), width=40)[0].startswith("-1 ")
+    assert chart([Curve("a", ((7, 0.0),))], width=40)[-1] == "a  0 at step 7, 0 to 0"
+    flat = chart(curves_of([{"step": 1, "x": -2}, {"step": 2, "x": -2}], "x"), width=40)
+    assert [line.split("┤")[0].strip() for line in flat if "┤" in line] == ["-1", "-3"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_runs import Run
 
-HEAVY = {"torch", "transformers", "safetensors", "rich", "textual", "fakeredis"}
+HEAVY = {"torch", "transformers", "safetensors", "textual", "jinja2", "matplotlib", "fakeredis"}
 ROOMS = {f"rlbuffer.{room}" for room in ("batcher", "daemon", "scorer", "trainer", "weights", "worker")}
 """Rooms that decide, sample and train."""
 PROGRAM = """
@@ -25,7 +25,7 @@ print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules}), file=sys
 @pytest.mark.parametrize(
     "command",
     [
-        *[("inspect",), ("inspect", "--json", "--totals"), ("inspect", "a.3/0"), ("runs", "list"), ("verify",)],
+        *[("inspect",), ("inspect", "envs", "--json"), ("inspect", "a.3/0"), ("runs", "list"), ("verify",)],
         *[("top", "--once"), ("plot", "fill")],
     ],
     ids=" ".join,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
 import redis
@@ -25,7 +25,7 @@ import rlbuffer
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records.spans import Turn
 from rlbuffer.testing import make_group
-from rlbuffer_cli.web import HEADERS, Pages
+from rlbuffer_cli.web.server import HEADERS, Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
@@ -81,7 +81,7 @@ class Visitor:
             path = ahead.pop()
             if path not in seen:
                 seen[path] = self.page(path)
-                ahead += [urljoin(path, link) for link in seen[path].links]
+                ahead += [urldefrag(urljoin(path, link)).url for link in seen[path].links]
         return seen
 
 
@@ -135,18 +135,17 @@ def visitor(run: Run) -> Iterator[Visitor]:
 def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
     seen = visitor.walk()
     kinds = {path.removeprefix(visitor.address.path).partition("?")[0] for path in seen}
-    assert kinds == {"", "group", "rollout", "pair", "steps", "step", "workers"}
+    assert kinds == {"", "groups", "group", "rollout", "steps", "step", "processes", "envs", "problems"}
     assert all(path.startswith(visitor.address.path) for path in seen), "no link leads elsewhere"
     text = "".join(page.text for page in seen.values())
     for words in (
-        "dropped stale",
+        "✕ dropped stale",
         "dropped (stale: because)",
         "packed into step 1, rank",
         "closed by capacity: ",
         "100% of the work of the busiest rank",
-        "they part at token",
         "worker \"'><script>alert(1)</script>",
-        "reward: 0.5 to 0.5 over steps 1 to 2",
+        "reward  0.5 at step 2, 0.5 to 0.5",
         "\\x1b[2J\\u202e",
     ):
         assert words in text
@@ -155,12 +154,14 @@ def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
     assert not {name for name in attributes if name.startswith("on") or name in ("src", "style", "action")}
 
 
-def test_the_filter_and_the_order_of_the_pool_stand_in_its_address(visitor: Visitor) -> None:
-    page = visitor.page("?where=state%3Adropped")
-    assert [link for link in page.links if link.startswith("group")] == ["group?id=a.1"]
-    assert "'stat' is not a field to filter by. Did you mean state?" in visitor.page("?where=stat%3Ax").text
-    ordered = [link for link in visitor.page("?sort=id").links if link.startswith("group")]
-    assert ordered == [f"group?id={name}" for name in ("a.0", "a.1", "a.2", "a.9", "b.0")]
+def test_the_filter_and_the_order_of_a_table_stand_in_its_address(visitor: Visitor) -> None:
+    page = visitor.page("groups?where=state%3Adropped")
+    assert [link for link in page.links if link.startswith("group?")] == ["group?id=a.1"]
+    assert "'stat' is not a field to filter by. Did you mean state?" in visitor.page("groups?where=stat%3Ax").text
+    names = ["a.0", "a.1", "a.2", "a.9", "b.0"]
+    for sort, ordered in (("group", names), ("-group", names[::-1])):
+        links = [link for link in visitor.page(f"groups?sort={sort}").links if link.startswith("group?")]
+        assert links == [f"group?id={name}" for name in ordered]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +169,12 @@ def test_the_filter_and_the_order_of_the_pool_stand_in_its_address(visitor: Visi
     [
         ("group?id=nosuch", 404, "has no group 'nosuch'"),
         ("rollout?id=a.0&rollout=7", 404, "has no rollout '7'"),
-        ("pair?id=a.0&one=a.0/0&other=b.0/1", 404, "has no rollout 'b.0/1'"),
         ("step?n=99", 404, "has no step 99: the last committed one is 2"),
         ("step?n=%C2%B2", 404, "a step has a number from 1: step?n=40"),
         ("step", 404, "a step has a number from 1: step?n=40"),
         ("nosuch", 404, ""),
         ("group/../steps", 404, ""),
-        (f"?{'a=1&' * 50}", 400, "Max number of fields exceeded"),
+        (f"groups?{'a=1&' * 50}", 400, "Max number of fields exceeded"),
         ("/", 404, ""),
         ("/wrong/", 404, ""),
         ("/../../etc/passwd", 404, ""),
@@ -220,10 +220,10 @@ def test_a_server_that_is_away_is_a_sentence(visitor: Visitor, monkeypatch: pyte
     def away() -> None:
         raise ServerUnreachable("cannot reach Redis")
 
-    monkeypatch.setattr(visitor.pages.run.buffer.store, "meta", away)
-    status, _, body = visitor.get()
+    monkeypatch.setattr(visitor.pages.run.buffer.store, "trainer", away)
+    status, _, body = visitor.get("steps")
     assert status == 503
-    assert "! cannot reach Redis" in body
+    assert "✕ cannot reach Redis" in body
 
 
 def test_a_walk_through_every_page_sends_no_command_that_writes(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_the_command_prints_its_address_and_ends_by_ctrl_c(redis_url: str, tmp_p
         url = urlsplit(process.stdout.readline().strip())
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
         connection.request("GET", url.path)
-        assert "a.0" in connection.getresponse().read().decode()
+        assert run.store.run in connection.getresponse().read().decode()
         connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0

@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from daemon_runs import Served
+from looks import lines_of
 from store_runs import Run
 
 from rlbuffer.client.run_state import read_run_state
@@ -21,7 +22,7 @@ from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
-from rlbuffer_cli.render.run import run_lines
+from rlbuffer_cli.view import run_view
 
 pytest_plugins = ["store_fixtures"]
 
@@ -167,7 +168,7 @@ def test_a_step_that_somebody_else_wrote_has_the_numbers_of_it(mixed: Run) -> No
     assert state.trained is not None
     assert (state.trained.step, state.trained.loss, state.trained.ranks) == (3, None, [{}, {"wait": 1.0}])
     assert (state.trained.rewards, state.trained.reward_parts) == ({"b": 1, "c": {}}, {"b": 1, "c": {}})
-    assert run_lines(state)
+    assert lines_of(run_view(state))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_what_nobody_can_read_is_named_and_the_rest_is_shown(mixed: Run, value: 
     assert keys.policy in state.problems[0].detail or keys.history in state.problems[0].detail
     assert [record["event"] for record in state.history][-3:] == ["drop", "step", "step"]
     json.dumps(state.as_object(), allow_nan=False)
-    "\n".join(run_lines(state)).encode()
+    "\n".join(lines_of(run_view(state))).encode()
 
 
 def test_a_run_that_is_not_there_is_said_to_be_gone(run: Run) -> None:

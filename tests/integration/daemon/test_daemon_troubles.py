@@ -23,7 +23,7 @@ from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.records import Look
 from rlbuffer.store.viewer import Viewer
-from rlbuffer_cli.alive import heard
+from rlbuffer_cli.commands.alive import heard
 
 pytest_plugins = ("store_fixtures",)
 
@@ -117,7 +117,7 @@ def test_a_batcher_that_has_stopped_is_not_alive_until_another_leads(
     served: Served, typed: Callable[..., tuple[int, str, str]]
 ) -> None:
     def ask() -> tuple[int, str]:
-        code, out, _ = typed("inspect", "--alive", "batcher", "--redis", served.run.url, "--run", served.run.store.run)
+        code, out, _ = typed("alive", "batcher", "--redis", served.run.url, "--run", served.run.store.run)
         return code, out
 
     def is_heard() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon_runs import Served, start_trainer
+from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
@@ -18,7 +19,8 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.testing import make_group
-from rlbuffer_cli.render.run import READ_RECORDS, run_view
+from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.view import run_view
 
 pytest_plugins = ("store_fixtures",)
 
@@ -82,7 +84,7 @@ def seen(run: Run) -> tuple[str, list[str]]:
         state = read_run_state(buffer.store, history=READ_RECORDS)
     problem = next((p for p in state.problems if p.kind is Trouble.NO_LESSON), None)
     lesson = "" if problem is None else str(problem)
-    assert lesson in "\n".join(run_view(state, None))
+    assert lesson in "\n".join(lines_of(run_view(state)))
     texts = [finding.text for finding in stands_still(run.store, opened=0.0)]
     return lesson, [text for text in texts if text == lesson]
 

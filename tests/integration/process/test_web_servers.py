@@ -21,7 +21,7 @@ import rlbuffer
 from rlbuffer.process import web_servers
 from rlbuffer.weights.serving import FileServer, make_app
 from rlbuffer.worker.envs.gateway import Gateway
-from rlbuffer_cli.web import Pages
+from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 Serve = Callable[[Path], AbstractContextManager[str]]

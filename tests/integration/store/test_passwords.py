@@ -137,7 +137,7 @@ def test_config_show_hides_passwords(
 
 
 @pytest.mark.parametrize("variable", ["RLBUFFER_REDIS_PASSWORD", "RLBUFFER_REDIS_PASSWORD_FILE"])
-@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--run", "p", "--alive", "batcher"], ["serve"]])
+@pytest.mark.parametrize("command", [["inspect"], ["alive", "--run", "p", "batcher"], ["serve"]])
 def test_a_password_of_the_environment_does_not_go_where_a_file_of_the_current_folder_points(
     variable: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

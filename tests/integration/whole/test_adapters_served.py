@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from daemon_runs import Served
+from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
@@ -14,7 +15,7 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.store.verify.verify import verify
-from rlbuffer_cli.render.run import run_lines
+from rlbuffer_cli.view import run_view
 
 pytest_plugins = ("store_fixtures",)
 
@@ -153,4 +154,4 @@ def test_the_state_of_the_run_has_the_version_of_each_adapter(served: Served) ->
         trainer.train(steps)
     state = read_run_state(run.store)
     assert state.adapters == {"x": 1, "y": 0}
-    assert "  adapter x v1" in run_lines(state)
+    assert "adapter  x v1" in lines_of(run_view(state))

@@ -148,7 +148,7 @@ def test_the_commands_take_the_address(
     run = Run(watched.url, tmp_path)
     served = Served(run)
     served.serve(CONFIG)
-    served.wait_for(lambda: main(["inspect", "--alive", "batcher", "--run", run.store.run]) == 0)
+    served.wait_for(lambda: main(["alive", "batcher", "--run", run.store.run]) == 0)
     served.close()
     run.close()
     capsys.readouterr()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from every_role import EveryRole
 from logged import Logged
-from looks import evaluations
+from looks import evaluations, lines_of
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer, connect
@@ -28,7 +28,7 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
-from rlbuffer_cli.render.run import run_lines
+from rlbuffer_cli.view import run_view
 
 OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
 
@@ -188,9 +188,10 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
         )
     buffer.role(WorkerStore).add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
     state = read_run_state(buffer.store)
-    lines = run_lines(state)
-    assert "  eval/math/reward/mean 0.875 +- 0.010 at version 20 (64 rollouts)   ▁▅▇" in lines
-    assert "  eval/code/reward/mean 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
+    lines = lines_of(run_view(state))
+    [math] = [line for line in lines if line.startswith("eval math")]
+    assert "0.875 +- 0.010 at version 20 (64 rollouts) ▁" in math
+    assert "eval code 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
     assert [(r["env"], r["version"], r["reward/mean"]) for r in state.evaluations] == [
         ("code", 20, 0.25),
         ("math", 0, 0.05),
@@ -206,7 +207,7 @@ def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Pat
     def shown() -> tuple[list[int], str]:
         with connect(run.url, run=run.store.run) as buffer:
             state = read_run_state(buffer.store)
-        [line] = [line for line in run_lines(state) if line.startswith("  eval/math/")]
+        [line] = [line for line in lines_of(run_view(state)) if line.startswith("eval math")]
         return [result["version"] for result in state.evaluations], line.partition(" at ")[2].partition(" (")[0]
 
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)

@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from urllib.parse import parse_qsl
 
+from markupsafe import Markup
+
 from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
+from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.render import html_views as views
-from rlbuffer_cli.render.html import SERVED_POLICY, Sources, head, safe
-from rlbuffer_cli.render.html_files import sources_of
+from rlbuffer_cli.web.files import sources_of
+from rlbuffer_cli.web.pages import Sources, policy
+from rlbuffer_cli.web.routes import refusal, route
 from rlbuffer_cli.whole_run import WholeRun
 
 HOST = "127.0.0.1"
@@ -28,7 +31,7 @@ PATIENCE_SECONDS_OF_A_PAGE = 2.0
 MOST_QUERY_FIELDS = 20
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
-    "Content-Security-Policy": f"{SERVED_POLICY}; frame-ancestors 'none'",
+    "Content-Security-Policy": f"{policy('self')}; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -55,20 +58,7 @@ class Pages(AskedServer):
 
     def page(self, name: str, query: dict[str, str]) -> Iterator[str] | None:
         """The pieces of a page; None where there is none of that name."""
-        run, sources = self.run, self.sources
-        if name == "":
-            return views.pool(run, query)
-        if name == "group":
-            return views.group(run, query, sources)
-        if name == "rollout":
-            return views.rollout(run, query, sources)
-        if name == "pair":
-            return views.pair(run, query)
-        if name == "steps":
-            return views.steps(run)
-        if name == "step":
-            return views.step(run, query)
-        return views.workers(run.buffer) if name == "workers" else None
+        return route(self.run, self.sources, name, query)
 
 
 class Handler(AskedRequest):
@@ -98,15 +88,14 @@ class Handler(AskedRequest):
             for piece in page:
                 self._write(piece)
         except RlbufferError as error:
-            self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
+            self._write(str(Markup("<p>✕ {}</p>").format(printable(str(error)))))
 
     def _refuse(self, error: Exception) -> None:
         missing = isinstance(error, AmbiguousId | NotFound | StepRetired)
         other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
         self._begin(HTTPStatus.NOT_FOUND if missing else other)
-        for piece in head("rlbuffer inspect", SERVED_POLICY):
+        for piece in refusal("rlbuffer inspect", str(error)):
             self._write(piece)
-        self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
 
     def _begin(self, status: HTTPStatus) -> None:
         self.send_response(status)

@@ -11,8 +11,8 @@ from pathlib import Path
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.client.views import GroupDetail
-from rlbuffer_cli.render.group import member_of
-from rlbuffer_cli.render.html import Sources, page
+from rlbuffer_cli.facts import member_of
+from rlbuffer_cli.web.pages import Sources, export
 
 STDOUT = "-"
 
@@ -28,7 +28,7 @@ def write_page(buffer: Buffer, details: Iterable[GroupDetail], file: str, *, tit
     Raises:
         OSError: the file cannot be written.
     """
-    write_pieces(page(details, title=title, sources=sources_of(buffer), now=buffer.store.now()), file)
+    write_pieces(export(details, title=title, sources=sources_of(buffer), now=buffer.store.now()), file)
 
 
 def write_pieces(pieces: Iterable[str], file: str) -> None:

@@ -1,20 +1,71 @@
-"""`inspect --alive`, as health checks ask it every few seconds: without numpy, pydantic and the settings' whole schema.
+"""``rlbuffer alive``, asked by health checks every few seconds: without numpy, pydantic and the settings' schema.
 
-Only the answer yes is given here. The other way reads everything, and gives every other answer: nobody was heard, a
+Only the answer yes is given so. The other way reads everything, and gives every other answer: nobody was heard, a
 batcher that has stopped, a server that does not answer, a setting that is wrong.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
+from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
+
 SCHEMES = ("redis://", "unix://")
 """TLS has checks of its own, and the embedded server is looked for in its home: the other way knows them."""
 ANSWER_SECONDS = 5.0
+
+
+@click.command("alive")
+@click.argument("who", metavar="WHO...", nargs=-1, required=True)
+@options.common
+@click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")
+@click.option("--json", "as_json", is_flag=True, help="One object.")
+def command(who: tuple[str, ...], given: options.Given, within: float, as_json: bool) -> int:
+    """Say whether a process of a run was heard lately: a health check. Changes nothing.
+
+    WHO is batcher, worker NAME, scorer NAME or rank N. Exit code 0 when it was heard within --within seconds, and has
+    not said that it stops.
+
+    \b
+    Examples:
+      rlbuffer alive batcher --within 15
+      rlbuffer alive worker vcopy --run math || echo 'not heard'
+    """
+    from rlbuffer.state.text import duration
+
+    name = " ".join(who)
+    seconds, has_stopped = heard(name, run=given.run, redis=given.redis, config=given.config), False
+    if seconds is None or seconds > within:  # the careful way says what is wrong
+        seconds, has_stopped = _last_heard(given, name)
+    is_alive = seconds <= within and not has_stopped
+    if as_json:
+        echo(json.dumps({"schema": "rlbuffer.alive/1", "process": name, "seconds_ago": seconds, "alive": is_alive}))
+    else:
+        why = "" if is_alive else ", when it stopped" if has_stopped else f", more than {within:g} s"
+        echo(f"{name} was heard {duration(seconds)} ago{why}")
+    return 0 if is_alive else 1
+
+
+def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
+    """Seconds since then, and whether it was the goodbye of a batcher."""
+    from rlbuffer.client.run_state import read_run_state
+    from rlbuffer.errors import NotFound
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+        seen = {process.title: process for process in read_run_state(buffer.store).processes}
+        if who not in seen:
+            known = ", ".join(seen) or "nobody"
+            raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
+        return seen[who].seconds_ago, who == "batcher" and seen[who].has_stopped
 
 
 def heard(who: str, *, run: str | None, redis: str | None, config: str | None) -> float | None:

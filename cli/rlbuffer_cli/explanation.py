@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +13,11 @@ from rlbuffer.checks.loading import checks_of
 from rlbuffer.config.explain import Setting, known, meant_by, pattern_of, tables
 from rlbuffer.config.loading import PREFIX, Given, places
 from rlbuffer.errors import ConfigError
-from rlbuffer_cli.render.settings import shown, shown_value
 
 LISTED_SETTINGS = 12
 """Settings of one last name that an error lists."""
+_SECRET = re.compile(r"(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
+"""Settings whose values nobody shall read over a shoulder: options of envs and samplers may hold keys of services."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +110,24 @@ def explained_record(explained: Explained) -> dict[str, Any]:
 
 def _plain(text: str) -> str:
     return text.replace("`", "")
+
+
+def shown(name: str, value: Any) -> Any:
+    """The value of a setting as people may see it."""
+    from rlbuffer.store.server.address import HIDDEN, redacted
+
+    if value and _SECRET.search(name):
+        return HIDDEN
+    return redacted(value) if name == "redis_url" and value else value
+
+
+def shown_value(name: str, value: Any) -> str:
+    """The value as TOML has it; a setting that is not set has none."""
+    return "not set" if value is None else json.dumps(shown(name, value), default=plain)
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON has no word for: a mapping as an object, anything else as text."""
+    if hasattr(value, "items"):
+        return dict(value)
+    return str(value)

@@ -1,0 +1,283 @@
+"""One screen for every table: its rows, a filter, an order by any column, and what is under the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widget import Widget
+from textual.widgets import DataTable, Static
+
+from rlbuffer.client.run_state import read_run_state
+from rlbuffer.errors import FilterError
+from rlbuffer.state.text import plural, printable
+from rlbuffer_cli import look
+from rlbuffer_cli.browse.panes import EntryLine
+from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.plots import small_charts, trends
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS, env_rows
+from rlbuffer_cli.table import LEAST_TEXT, Printed, View, ordered
+from rlbuffer_cli.tables import GROUPS, STEPS
+from rlbuffer_cli.view import head
+
+ROWS = 200
+"""That are read at once, and further ones at `m`."""
+
+
+class Rows(DataTable[Text]):
+    """The rows of a table. Every cell is a `Text`: a string would be read as markup."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "open"),
+        Binding("j", "cursor_down", show=False),
+        Binding("k", "cursor_up", show=False),
+        Binding("g", "scroll_top", show=False),
+        Binding("G", "scroll_bottom", show=False),
+    ]
+
+
+class Listing(Look):
+    """The table of a view. `where`: its filter."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "filter"),
+        Binding("s", "sort", "sort"),
+        Binding("S", "reverse", show=False),
+        Binding("m", "more", "more", show=False),
+    ]
+
+    def __init__(self, looking: Looking, view: View, where: str = "") -> None:
+        super().__init__(looking)
+        self.view, self.where, self.came_with = view, where, where
+        self.items: Sequence[Any] = ()
+        self.shown: Sequence[Any] = ()
+        """The items in the chosen order."""
+        self.limit, self.by, self.is_reversed = ROWS, "", False
+        self.read_where: str | None = None
+        """The filter that the rows obey; None until they are read."""
+
+    # -- what it reads ---------------------------------------------------------------------------------------------
+    def read(self) -> tuple[Sequence[Any], RenderableType]:
+        """The items, and what stands above them."""
+        run, view = self.looking.run, self.view
+        run.problems = []
+        items = view.read(run, self.where, self.limit)
+        parts: list[RenderableType] = [Text.assemble(("✕ ", "dropped"), printable(str(p))) for p in run.problems]
+        if view is GROUPS:
+            state = read_run_state(run.buffer.store, history=READ_RECORDS)
+            parts = [head(state), *parts]
+            parts.append(Printed(ENVS, env_rows(state)) if state.envs else Text(ENVS.empty, "faint"))
+        elif view is STEPS:
+            known = trends(run.buffer.settings.output_dir, [row.header for row in items])
+            lines = small_charts(known, width=max(20, self.size.width - 4))
+            parts.append(Text("\n".join(lines), "accent", no_wrap=True))
+        return items, Group(*parts)
+
+    def lines(self, item: Any) -> Sequence[str]:
+        """All that is known of the item under the cursor, where that is more than its row."""
+        return item.lines if self.view is PROCESSES else [str(item)] if self.view is PROBLEMS else ()
+
+    # -- the frame -------------------------------------------------------------------------------------------------
+    def body(self) -> list[Widget]:
+        rows = Rows(cursor_type="row", id="rows", cursor_foreground_priority="renderable")
+        line = EntryLine(self.filter_by, self.view.filter_help)
+        top = VerticalScroll(Static(id="head", markup=False), id="top")
+        return [top, Static(id="legend", markup=False), rows, Static(id="more", markup=False), line]
+
+    def on_mount(self) -> None:
+        """The rows have the keys."""
+        self.rows.focus()
+
+    @property
+    def rows(self) -> Rows:
+        """The table."""
+        return self.query_one(Rows)
+
+    def on_resize(self) -> None:
+        """Fits the last column again."""
+        if self.read_where is not None:
+            self.fill()
+
+    def heading(self) -> str:
+        if self.read_where is None:
+            return f"{self.view.name}: reading"
+        one = "process" if self.view is PROCESSES else self.view.name.removesuffix("s")
+        count = plural(len(self.items), one, self.view.name)
+        more = f"the first {count} (m: more)" if len(self.items) >= self.limit else count
+        where = f" where {self.read_where}" if self.read_where else ""
+        order = f", by {self.by}" if self.by else ", newest first" if self.view is GROUPS else ""
+        return f"{more}{where}{order}{', reversed' * self.is_reversed}"
+
+    async def fetch(self) -> None:
+        where = self.where
+        self.items, above = await self.ask(self.read)
+        self.read_where = where
+        self.query_one("#head", Static).update(above)
+        self.tell("#legend", self.view.legend(self.items) if self.items else "")
+        self.fill()
+
+    def fill(self) -> None:
+        """Shows the items in the chosen order; the cursor stays on the same one, but for the first row."""
+        rows, before = self.rows, self.identifier()
+        at = rows.cursor_row
+        self.shown = ordered(self.view, self.items, self.by, is_reversed=self.is_reversed)
+        rows.clear(columns=True)
+        columns = [column for column in self.view.columns if column.at <= self.size.width]
+        table = [[look.plain(column.cell(item)).copy() for column in columns] for item in self.shown]
+        heads = [Text(column.title, "faint", justify="right" if column.is_number else "left") for column in columns]
+        widths = [max(cell.cell_len for cell in cells) for cells in zip(heads, *table, strict=True)]
+        room = max(LEAST_TEXT, self.size.width - sum(widths[:-1]) - 2 * len(widths) - 2)  # what other columns leave
+        for column, title, width in zip(columns, heads, [*widths[:-1], min(widths[-1], room)], strict=True):
+            rows.add_column(title, width=width, key=column.title)
+        for number, cells in enumerate(table):
+            for cell, column in zip(cells, columns, strict=True):
+                cell.no_wrap, cell.justify = True, "right" if column.is_number else "left"
+            cells[-1].truncate(room, overflow="ellipsis")
+            rows.add_row(*cells, key=str(number))
+        keys = [self.view.key(item) for item in self.shown]
+        rows.move_cursor(row=keys.index(before) if at and before in keys else min(at, max(0, len(keys) - 1)))
+        self.tell("#more", "" if self.items else printable(self.view.nothing(self.where)))
+        self.show_more()
+        self.frame()
+
+    def tell(self, where: str, said: str) -> None:
+        """Writes above or below the rows; what is empty takes no line."""
+        place = self.query_one(where, Static)
+        place.update(Text.assemble((said, "faint" if where == "#legend" else "")))
+        place.display = bool(said)
+
+    def show_more(self) -> None:
+        """Shows all that is known of what is under the cursor."""
+        item = self.item()
+        if item is not None:
+            said = "\n".join(printable(line) for line in self.lines(item))
+            self.tell("#more", said)
+
+    # -- what is under the cursor ----------------------------------------------------------------------------------
+    def item(self) -> Any | None:
+        """The item under the cursor."""
+        at = self.rows.cursor_row
+        return self.shown[at] if 0 <= at < len(self.shown) else None
+
+    def identifier(self) -> str:
+        item = self.item()
+        return "" if item is None else self.view.key(item)
+
+    def exported(self) -> str:
+        return self.identifier() if self.view is GROUPS else ""
+
+    def record(self) -> Mapping[str, Any] | None:
+        item = self.item()
+        return None if item is None else self.view.record(item)
+
+    def at_top(self) -> bool:
+        return self.rows.cursor_row <= 0 and not self.query_one(EntryLine).display
+
+    def on_data_table_row_selected(self) -> None:
+        """Opens what is under the cursor."""
+        self.open_item()
+
+    def open_item(self) -> None:
+        """Asks for the screen of the item under the cursor."""
+        name = self.identifier()
+        if self.view is PROCESSES:
+            kind, _, name = name.partition(" ")
+            if kind != "worker":
+                self.say(f"{self.identifier()} writes no groups")
+                return
+            self.post_message(Open("groups", f'worker:"{name}"'))
+        elif self.view is ENVS:
+            self.post_message(Open("groups", f'env:"{name}"'))
+        elif self.view.opens and name:
+            self.post_message(Open(self.view.opens, name))
+
+    def on_data_table_row_highlighted(self) -> None:
+        """Another item is under the cursor."""
+        if self.read_where is not None:
+            self.show_more()
+
+    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
+        """Sorts by the column whose head was clicked; again: the other way round."""
+        self.sort_by(str(event.column_key.value))
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+    def sort_by(self, title: str) -> None:
+        """Sorts by a column, and the other way round where it did already."""
+        self.is_reversed = self.by == title and not self.is_reversed
+        self.by = title
+        self.fill()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Nothing is filtered where there is no filter."""
+        return action != "filter" or bool(self.view.filter_help)
+
+    def action_sort(self) -> None:
+        """Takes the next column; behind the last one the order in which things are read."""
+        titles = ["", *(column.title for column in self.view.columns)]
+        self.by, self.is_reversed = titles[(titles.index(self.by) + 1) % len(titles)], False
+        self.fill()
+
+    def action_reverse(self) -> None:
+        """Turns the order around."""
+        self.is_reversed = not self.is_reversed
+        self.fill()
+
+    def action_more(self) -> None:
+        """Reads further rows."""
+        if len(self.items) >= self.limit:
+            self.limit += ROWS
+            self.reload()
+
+    def on_key(self, event: events.Key) -> None:
+        """Hands what was typed ahead to the line of the filter: it was on its way to the rows when that opened."""
+        line = self.query_one(EntryLine)
+        if line.display and event.is_printable and event.character:
+            line.insert_text_at_cursor(event.character)
+            event.stop()
+            event.prevent_default()
+
+    def action_filter(self) -> None:
+        """Opens the line of the filter."""
+        self.query_one(EntryLine).open(self.where)
+
+    def filter_by(self, where: str) -> None:
+        """Reads with the filter; what is wrong with it is said, and it stays open."""
+        if self.view is GROUPS:
+            from rlbuffer.client.filters import parse
+
+            try:
+                parse(where)
+            except FilterError as error:
+                self.say(f"! {error}")
+                return
+        self.close_filter()
+        self.choose(where.strip())
+
+    def close_filter(self) -> None:
+        """Gives the rows the keys."""
+        self.query_one(EntryLine).display = False
+        self.say("")
+        self.rows.focus()
+
+    def choose(self, where: str) -> None:
+        """Shows what matches a filter."""
+        self.where, self.limit = where, ROWS
+        if self.view is GROUPS:
+            self.looking.where = where
+        self.rows.move_cursor(row=0)
+        self.reload()
+
+    def action_back(self) -> None:
+        """Closes the line of the filter, or takes the filter away, or goes to the screen before."""
+        is_first = len(self.app.screen_stack) <= 1
+        if self.query_one(EntryLine).display:
+            self.close_filter()
+        elif self.where != self.came_with or (self.where and is_first):
+            self.choose("" if is_first else self.came_with)
+        elif not is_first:
+            super().action_back()

@@ -1,0 +1,330 @@
+"""What is said of a group, a rollout, two rollouts and a step: the lines that every screen has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from rlbuffer.records.states import ClosedBy, State
+from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer_cli.lenses import advantages_of
+from rlbuffer_cli.table import View, of_tuples
+from rlbuffer_cli.tables import as_json, worst_rows
+from rlbuffer_cli.text import cut, utc
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.texts import Texts
+    from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
+    from rlbuffer.records.rollout import Rollout
+
+MAX_TEXT = 60
+SHOWN_PROMPT_TOKENS = 40
+NAMED_MEMBERS = 8
+"""Rollouts that an error names."""
+SHOWN_BEFORE = 3
+"""Equal tokens that are shown before the first that differs."""
+WHY_CLOSED: Mapping[str, str] = MappingProxyType(
+    {
+        ClosedBy.CAPACITY: "the next group would have needed more rows than a step has",
+        ClosedBy.FILL: "its tokens reached close_fill, every env near its share",
+        ClosedBy.GROUPS: "it held step_groups groups",
+        ClosedBy.ROLLOUTS: "it held step_rollouts rollouts",
+        ClosedBy.PARTIAL: "an env was short for too long",
+        ClosedBy.TIMEOUT: "it had waited for fill_timeout_seconds",
+        ClosedBy.END: "no env sends anything more",
+    }
+)
+"""Rule -> why it ended the selection."""
+ENV_MARKS = "█▓▒ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Marks of envs in a bar."""
+EMPTY = "/"
+
+
+# -- groups and rollouts -----------------------------------------------------------------------------------------------
+def headline(view: GroupView) -> list[str]:
+    """The group in a few lines."""
+    state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
+    where = f" in step {view.step}" if view.step else ""
+    versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
+    whole = plural(view.planned_size or view.rollouts, "rollout")
+    lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
+    facts = [
+        f"{view.rollouts} of {whole}" if view.planned_size else whole,
+        f"{amount(view.tokens)} tokens",
+        f"reward {view.reward:.3f}" if view.reward is not None else "not scored",
+        f"used {view.uses} times" if view.uses > 1 else "",
+        f"age {view.age}" if view.age is not None else "",
+        f"version{'s' * (view.max_version > view.min_version)} {versions}",
+        f"waited {duration(view.waited_seconds)}" if view.waited_seconds is not None else "",
+        f"from {view.worker}" if view.worker else "",
+        f"prompt {printable(view.prompt_id)}" if view.prompt_id else "",
+    ]
+    lines.append("  " + " · ".join(fact for fact in facts if fact))
+    if view.detail and not view.reason:
+        lines.append(f"  ! {printable(view.detail)}")
+    return lines
+
+
+def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
+    """The text that all rollouts begin with; "" where they differ, or a text cannot be laid to tokens."""
+    members = [m for m in detail.members if m.rollout is not None]
+    prompts = {texts.part(m.rollout, 0, m.prompt_tokens) for m in members}
+    return (prompts.pop() or "") if len(prompts) == 1 and len(members) == len(detail.members) else ""
+
+
+def shared_lines(detail: GroupDetail, prompt: str, most: int) -> list[str]:
+    """Lines of what all rollouts share, `most` characters each: `prompt` or its token ids, answer and metadata."""
+    lines = []
+    if prompt:
+        lines.append(f"  prompt    {cut(printable(prompt), most)}")
+    elif ids := _prompt_ids(detail.members):
+        lines.append(f"  prompt    {ids}")
+    if detail.answer is not None:
+        lines.append(f"  answer    {short(detail.answer, most)}")
+    if detail.metadata:
+        lines.append(f"  metadata  {short(dict(detail.metadata), most)}")
+    if not detail.members:
+        lines.append("  its rollouts are no longer kept")
+    return lines
+
+
+def _prompt_ids(members: Sequence[RolloutView]) -> str:
+    """The token ids that all rollouts begin with; "" where they differ or no payload is there."""
+    prompts = {tuple(m.rollout.tokens[: m.prompt_tokens].tolist()) for m in members if m.rollout is not None}
+    if len(prompts) != 1 or prompts == {()}:
+        return ""
+    ids = prompts.pop()
+    more = f" ... ({len(ids):,} tokens)" if len(ids) > SHOWN_PROMPT_TOKENS else ""
+    return f"token ids {' '.join(map(str, ids[:SHOWN_PROMPT_TOKENS]))}{more}"
+
+
+def answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
+    """The beginning of a rollout's text; behind its prompt where that is shown for all."""
+    if member.rollout is None:
+        return ""
+    first = member.prompt_tokens if is_prompt_shown else 0
+    part = texts.part(member.rollout, first, first + MAX_TEXT + 1)  # what is cut from it shows that there is more
+    return (member.text or "")[: MAX_TEXT + 1] if part is None else part
+
+
+def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
+    """The rollout of a group by its id, by its index (``<group>/<index>``), or by a unique beginning of its id.
+
+    Raises:
+        NotFound: none of those that can be read fits, or several do.
+    """
+    from rlbuffer.errors import NotFound
+
+    head, _, tail = identifier.rpartition("/")
+    is_its = detail.view.group_id.startswith(head)  # an index alone, too; of another group there is nothing here
+    members = detail.members if is_its else ()
+    fitting = [m for m in detail.members if m.rollout_id == identifier]
+    fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
+    fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
+    if len(fitting) != 1:
+        known = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS]) or "none that can still be read"
+        more = f" and {len(detail.members) - NAMED_MEMBERS:,} more" if len(detail.members) > NAMED_MEMBERS else ""
+        lacking = tail if is_its else identifier
+        raise NotFound(f"group {detail.view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}{more}.")
+    return fitting[0]
+
+
+def verdict(member: RolloutView) -> list[str]:
+    """What a rollout earned, in all and in parts, how long it is, and why it ended."""
+    facts = [
+        "not scored" if member.reward is None else f"reward {member.reward:.3f}",
+        *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
+        "" if member.advantage is None else f"advantage {member.advantage:+.4f}",
+        plural(member.length, "token"),
+        member.finish_reason,
+    ]
+    return [fact for fact in facts if fact]
+
+
+def life(view: GroupView, member: RolloutView) -> list[str]:
+    """The rollout's life from sampling to training, as far as it came."""
+    rollout: Rollout | None = member.rollout
+    spans = [] if rollout is None else rollout.version_spans
+    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"
+    stop = ""
+    if rollout is not None:
+        is_said = not rollout.is_truncated or rollout.finish_reason == "length"
+        stop = f"{rollout.finish_reason}{'' if is_said else ' (truncated)'}".strip()
+    stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
+    if view.created is not None:
+        by = f" by {printable(view.worker)}" if view.worker else ""
+        stages.append(f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC{by}")
+    waited = f", {duration(view.waited_seconds)} after the push" if view.waited_seconds is not None else ""
+    if member.step is not None:
+        where = f", rank {member.place.rank}, row {member.place.row}" if member.place else ""
+        stages.append(f"packed into step {member.step}{where}{waited}")
+    if view.state == State.DROPPED:
+        return [*stages, f"dropped{waited} ({view.reason}{f': {printable(view.detail)}' if view.detail else ''})"]
+    return stages + ([view.state] if view.state != State.PACKED else [])
+
+
+def short(value: Any, most: int = 2 * MAX_TEXT) -> str:
+    """The value as JSON, of at most `most` characters."""
+    text = printable(json.dumps(as_json(value), ensure_ascii=False))
+    return text if len(text) <= most else text[:most] + " ..."
+
+
+# -- two rollouts ------------------------------------------------------------------------------------------------------
+def pair_view(one: str, other: str) -> View:
+    """The table of two rollouts, each by its id."""
+    sides = [(name, name.rpartition("/")[2]) for name in map(printable, (one, other))]
+    short = sides[0][1] != sides[1][1]
+    parts = ("id", "text", "mask", "logprob")
+    columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
+    numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
+    return of_tuples("tokens", ("token", "≠", *columns), numbers)
+
+
+def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
+    """Ids of the rollouts with the largest and the smallest reward; None where no two differ in it."""
+    scored = [member for member in detail.members if member.reward is not None]
+    if not scored:
+        return None
+    best = max(scored, key=lambda member: member.reward or 0.0)
+    worst = min(scored, key=lambda member: member.reward or 0.0)
+    return None if best.reward == worst.reward else (best.rollout_id, worst.rollout_id)
+
+
+def first_difference(one: RolloutView, other: RolloutView) -> int | None:
+    """Position of the first token that differs, or that one of them lacks; None: they are the same."""
+    a, b = one.rollout.tokens, other.rollout.tokens
+    both = min(len(a), len(b))
+    differs = (a[:both] != b[:both]).nonzero()[0]
+    if len(differs):
+        return int(differs[0])
+    return both if len(a) != len(b) else None
+
+
+def pair_lines(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts) -> list[str]:
+    """Shows what both were asked, each in a line, and where they part."""
+    shared = shared_lines(detail, shared_prompt(detail, texts), 2 * MAX_TEXT)
+    lines = [*(line.strip() for line in shared), *(f"{m.rollout_id}: {' · '.join(verdict(m))}" for m in (one, other))]
+    if one.rollout is None or other.rollout is None:
+        return [*lines, "! the payload of one of them is no longer kept"]
+    parts = first_difference(one, other)
+    return [*lines, f"they part at token {parts:,}" if parts is not None else "their tokens are the same"]
+
+
+def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> Iterator[list[str]]:
+    """Rows of :func:`pair_view`, for `most` tokens from a little before they part; a mark where they differ."""
+    if one.rollout is None or other.rollout is None:
+        return
+    parts = first_difference(one, other)
+    first = max(0, (parts or 0) - SHOWN_BEFORE)
+    end = min(max(one.length, other.length), first + most)
+    sides = [token_cells(member, texts, first, end) for member in (one, other)]
+    for at, (left, right) in enumerate(zip(*sides, strict=True), first):
+        mark = "" if left[0] == right[0] else "≠ first" if at == parts else "≠"
+        yield [str(at), mark, *left[:4], *right[:4]]
+
+
+def token_cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[list[str]]:
+    """Id, text, mask, logprob and advantage of each position; empty behind the rollout's end."""
+    rollout: Any = member.rollout
+    pieces = texts.pieces(rollout, first, end) if texts.has_pieces(rollout) else []
+    advantages = advantages_of(member)
+    for at in range(first, end):
+        if at >= rollout.length:
+            yield [""] * 5
+            continue
+        text, numbers = pieces[at - first] if pieces else "", ["", "", ""]
+        if rollout.loss_mask[at]:
+            advantage = "" if advantages is None else f"{float(advantages[at]):+.3f}"
+            numbers = ["trained", f"{float(rollout.logprobs[at]):.3f}", advantage]
+        yield [str(int(rollout.tokens[at])), text, *numbers]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+def cost_of(buffer: Buffer) -> tuple[int, int]:
+    """The cost of a token and of a token's square, as the batcher of the run weighs them."""
+    given = buffer.store.meta().config.get("cost")
+    pair = given if isinstance(given, list | tuple) and len(given) == 2 else buffer.settings.batcher.cost
+    return int(pair[0]), int(pair[1])
+
+
+def step_lines(step: StepView, *, trained: int) -> list[str]:
+    """The step in lines: its size, why it was closed, and a line per env."""
+    header = step.header
+    reward = "no reward" if header.reward is None else f"reward {header.reward:.3f}"
+    when = f"committed {str(utc(header.committed_ms / 1000))[11:19]} UTC"
+    state = "trained" if header.step <= trained else "packed"
+    why = WHY_CLOSED.get(header.closed_by, "")
+    lines = [
+        f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
+        (
+            f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')} · "
+            f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {reward} · "
+            f"age {header.age:.1f} max {header.max_age} · {plural(header.world_size, 'rank')}"
+        ),
+    ]
+    if header.masks_truncated:
+        lines.append("  no token of a truncated rollout is trained")
+    marks = env_marks(step)
+    for env, facts in header.envs.items():
+        mean = facts.get("reward")
+        lines.append(
+            f"  {marks.get(env, ' ')} {env}: {plural(facts.get('groups', 0), 'group')} · "
+            f"{plural(facts.get('rollouts', 0), 'rollout')} · {amount(facts.get('tokens', 0))} tokens"
+            + (f" · reward {mean:.3f}" if mean is not None else "")
+        )
+    scored = [row.member for row in worst_rows(step)]
+    if scored and scored[0].info.reward != scored[-1].info.reward:
+        worst, best = (f"{m.info.rollout_id} (reward {m.info.reward:.3f})" for m in (scored[0], scored[-1]))
+        lines.append(f"  worst rollout {worst} · best {best}")
+    return lines
+
+
+def env_marks(step: StepView) -> Mapping[str, str]:
+    """Env -> the mark of its tokens in a bar."""
+    envs = list(dict.fromkeys([*step.header.envs, *(member.env for _, member in step.rollouts)]))
+    return {env: ENV_MARKS[i % len(ENV_MARKS)] for i, env in enumerate(envs)}
+
+
+def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
+    """Rank, rows, tokens and cost of each rank; `cost` (a, b): a rollout of L tokens costs a L + b L^2."""
+    lengths = {member.info.rollout_id: member.info.length for _, member in step.rollouts}
+    out = []
+    for rank, micro_steps in enumerate(step.rows):
+        rows = [row for micro_step in micro_steps for row in micro_step]
+        sizes = [lengths[name] for row in rows for name in row]
+        weights = sum(cost[0] * size + cost[1] * size * size for size in sizes)
+        out.append({"rank": rank, "rows": [list(row) for row in rows], "tokens": sum(sizes), "cost": weights})
+    return out
+
+
+def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[Text]:
+    """A bar for each row of each rank: the tokens of its envs, then what is empty."""
+    marks = env_marks(step)
+    shades = {mark: f"e{min(4, at)}" for at, mark in enumerate(marks.values(), 1)}
+    rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
+    capacity = max(1, step.row_tokens)
+    room = max(8, width - 26)
+    legend = [part for env, mark in marks.items() for part in ((mark, shades[mark]), f" {printable(env)}  ")]
+    yield Text.assemble(f"rows of {step.row_tokens:,} tokens: ", *legend, (EMPTY, "line"), " empty")
+    ranks = rank_figures(step, cost)
+    most = max((rank["cost"] for rank in ranks), default=0) or 1
+    for rank in ranks:
+        rows, tokens = rank["rows"], rank["tokens"]
+        empty = 1 - tokens / (capacity * len(rows)) if rows else 0.0
+        size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
+        pace = ", sets the pace" if rank["cost"] == most and len(ranks) > 1 else ""
+        yield Text(f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank{pace}")
+        for number, row in enumerate(rows):
+            used = sum(rollouts[name].info.length for name in row)
+            bar, reached = "", 0
+            for name in row:
+                reached += rollouts[name].info.length
+                bar += marks[rollouts[name].env] * (min(room, round(room * reached / capacity)) - len(bar))
+            drawn = [("".join(run), shades.get(mark, "line")) for mark, run in groupby(bar.ljust(room, EMPTY))]
+            yield Text.assemble(f"  {number:>4} ", *drawn, f" {used:>9,} tokens", no_wrap=True)

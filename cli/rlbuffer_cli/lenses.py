@@ -1,0 +1,209 @@
+"""Lenses: each sorts the tokens of a rollout into a few levels, with a legend in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.client.trainer_values import NONE, TrainerValues
+from rlbuffer.client.views import GroupView, RolloutView
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
+from rlbuffer.state.text import printable
+from rlbuffer_cli.look import TINTS
+
+NAMES = ("plain", "logprob", "advantage", "mask", "entropy", "mismatch", "version", "column")
+"""Lenses by their keys, 1 to 8."""
+PROBABILITIES = (0.01, 0.1, 0.5, 0.9)
+ENTROPIES = (2.0, 1.0, 0.5, 0.1)
+"""Nats: from some seven tokens that are as likely as each other to nearly certain."""
+MISMATCHES = (1.0, 0.2, 0.05, 0.01)
+"""Nats that trainer and sampler differ by in a token's logprob."""
+STRONG_ADVANTAGE = 1.0
+KEPT = "a worker pushes it as a column `{column}`, or `rlbuffer train --debug-samples N` keeps it of N rollouts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lens:
+    """A look at the tokens of one rollout."""
+
+    name: str
+    note: str
+    """What its numbers are of; the reason why it shows nothing."""
+    levels: NDArray[np.int8] | None = None
+    """[T]; index into the lens' tints; None: nothing is marked."""
+    labels: Sequence[tuple[int, str]] = ()
+    """The legend: (level, what it stands for)."""
+
+
+def lens(
+    group: GroupView,
+    member: RolloutView,
+    name: str,
+    *,
+    column: str = "",
+    origin: str = "",
+    kept: TrainerValues = NONE,
+) -> Lens:
+    """A lens for a rollout of `group`.
+
+    `column` is what the last one shows; `origin` says whose text is shown; `kept` is what the trainer keeps of it.
+    """
+    rollout: Rollout = member.rollout
+    makers: dict[str, Callable[[], Lens]] = {
+        "logprob": lambda: _logprob(rollout),
+        "advantage": lambda: _advantage(group, member, rollout),
+        "mask": lambda: _mask(rollout),
+        "entropy": lambda: _entropy(rollout, kept),
+        "mismatch": lambda: _mismatch(rollout, kept),
+        "version": lambda: _version(rollout),
+    }
+    if name == "column" and column:
+        return _column(rollout, column)
+    return makers[name]() if name in makers else Lens(name="plain", note=origin)
+
+
+def columns_of(rollout: Rollout) -> list[str]:
+    """Further columns that the last lens can show: one number per token."""
+    return sorted(name for name, values in rollout.columns.items() if values.ndim == 1 and values.dtype.kind in "fiub")
+
+
+def _heat(
+    name: str, rollout: Rollout, values: NDArray[Any], note: str, edges: Sequence[float], *, is_rising: bool = False
+) -> Lens:
+    """Levels 1 to 5 of the trained tokens, from hot to none: below `edges` that rise, or above edges that fall."""
+    sign, text = ("<", "≥") if is_rising else ("≥", "<")
+    order = np.asarray(edges) if is_rising else -np.asarray(edges)
+    levels = np.searchsorted(order, values if is_rising else -values, side="right" if is_rising else "left") + 1
+    labels = [(level, f"{sign} {edge:g}") for level, edge in enumerate(edges, 1)]
+    return Lens(
+        name=name,
+        levels=np.where(rollout.loss_mask, levels, 0).astype(np.int8),
+        labels=[*labels, (5, f"{text} {edges[-1]:g}")],
+        note=note,
+    )
+
+
+def _logprob(rollout: Rollout) -> Lens:
+    values = rollout.logprobs[rollout.loss_mask]
+    note = f"probability; logprob mean {values.mean():.3f}, least {values.min():.3f}" if len(values) else "none trained"
+    return _heat("logprob", rollout, np.exp(np.minimum(rollout.logprobs, 0.0)), note, PROBABILITIES, is_rising=True)
+
+
+def _mask(rollout: Rollout) -> Lens:
+    trained = rollout.loss_tokens
+    return Lens(
+        name="mask",
+        levels=rollout.loss_mask.astype(np.int8),
+        labels=[(1, f"trained ({trained:,})"), (0, f"context ({rollout.length - trained:,})")],
+        note="as it was pushed",
+    )
+
+
+def entropy_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
+    """Entropies [T] in nats, and who computed them; None where nobody keeps them."""
+    own = rollout.columns.get("entropy")
+    if own is not None and own.ndim == 1:
+        return own, "pushed as column `entropy`"
+    return None if kept.entropy is None else (kept.entropy, f"of the trainer in step {kept.step}")
+
+
+def mismatch_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
+    """Trainer's minus sampler's logprobs [T] in nats, and who computed them; None where nobody keeps the trainer's."""
+    own = rollout.columns.get("trainer_logprobs")
+    if own is not None and own.ndim == 1:
+        return own - rollout.logprobs, "column `trainer_logprobs`"
+    return None if kept.logprobs is None else (kept.logprobs - rollout.logprobs, f"of the trainer in step {kept.step}")
+
+
+def _entropy(rollout: Rollout, kept: TrainerValues) -> Lens:
+    known = entropy_of(rollout, kept)
+    if known is None:
+        note = f"not kept per token: {KEPT.format(column='entropy')}. Its mean by step is in metrics.jsonl"
+        return Lens(name="entropy", note=note)
+    values, who = known
+    trained = values[rollout.loss_mask]
+    note = f"nats, {who}" + (f"; mean {trained.mean():.3f}, most {trained.max():.3f}" if len(trained) else "")
+    return _heat("entropy", rollout, values, note, ENTROPIES)
+
+
+def _mismatch(rollout: Rollout, kept: TrainerValues) -> Lens:
+    known = mismatch_of(rollout, kept)
+    if known is None:
+        note = f"trainer's logprobs are not kept per token: {KEPT.format(column='trainer_logprobs')}"
+        return Lens(name="mismatch", note=note)
+    values, who = known
+    off, note = np.abs(values), f"|trainer - sampler| in nats, {who}"
+    if rollout.loss_tokens:
+        worst = int(np.where(rollout.loss_mask, off, -1.0).argmax())
+        mean = float(off[rollout.loss_mask].mean())
+        note += f"; mean {mean:.4f}, most {float(off[worst]):.4f} at token {worst:,}"
+    return _heat("mismatch", rollout, off, note, MISMATCHES)
+
+
+def advantages_of(member: RolloutView) -> NDArray[Any] | None:
+    """[T] float; the advantage of each token, its own or the rollout's; None before the rollout is packed."""
+    rollout: Rollout = member.rollout
+    own = rollout.columns.get("advantages")
+    if own is not None:
+        return own
+    return None if member.advantage is None else np.full(rollout.length, member.advantage, np.float32)
+
+
+def _advantage(group: GroupView, member: RolloutView, rollout: Rollout) -> Lens:
+    values = advantages_of(member)
+    if values is None:
+        return Lens(name="advantage", note=_no_advantage(group))
+    strong = STRONG_ADVANTAGE
+    # 1: below -strong, 2: below 0, 3: 0, 4: above 0, 5: above strong
+    levels = 3 + np.sign(values) + np.where(np.abs(values) > strong, np.sign(values), 0)
+    levels = np.where(rollout.loss_mask, levels, 0).astype(np.int8)
+    counts = [int(np.count_nonzero(levels == level)) for level in range(6)]
+    words = (f"below -{strong:g}", "below 0", "0", "above 0", f"above {strong:g}")
+    trained = values[rollout.loss_mask]
+    return Lens(
+        name="advantage",
+        levels=levels,
+        labels=[(level, f"{word} ({counts[level]:,})") for level, word in enumerate(words, 1)],
+        note=f"from {trained.min():+.4f} to {trained.max():+.4f}" if len(trained) else "none trained",
+    )
+
+
+def _no_advantage(group: GroupView) -> str:
+    if group.state == State.DROPPED:
+        return f"no advantages: the group was dropped ({printable(group.reason)}), and only groups of a step have some"
+    if group.state in (State.PACKED, State.TRAINED):
+        return f"no advantages: step {group.step} trains the group without this rollout"
+    return "advantages are known once the group is packed into a step"
+
+
+def _version(rollout: Rollout) -> Lens:
+    levels = np.zeros(rollout.length, np.int8)
+    versions = sorted({span.policy_version for span in rollout.version_spans})
+    cycle = len(TINTS["version"]) - 1
+    for span in rollout.version_spans:
+        levels[span.start : span.end] = versions.index(span.policy_version) % cycle + 1
+    more = f"and {len(versions) - 12} more; " if len(versions) > 12 else ""
+    return Lens(
+        name="version",
+        levels=levels,
+        labels=[(at % cycle + 1, f"v{version}") for at, version in enumerate(versions[:12])],
+        note=f"{more}dim: sampled by none",
+    )
+
+
+def _column(rollout: Rollout, column: str) -> Lens:
+    values = np.asarray(rollout.columns[column], np.float64)
+    low, high = float(values.min()), float(values.max())
+    edges = [low + (high - low) * part for part in (0.25, 0.5, 0.75)]
+    words = (f"< {edges[0]:g}", f"< {edges[1]:g}", f"< {edges[2]:g}", f"≥ {edges[2]:g}")
+    return Lens(
+        name=f"column {column}",
+        levels=np.searchsorted(edges, values, side="right").astype(np.int8),
+        labels=list(enumerate(words)),
+        note=f"from {low:g} to {high:g}, mean {values.mean():g}; 8 again: the next column",
+    )

@@ -1,0 +1,198 @@
+"""Live views on a terminal: one thread of rich's draws, one of ours asks. Neither holds up the run, whether the server
+is away or the terminal is halted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import RlbufferError
+from rlbuffer.state.run_state import RunState
+from rlbuffer.state.step_record import StepRecord
+from rlbuffer.state.text import duration, printable
+from rlbuffer_cli import look
+from rlbuffer_cli.plots import METRICS_FILE, chart, curves_of, step_of
+from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.starting import clear
+from rlbuffer_cli.view import run_view, trainer_view
+
+TAIL_SECONDS, ASK_SECONDS = 0.2, 1.0
+"""Between two looks at the metrics, at the server."""
+CLOSE_SECONDS = 2.0
+KEPT_LINES = 6
+CURVE_LINES = 9
+LEAST_CURVE_HEIGHT = 40
+"""Lines of a terminal from which a curve has room."""
+
+
+class MetricsTail:
+    """New steps of a ``metrics.jsonl`` since the last look; one that was trained again after a restart is given
+    once."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path, self._last, self._rest = path, 0, b""
+        self._at = path.stat().st_size if from_end and path.exists() else 0
+
+    def new(self) -> list[StepRecord]:
+        """Records of whole lines that appeared since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as stream:
+            stream.seek(self._at)
+            data = stream.read()
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        records = []
+        for values in map(step_of, lines):
+            if values is not None and values["step"] > self._last:
+                self._last = values["step"]
+                records.append(StepRecord.read(values))
+        return records
+
+
+class Watch:
+    """How a run goes, in a thread from ``with`` to ``close``: the trainer's records as they come, and the run's state
+    once a second.
+
+    Args:
+        title: the first line; "" for none.
+        opening: stands where nothing is known yet.
+        asks: there is a server; set :attr:`may_ask` once it is there.
+        from_end: steps that were trained before are left out.
+        on_step: gets each new record.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        title: str = "",
+        opening: str = "",
+        asks: bool = True,
+        from_end: bool = False,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+    ) -> None:
+        self.settings, self.title, self.opening = settings, title, opening
+        self.started = time.monotonic()
+        self.records: list[StepRecord] = []
+        self.first_step_seconds: float | None = None
+        self.state: RunState | None = None
+        self.trouble = ""
+        """The reason why the last look failed."""
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        """What the processes said last."""
+        self.may_ask = threading.Event()
+        self._on_step = on_step
+        self._tail = MetricsTail(settings.output_dir / METRICS_FILE, from_end=from_end)
+        self._done = threading.Event()
+        self._threads = [threading.Thread(target=self._follow, name="follow", daemon=True)]
+        if asks:
+            self._threads.append(threading.Thread(target=self._ask, name="ask", daemon=True))
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes in the last steps."""
+        self._done.set()
+        self.may_ask.set()
+        for thread in self._threads:
+            thread.join(timeout=CLOSE_SECONDS)
+
+    @property
+    def seconds(self) -> float:
+        """Since the processes were started."""
+        return time.monotonic() - self.started
+
+    def log(self, name: str, line: str) -> None:
+        """A line of a process, for the foot of the view; steps are in the view already."""
+        if not (name in ("serve", "train") and line.startswith("step ")):
+            self.lines.append(f"{name}  {line}")
+
+    def _follow(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._done.wait(TAIL_SECONDS)
+            for record in self._tail.new():
+                self.first_step_seconds = self.seconds if self.first_step_seconds is None else self.first_step_seconds
+                self.records.append(record)
+                self._on_step(record)
+
+    def _ask(self) -> None:
+        from rlbuffer.client.buffer import connect
+        from rlbuffer.client.run_state import read_run_state
+
+        self.may_ask.wait()
+        settings, is_last = self.settings, False
+        while not is_last:
+            try:
+                with connect(settings.redis_url, run=settings.run, config=settings, name="view") as buffer:
+                    while not is_last:
+                        is_last = self._done.wait(ASK_SECONDS if self.state else 0.0)
+                        self.state, self.trouble = read_run_state(buffer.store, history=READ_RECORDS), ""
+            except RlbufferError as error:
+                self.trouble = str(error).splitlines()[0]
+                is_last = self._done.wait(ASK_SECONDS)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(f"{self.title}   {duration(self.seconds)}", "accent")
+        if self.trouble:
+            yield Text.assemble(("✕ ", "dropped"), printable(self.trouble))
+        if self.records:
+            yield trainer_view(self.records, self.settings.trainer.steps, self.seconds, is_alone=self.state is None)
+            rewards = [{"step": r.step, "reward": r.reward} for r in self.records if r.reward is not None]
+            if rewards and console.height >= LEAST_CURVE_HEIGHT:
+                drawn = chart(curves_of(rewards, "reward"), width=options.max_width, height=CURVE_LINES)
+                yield Text("\n".join(drawn), "accent")
+            yield Text()
+        elif self.state is None:
+            yield Text(self.opening)
+        if self.state is not None:
+            yield run_view(self.state, self.records)
+        yield from (Text(printable(line), "faint", no_wrap=True, overflow="ellipsis") for line in self.lines)
+
+
+@contextmanager
+def shown(view: RenderableType, *, is_whole: bool = False, keep: bool = True) -> Iterator[Live]:
+    """Draws `view` a few times a second while the block runs: at the foot of the terminal, or on a screen of its own,
+    which a terminal that changes its size leaves whole. `keep`: it stays when the block ends."""
+    clear()
+    live = Live(
+        get_renderable=lambda: view,
+        console=look.console(),
+        screen=is_whole,
+        transient=not keep,
+        vertical_overflow="ellipsis",
+    )
+    try:
+        with live:
+            yield live
+    finally:
+        if is_whole and keep:
+            live.console.print(view)
+
+
+def say(live: Live, text: str) -> None:
+    """Prints above the view, where it stays."""
+    live.console.print(Text(printable(text, lines=True)))
+
+
+def print_error(text: str) -> None:
+    """Prints where no view is."""
+    print(printable(text, lines=True), file=sys.stderr, flush=True)

@@ -1,0 +1,158 @@
+"""What the browser shows, printed or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from rlbuffer.state.text import printable
+from rlbuffer_cli import facts, look
+from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.plots import small_charts, trends
+from rlbuffer_cli.run_tables import PROCESSES, READ_RECORDS
+from rlbuffer_cli.table import Printed, View, of_tuples
+from rlbuffer_cli.tables import (
+    GROUP_ORDER,
+    GROUPS,
+    MEMBERS,
+    STEPS,
+    as_json,
+    detail_record,
+    member_rows,
+    rollout_record,
+    step_record,
+)
+from rlbuffer_cli.text import columns_of
+
+if TYPE_CHECKING:
+    from rlbuffer.client.texts import Texts
+    from rlbuffer.client.views import GroupDetail, RolloutView, StepView
+    from rlbuffer.records.rollout import Rollout
+    from rlbuffer_cli.whole_run import WholeRun
+
+EVERYTHING = 2**31
+PRINTED_TOKENS = 200
+TOKENS = of_tuples(
+    "tokens",
+    ("token", "id", "text", "mask", "logprob", "advantage"),
+    {"token", "id", "logprob", "advantage"},
+)
+
+
+def show_json(record: Any) -> None:
+    """Prints a record as one line."""
+    echo(json.dumps(as_json(record), default=str))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def show_listed(view: View, run: WholeRun, where: str, limit: int, *, is_json: bool) -> int:
+    """Prints the table of a view. -> exit code."""
+    run.problems = []
+    items = view.read(run, where, limit)
+    if is_json:
+        for item in items:
+            show_json(view.record(item))
+    else:
+        if view is GROUPS:
+            _show_head(run)
+        _show_items(view, run, items, where)
+        if view is GROUPS and items:
+            if len(items) == limit:
+                say(f"the first {limit} ({GROUP_ORDER}): --limit shows more, --where chooses", err=True)
+            say(f"one group: rlbuffer inspect {view.key(items[0])}", err=True)
+    for problem in run.problems:
+        say(f"Error: {problem}", err=True)
+    return 1 if run.problems else 0
+
+
+def _show_head(run: WholeRun) -> None:
+    from rlbuffer.client.run_state import read_run_state
+    from rlbuffer_cli.view import run_view
+
+    look.show(run_view(read_run_state(run.buffer.store, history=READ_RECORDS), with_processes=False), "")
+
+
+def _show_items(view: View, run: WholeRun, items: Any, where: str) -> None:
+    if not items:
+        echo(view.nothing(where))
+        return
+    look.show(Printed(view, items))
+    if view is STEPS:
+        headers = [row.header for row in items][::-1]
+        drawn = small_charts(trends(run.buffer.settings.output_dir, headers), width=columns_of(sys.stdout))
+        for line in drawn:
+            echo(line)
+    elif view is PROCESSES:
+        for row in items:
+            for line in [row.title, *(f"  {line}" for line in row.lines)] if row.lines else ():
+                say(line, indent="    ")
+
+
+# -- one thing ---------------------------------------------------------------------------------------------------------
+def show_group(detail: GroupDetail, texts: Texts, *, is_json: bool) -> None:
+    """Prints a group: what it is, then one row per rollout."""
+    if is_json:
+        show_json(detail_record(detail))
+        return
+    prompt = facts.shared_prompt(detail, texts)
+    for line in facts.headline(detail.view):
+        say(line, indent="  ")
+    for line in facts.shared_lines(detail, prompt, 2 * facts.MAX_TEXT):
+        echo(line)
+    if detail.members:
+        look.show("", Printed(MEMBERS, member_rows(detail, lambda m: facts.answer(m, texts, bool(prompt)))))
+        echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
+
+
+def show_rollout(detail: GroupDetail, member: RolloutView, texts: Texts, *, is_json: bool) -> None:
+    """Prints a rollout: verdict, life, then one row for each of its first tokens."""
+    if is_json:
+        show_json(rollout_record(member, detail.view))
+        return
+    for line in facts.headline(detail.view):
+        say(line, indent="  ")
+    echo(f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}")
+    say("  " + " -> ".join(facts.life(detail.view, member)), indent="    ")
+    rollout: Rollout | None = member.rollout
+    if rollout is None:
+        echo("  its payload is no longer kept")
+        return
+    text = texts.whole(rollout)
+    if text is not None:
+        echo(f"  text {printable(text)}")
+    end = min(PRINTED_TOKENS, rollout.length)
+    rows = [[str(at), *cells] for at, cells in enumerate(facts.token_cells(member, texts, 0, end))]
+    look.show("", Printed(TOKENS, rows))
+    if end < rollout.length:
+        echo(f"the first {end} tokens of {rollout.length:,}: --json has them all")
+
+
+def show_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts, *, is_json: bool) -> None:
+    """Prints where two rollouts part; as JSON ``rlbuffer.pair/1``: None where they are the same, or a payload is
+    gone."""
+    if is_json:
+        is_there = one.rollout is not None and other.rollout is not None
+        record = {"rollouts": [one.rollout_id, other.rollout_id], "rewards": [one.reward, other.reward]}
+        parts = facts.first_difference(one, other) if is_there else None
+        show_json({"schema": "rlbuffer.pair/1", **record, "part_at_token": parts})
+        return
+    for line in facts.pair_lines(detail, one, other, texts):
+        say(line, indent="    ")
+    rows = list(facts.pair_rows(one, other, texts, PRINTED_TOKENS))
+    if rows:
+        look.show("", Printed(facts.pair_view(one.rollout_id, other.rollout_id), rows))
+
+
+def show_step(run: WholeRun, step: StepView, *, is_json: bool) -> None:
+    """Prints a step: what it holds, why it was closed, and its rows by rank."""
+    cost = facts.cost_of(run.buffer)
+    if is_json:
+        ranks = facts.rank_figures(step, cost)
+        show_json({**step_record(step.header), "row_tokens": step.row_tokens, "ranks": ranks})
+        return
+    for line in facts.step_lines(step, trained=run.buffer.store.trainer().trained):
+        say(line, indent="    ")
+    look.show(Text(), *facts.rank_lines(step, columns_of(sys.stdout), cost))

@@ -1,1 +1,0 @@
-"""The looks of things: plain lines and tables, rich views, JSON records."""

@@ -1,0 +1,124 @@
+"""What a table of things is: one definition that is printed, written as JSON lines, browsed, and shown on web pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from rlbuffer_cli import look
+
+LEAST_TEXT = 16
+"""Columns of a terminal that the last column of a table has at least."""
+
+
+class Column(NamedTuple):
+    """One column of a table."""
+
+    title: str
+    cell: Callable[[Any], object]
+    """A `Text` that is styled already, or anything as text."""
+    sort: Callable[[Any], Any] | None = None
+    """Its order; None: by the cell's text."""
+    is_number: bool = False
+    at: int = 0
+    """The least width of a terminal that prints it."""
+
+
+def number(value: float | None, form: str = ".3f", unknown: str = "") -> str:
+    """A number; `unknown` for None."""
+    return unknown if value is None else f"{value:{form}}"
+
+
+def or_least(value: Any) -> tuple[bool, Any]:
+    """Orders what is not known before everything else."""
+    return value is not None, value or 0
+
+
+def figure(title: str, of: Callable[[Any], Any], form: str = ".3f", at: int = 0, *, unknown: str = "") -> Column:
+    """A column of numbers."""
+    return Column(title, lambda item: number(of(item), form, unknown), lambda item: or_least(of(item)), True, at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A table of things."""
+
+    name: str
+    columns: tuple[Column, ...]
+    read: Callable[[Any, str, int], Sequence[Any]]
+    """(run, filter, most) -> items."""
+    key: Callable[[Any], str]
+    record: Callable[[Any], Mapping[str, Any]] = asdict
+    opens: str = ""
+    """What `enter` shows of an item."""
+    filter_help: str = ""
+    empty: str = ""
+    """What stands where nothing is."""
+    legend: Callable[[Sequence[Any]], str] = lambda items: ""
+    """What its marks mean, in numbers."""
+
+    def nothing(self, where: str) -> str:
+        """What stands where no item is: of the filter, where one was given."""
+        return f"no {self.name} match {where!r}" if where else self.empty
+
+
+class Printed:
+    """Items under the columns of a view that a terminal of its width has room for; » where a wider one has more."""
+
+    def __init__(self, view: View, items: Sequence[Any]) -> None:
+        self._view, self._items = view, items
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        every = [(column, [look.plain(column.cell(item)) for item in self._items]) for column in self._view.columns]
+        shown = [(column, cells) for column, cells in every if column.at <= width]
+        widths = [max([cell_len(column.title), *(cell.cell_len for cell in cells)]) for column, cells in shown]
+        while len(shown) > 2 and sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], LEAST_TEXT) > width:
+            del shown[-2], widths[-2]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="faint")
+        for at, (column, _) in enumerate(shown, 1):
+            is_last = at == len(shown)
+            table.add_column(
+                column.title + " »" * (is_last and len(shown) < len(every)),
+                justify="right" if column.is_number else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                min_width=None if is_last else min(widths[at - 1], width),
+                max_width=max(1, width - sum(widths[:-1]) - 2 * (len(shown) - 1)) if is_last else None,
+            )
+        for row in zip(*(cells for _, cells in shown), strict=True):
+            table.add_row(*row)
+        yield table
+        if self._items and (legend := self._view.legend(self._items)):
+            yield Text(legend, "faint")
+
+
+def ordered(view: View, items: Sequence[Any], by: str, *, is_reversed: bool = False) -> list[Any]:
+    """The items by a column; as they are read where there is none of that title."""
+    column = next((column for column in view.columns if by and column.title == by), None)
+    if column is None:
+        return list(items)[:: -1 if is_reversed else 1]
+    order = column.sort or (lambda item: look.plain(column.cell(item)).plain)
+    return sorted(items, key=order, reverse=is_reversed)
+
+
+def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), empty: str = "") -> View:
+    """A view of plain rows, a tuple each."""
+
+    def cell(at: int) -> Callable[[Any], object]:
+        return lambda row: row[at]
+
+    def size(at: int) -> Callable[[Any], float]:
+        return lambda row: float(str(row[at]).replace(",", "") or "-inf")
+
+    columns = tuple(
+        Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
+        for at, title in enumerate(titles)
+    )
+    return View(name=name, columns=columns, read=lambda run, where, most: (), key=lambda row: str(row[0]), empty=empty)

@@ -1,0 +1,354 @@
+"""The tables of what a run trains on: groups, a group's rollouts, steps, a step's rollouts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.text import amount, duration, percent, printable
+from rlbuffer.store.records import PartRollout
+from rlbuffer_cli import look
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
+from rlbuffer_cli.table import Column, View, figure, number, or_least
+from rlbuffer_cli.text import WIDE, cut, utc
+
+GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
+NOT_KEPT = "-"
+"""Stands for what a dropped group had and its record has not."""
+SHOWN_ANSWER = 60
+"""Columns of an answer in a row."""
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+class GroupRow(NamedTuple):
+    """A group, and the axis of all rewards in its table."""
+
+    view: GroupView
+    low: float
+    high: float
+
+    @property
+    def state(self) -> Text:
+        """With its step, or why it was dropped."""
+        view = self.view
+        uses = f" (use {view.uses})" if view.uses > 1 else ""
+        return look.state(view.state, f"in {view.step}{uses}" if view.step else view.reason)
+
+    def known(self, text: str) -> str:
+        """The text, or the sign that a dropped group's record has it not."""
+        return text or (NOT_KEPT if self.view.state == State.DROPPED else "")
+
+
+def group_rows(views: Sequence[GroupView]) -> list[GroupRow]:
+    """Rows with one axis: from 0 to 1, or as far as rewards go."""
+    rewards = [reward for view in views for reward in view.rewards]
+    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
+    return [GroupRow(view, low, high) for view in views]
+
+
+def group_record(view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.group/1``: numbers raw, ids whole, UTC times."""
+    return {"schema": "rlbuffer.group/1", **asdict(view), "created": utc(view.created)}
+
+
+def detail_record(detail: GroupDetail) -> dict[str, Any]:
+    """``rlbuffer.group/1`` with answer, metadata and every rollout whole."""
+    members = [rollout_record(member, detail.view) for member in detail.members]
+    return group_record(detail.view) | {
+        "answer": as_json(detail.answer),
+        "metadata": as_json(detail.metadata),
+        "members": members,
+    }
+
+
+def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.rollout/1``; the payload's fields are there while the payload is."""
+    record: dict[str, Any] = {
+        "schema": "rlbuffer.rollout/1",
+        "rollout_id": member.rollout_id,
+        "group_id": view.group_id,
+        "env": view.env,
+        "state": view.state,
+        "reward": member.reward,
+        "rewards": dict(member.rewards),
+        "advantage": member.advantage,
+        "length": member.length,
+        "loss_tokens": member.loss_tokens,
+        "prompt_tokens": member.prompt_tokens,
+        "min_policy_version": member.min_version,
+        "max_policy_version": member.max_version,
+        "is_truncated": member.is_truncated,
+        "finish_reason": member.finish_reason,
+        "logprob_mean": member.logprob_mean,
+        "step": member.step,
+        "rank": member.place.rank if member.place else None,
+        "row": member.place.row if member.place else None,
+        "text": member.text,
+    }
+    rollout: Rollout | None = member.rollout
+    if rollout is not None:
+        record |= {
+            "tokens": rollout.tokens.tolist(),
+            "loss_mask": rollout.loss_mask.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            "version_spans": [list(span) for span in rollout.version_spans],
+            "turns": [as_json(tuple(turn)) for turn in rollout.turns],
+            "successes": dict(rollout.successes),
+            "columns": {name: values.tolist() for name, values in rollout.columns.items()},
+            "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
+            "metadata": as_json(rollout.metadata),
+        }
+    return record
+
+
+def as_json(value: Any) -> Any:
+    """Types of msgpack as JSON types: bytes as base64."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if hasattr(value, "items"):
+        return {str(k): as_json(v) for k, v in value.items()}
+    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _read_groups(run: Any, where: str, most: int) -> Sequence[GroupRow]:
+    problems: list[RlbufferError] = []
+    rows = group_rows(run.groups(where, most, problems))
+    run.problems = problems
+    return rows
+
+
+def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
+    unkept = "   -: not kept of a dropped group" if any(r.view.state == State.DROPPED for r in rows) else ""
+    return f"spread: rewards from {rows[0].low:g} to {rows[0].high:g}, in the accent their mean{unkept}"
+
+
+GROUPS = View(
+    name="groups",
+    read=_read_groups,
+    key=lambda row: row.view.group_id,
+    record=lambda row: group_record(row.view),
+    opens="group",
+    filter_help="env:math age>=2 reward<0.1",
+    empty="no groups yet",
+    legend=_legend_of_groups,
+    columns=(
+        Column("group", lambda row: row.view.group_id),
+        Column("state", lambda row: row.state, lambda row: (row.view.state, row.view.reason)),
+        Column(
+            "reward",
+            lambda row: row.known(number(row.view.reward)),
+            lambda row: or_least(row.view.reward),
+            True,
+        ),
+        Column(
+            "spread",
+            lambda row: look.strip(row.view.rewards, row.low, row.high) if row.view.rewards else row.known(""),
+        ),
+        Column("age", lambda row: row.known(number(row.view.age, "d")), lambda row: or_least(row.view.age), True),
+        Column("tokens", lambda row: amount(row.view.tokens), lambda row: row.view.tokens, True),
+        Column(
+            "waited",
+            lambda row: row.known(duration(row.view.waited_seconds)),
+            lambda row: or_least(row.view.waited_seconds),
+            True,
+        ),
+        Column(
+            "rollouts",
+            lambda row: f"{row.view.rollouts}/{row.view.planned_size}" if row.view.planned_size else row.view.rollouts,
+            lambda row: row.view.rollouts,
+            True,
+            WIDE,
+        ),
+        Column("env", lambda row: row.view.env, at=WIDE),
+        Column("worker", lambda row: row.view.worker, at=WIDE),
+        Column("prompt", lambda row: row.view.prompt_id, at=WIDE),
+    ),
+)
+
+
+# -- a group's rollouts ------------------------------------------------------------------------------------------------
+class MemberRow(NamedTuple):
+    """A rollout of a group, and the scales of its table."""
+
+    group: GroupView
+    member: RolloutView
+    most_reward: float
+    """Of a whole bar: 1, or more where one of the group has more, so that bars of two groups can be compared."""
+    most_advantage: float
+    answer: str = ""
+    is_match: bool = False
+    """The filter's terms about rollouts hold."""
+
+    @property
+    def age(self) -> int | None:
+        """Its own: the group's is that of its oldest."""
+        view = self.group
+        return None if view.age is None else view.age + view.min_version - self.member.min_version
+
+    @property
+    def stop(self) -> Text:
+        """Why it ended."""
+        member = self.member
+        if member.rollout is None:
+            return Text("payload gone", "faint")
+        if not member.is_truncated:
+            return Text(printable(member.finish_reason))
+        more = "" if member.finish_reason == "length" else " (truncated)"
+        return Text(f"✂ {printable(member.finish_reason)}{more}", "dropped")
+
+
+def member_rows(
+    detail: GroupDetail,
+    answer: Callable[[RolloutView], str] = lambda member: "",
+    matches: Callable[[RolloutView], bool] = lambda member: False,
+) -> list[MemberRow]:
+    """The rollouts of a group."""
+    rewards = [abs(m.reward) for m in detail.members if m.reward is not None]
+    advantages = [abs(m.advantage) for m in detail.members if m.advantage is not None]
+    most = max([1.0, *rewards]), max([1.0, *advantages])
+    return [
+        MemberRow(detail.view, m, *most, cut(printable(answer(m)), SHOWN_ANSWER), matches(m)) for m in detail.members
+    ]
+
+
+MEMBERS = View(
+    name="rollouts",
+    read=lambda run, where, most: (),
+    key=lambda row: row.member.rollout_id,
+    opens="rollout",
+    empty="its rollouts are no longer kept",
+    legend=lambda rows: (
+        f"of 1+: a whole bar is a reward of {rows[0].most_reward:g}   "
+        f"- 0 +: a half one is an advantage of {rows[0].most_advantage:.3g}"
+    ),
+    columns=(
+        Column("rollout", lambda row: Text.assemble(("* " * row.is_match, "accent"), printable(row.member.rollout_id))),
+        figure("reward", lambda row: row.member.reward),
+        Column(
+            "of 1+",
+            lambda row: "" if row.member.reward is None else look.meter(row.member.reward / row.most_reward),
+            lambda row: or_least(row.member.reward),
+        ),
+        figure("advantage", lambda row: row.member.advantage, "+.3f"),
+        Column(
+            "- 0 +",
+            lambda row: "" if row.member.advantage is None else look.signed(row.member.advantage, row.most_advantage),
+            lambda row: or_least(row.member.advantage),
+            at=WIDE,
+        ),
+        figure("tokens", lambda row: row.member.length, ","),
+        Column("stop", lambda row: row.stop),
+        figure("trained", lambda row: row.member.loss_tokens, ",", WIDE),
+        figure("age", lambda row: row.age, "d", WIDE),
+        Column(
+            "version",
+            lambda row: "-".join(f"v{v}" for v in sorted({row.member.min_version, row.member.max_version})),
+            lambda row: row.member.min_version,
+            False,
+            WIDE,
+        ),
+        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE),
+        Column("text", lambda row: Text(row.answer, "label")),
+    ),
+)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+class StepRow(NamedTuple):
+    """A committed step."""
+
+    header: StepHeader
+    is_trained: bool
+
+
+def step_rows(headers: Sequence[StepHeader], trained: int) -> list[StepRow]:
+    """`trained`: the last step that the trainer has acknowledged."""
+    return [StepRow(header, header.step <= trained) for header in headers]
+
+
+def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
+    problems: list[RlbufferError] = []
+    rows = step_rows(run.headers(problems)[::-1], run.buffer.store.trainer().trained)
+    run.problems = problems
+    return [row for row in rows if not where or str(row.header.step) == where.strip()][:most]
+
+
+def step_record(header: StepHeader) -> dict[str, Any]:
+    """``rlbuffer.step/1``: the fields of a header, by name."""
+    return {"schema": "rlbuffer.step/1", **{field.name: getattr(header, field.name) for field in fields(header)}}
+
+
+STEPS = View(
+    name="steps",
+    read=_read_steps,
+    key=lambda row: str(row.header.step),
+    record=lambda row: step_record(row.header),
+    opens="step",
+    filter_help="40",
+    empty="no committed step can still be read",
+    columns=(
+        figure("step", lambda row: row.header.step, "d"),
+        Column("state", lambda row: look.state("trained" if row.is_trained else "packed")),
+        figure("groups", lambda row: len(row.header.group_ids), "d"),
+        figure("rollouts", lambda row: row.header.rollouts, ","),
+        Column("tokens", lambda row: amount(row.header.tokens), lambda row: row.header.tokens, True),
+        Column("fill", lambda row: percent(row.header.fill), lambda row: row.header.fill, True),
+        Column("of capacity", lambda row: look.meter(row.header.fill), lambda row: row.header.fill),
+        figure("reward", lambda row: row.header.reward),
+        Column("age", lambda row: f"{row.header.age:.1f} max {row.header.max_age}", lambda row: row.header.age, True),
+        Column("closed by", lambda row: str(row.header.closed_by), at=WIDE),
+        Column(
+            "committed (UTC)",
+            lambda row: str(utc(row.header.committed_ms / 1000))[11:19],
+            lambda row: row.header.committed_ms,
+            False,
+            WIDE,
+        ),
+    ),
+)
+
+
+# -- a step's rollouts -------------------------------------------------------------------------------------------------
+class WorstRow(NamedTuple):
+    """A rollout of a step."""
+
+    member: PartRollout
+    rank: int
+
+
+def worst_rows(step: StepView) -> list[WorstRow]:
+    """The scored rollouts of the step by their reward, then by their advantage."""
+    scored = [WorstRow(member, rank) for rank, member in step.rollouts if member.info.reward is not None]
+    return sorted(
+        scored, key=lambda r: (r.member.info.reward or 0.0, r.member.advantage, r.member.group_id, r.member.index)
+    )
+
+
+WORST = View(
+    name="rollouts of the step",
+    read=lambda run, where, most: (),
+    key=lambda row: row.member.info.rollout_id,
+    opens="rollout",
+    empty="no rollout of it is scored",
+    columns=(
+        Column("rollout", lambda row: row.member.info.rollout_id),
+        figure("reward", lambda row: row.member.info.reward),
+        figure("advantage", lambda row: row.member.advantage, "+.3f"),
+        figure("tokens", lambda row: row.member.info.length, ","),
+        figure("rank", lambda row: row.rank, "d"),
+        Column("env", lambda row: row.member.env),
+        Column("worker", lambda row: row.member.worker, at=WIDE),
+        Column("prompt", lambda row: row.member.prompt_id, at=WIDE),
+    ),
+)
+VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS)}
+"""Those that can be listed, by name."""

@@ -1,0 +1,77 @@
+"""Lines of a terminal: how wide they may be, and where they are broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import IO
+
+WIDE = 110
+"""Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
+
+
+def cell_len(text: str) -> int:
+    """Columns of a terminal that the text takes: rich knows them, and is not loaded for what is one each."""
+    if all(c < "\u0300" or "\u2010" <= c <= "\u25ff" for c in text):  # Latin, dashes, blocks and lines
+        return len(text)
+    from rich.cells import cell_len as cells
+
+    return cells(text)
+
+
+def thinned(values: Sequence[float], width: int) -> Sequence[float]:
+    """At most `width` values: means of neighbours where there are more."""
+    if len(values) <= width:
+        return values
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def cut(line: str, width: int) -> str:
+    """The line in at most `width` columns of a terminal, with an ellipsis where something is left out."""
+    if cell_len(line) <= width:
+        return line
+    from rich.cells import set_cell_size
+
+    return set_cell_size(line, width - 1) + "…"
+
+
+def terminal_width(stream: IO[str] | None = None) -> int | None:
+    """Columns of the terminal that the stream (None: stdout) is; None when it is none."""
+    stream = stream or sys.stdout
+    return columns_of(stream) if stream.isatty() else None
+
+
+def columns_of(stream: IO[str]) -> int:
+    """Width of a terminal by its own word; where it has none, what COLUMNS says, or 80.
+
+    The other way round a program that was started from within another one would have that one's width.
+    """
+    try:
+        known = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
+    except (OSError, ValueError):
+        known = 0
+    return max(20, known) if known else shutil.get_terminal_size().columns
+
+
+def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = None) -> list[str]:
+    """A line of prose, broken between words where the terminal (None: of stdout) is too narrow for it.
+
+    `indent` begins the rows after the first; None: two blanks more than the line has.
+    """
+    width = terminal_width(stream)
+    if width is None or len(line) <= width:
+        return [line]
+    lead = line[: len(line) - len(line.lstrip())]
+    after = f"{lead}  " if indent is None else indent
+    return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
+
+
+def utc(seconds: float | None) -> str | None:
+    """Unix seconds as ISO 8601 in UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,258 @@
+"""Pages from templates: what stands on each, and how anybody's text is made harmless there.
+
+Text is escaped by the templates, controls and direction marks in it are shown, styles come from one sheet whose hash is
+in the policy, and there is no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import groupby, pairwise
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup, escape
+
+from rlbuffer.client.texts import Texts
+from rlbuffer.client.trainer_values import NONE, TrainerValues
+from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.state.text import plural, printable
+from rlbuffer_cli.facts import answer, headline, life, shared_prompt, verdict
+from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
+from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
+from rlbuffer_cli.plots import Curve
+from rlbuffer_cli.tables import MEMBERS, as_json, member_rows
+from rlbuffer_cli.text import utc
+
+LENSES = NAMES[:7]
+TITLED_TOKENS = 20_000
+"""A rollout of more tokens has no numbers to point at: they are most of a page."""
+MOST_CHARACTERS = 64_000
+"""Characters of a text, an answer or metadata."""
+MOST_IN_CELL = 1000
+_CLASSES = {*PALETTE, "bold"}
+_LINES = {
+    "thick": "box-shadow: inset 0 -2px var(--ink)",
+    "thin": "box-shadow: inset 0 -1px var(--ink)",
+    "dotted": "text-decoration: underline dotted var(--minus) 2px",
+    "dim": "color: var(--faint)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Everything that a page knows besides the groups."""
+
+    texts: Texts
+    kept: Callable[[str, Rollout], TrainerValues] = lambda group_id, rollout: NONE
+    """(group id, rollout) -> values that the trainer keeps of it."""
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+def page(name: str, *, title: str, forms: str = "none", **values: Any) -> Iterator[str]:
+    """The page of a template in pieces. `forms`: where a form may be sent, `none` or `self`."""
+    empty = {"lenses": (), "tabs": (), "problems": (), "tab": "", "href": lambda view, item: ""}
+    given = {"title": title, "policy": Markup(policy(forms)), "style": Markup(style()), **values}
+    return _templates().get_template(f"{name}.html.j2").generate(empty | given)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("rlbuffer_cli", "web/templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value), lines=True),
+    )
+    made.filters |= {"marked": marked, "shortened": shortened}
+    return made
+
+
+def marked(value: object) -> Markup:
+    """A cell: anybody's text, or one with the styles of a terminal, which are classes here."""
+    text = plain(value)
+    text.truncate(MOST_IN_CELL, overflow="ellipsis")
+    spans = [(span.start, span.end, str(span.style)) for span in text.spans] + [(0, len(text), str(text.style))]
+    edges = sorted({0, len(text), *(at for start, end, _ in spans for at in (start, end))})
+    out = []
+    for start, end in pairwise(edges):
+        classes = " ".join(sorted({name for a, b, name in spans if a <= start and end <= b and name in _CLASSES}))
+        piece = escape(text.plain[start:end])
+        out.append(f'<span class="{classes}">{piece}</span>' if classes else piece)
+    return Markup("").join(map(Markup, out))
+
+
+def shortened(text: str) -> str:
+    """At most :data:`MOST_CHARACTERS` of it."""
+    more = f" ... {plural(len(text) - MOST_CHARACTERS, 'character')} more" if len(text) > MOST_CHARACTERS else ""
+    return text[:MOST_CHARACTERS] + more
+
+
+@cache
+def style() -> str:
+    """The whole sheet: the palette on light and dark, the rules, and a rule for each level of each lens."""
+    colours = "; ".join(f"--{name}: light-dark({light}, {dark})" for name, (light, dark) in PALETTE.items())
+    rules = [f":root {{ color-scheme: light dark; {colours} }}"]
+    rules.append((resources.files("rlbuffer_cli") / "web" / "look.css").read_text(encoding="utf-8"))
+    rules += [f".{name} {{ color: var(--{name}) }}" for name in PALETTE]
+    for name in LENSES:
+        chosen = f":is(body.lens-{name}:not(:has(.anchor:target)), body:has(#{name}:target))"
+        rules.append(f"{chosen} .g-{name} {{ display: flex }}")
+        rules.append(f"{chosen} .t-{name} {{ color: var(--ink); border-bottom-color: var(--accent) }}")
+        for level, tint in enumerate(TINTS.get(name, ())):
+            if said := _rule(tint):
+                rules.append(f"{chosen} .{name[:2]}{level} {{ {said} }}")
+        if name == "plain":
+            rules.append(f"{chosen} .whole {{ display: block }} {chosen} .whole ~ * {{ display: none }}")
+    return "\n".join(rules)
+
+
+def _rule(tint: Tint) -> str:
+    over = f"color-mix(in srgb, var(--{tint.colour}) {tint.part:.0%}, transparent)" if tint.colour else ""
+    return "; ".join(filter(None, [f"background: {over}" if over else "", _LINES.get(tint.signal, "")]))
+
+
+@cache
+def policy(forms: str) -> str:
+    """The Content-Security-Policy: nothing is fetched, run or framed."""
+    digest = base64.b64encode(hashlib.sha256(style().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action '{forms}'"
+
+
+# -- groups and rollouts -----------------------------------------------------------------------------------------------
+def export(details: Iterable[GroupDetail], *, title: str, sources: Sources, now: float | None = None) -> Iterator[str]:
+    """Groups as one page, a group at a time. `now`: Unix seconds of the reading."""
+    at = "" if now is None else str(utc(now))[:19].replace("T", " ")
+    groups = (shown_group(detail, sources, is_whole=True) for detail in details)
+    return page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
+
+
+def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
+    """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
+    title, *facts = headline(detail.view)
+    prompt = shared_prompt(detail, sources.texts)
+    known = (
+        ("Prompt", prompt),
+        ("Answer", detail.answer),
+        ("Metadata", dict(detail.metadata)),
+    )
+    texts = [
+        (name, value if isinstance(value, str) else json.dumps(as_json(value), ensure_ascii=False))
+        for name, value in known
+        if value not in (None, "", {})
+    ]
+    return {
+        "title": title,
+        "facts": [title, *(fact for line in facts for fact in line.strip().split(" · "))],
+        "step": detail.view.step,
+        "texts": texts,
+        "rows": member_rows(detail, lambda member: answer(member, sources.texts, bool(prompt))),
+        "rollouts": [shown_rollout(detail, m, sources) for m in detail.members] if is_whole else [],
+    }
+
+
+def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) -> dict[str, Any]:
+    """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens."""
+    facts = verdict(member)
+    shown: dict[str, Any] = {
+        "title": f"{member.rollout_id}   {' · '.join(facts)}",
+        "facts": facts,
+        "life": " → ".join(life(detail.view, member)),
+        "legends": [],
+    }
+    rollout: Rollout | None = member.rollout
+    if rollout is None:
+        return shown
+    texts, kept = sources.texts, sources.kept(detail.view.group_id, rollout)
+    lenses = [lens(detail.view, member, name, origin=texts.origin(rollout), kept=kept) for name in LENSES]
+    has_pieces = texts.has_pieces(rollout)
+    return shown | {
+        "legends": [
+            {"name": each.name, "note": each.note, "labels": [(f"{each.name[:2]}{n}", text) for n, text in each.labels]}
+            for each in lenses
+        ],
+        "whole": None if has_pieces or rollout.text is None else rollout.text,
+        "turns": list(_turns(member, lenses, texts, kept)),
+    }
+
+
+def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: TrainerValues) -> Iterator[dict[str, Any]]:
+    rollout: Rollout = member.rollout
+    pieces = texts.pieces(rollout, 0, rollout.length)
+    blank = "" if texts.has_pieces(rollout) else " "
+    levels = [(each.name[:2], each.levels) for each in lenses if each.levels is not None]
+    is_sampled = rollout.loss_mask.copy()
+    for span in rollout.version_spans:
+        is_sampled[span.start : span.end] = True
+    titles = _titles(member, kept) if rollout.length <= TITLED_TOKENS else None
+    known = {turn.start: turn for turn in rollout.turns if turn.end > turn.start}
+    edges = sorted({0, *known, rollout.length, *([] if known else [rollout.prompt_tokens])})
+
+    def marks(at: int) -> str:
+        return " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
+
+    def alike(at: int) -> Any:
+        return (marks(at), at if titles is not None and is_sampled[at] else -1)
+
+    for start, end in pairwise(edges):
+        turn = known.get(start)
+        role = (
+            turn.role if turn is not None else "" if known else "prompt" if end <= rollout.prompt_tokens else "sampled"
+        )
+        reward = f" · reward {turn.reward:g}" if turn is not None and turn.reward is not None else ""
+        tokens = []
+        for (classes, _), run in groupby(range(start, end), key=alike):
+            first, *rest = run
+            text = blank.join([pieces[first], *(pieces[at] for at in rest)]) + blank
+            numbers = titles(first) if titles is not None and is_sampled[first] else ""
+            tokens.append((text, classes, numbers))
+        yield {"title": f"{role} · {plural(end - start, 'token')}{reward}", "tokens": tokens}
+
+
+def _titles(member: RolloutView, kept: TrainerValues) -> Callable[[int], str]:
+    """Position -> all numbers of a sampled token."""
+    rollout: Rollout = member.rollout
+    advantages, entropy, mismatch = advantages_of(member), entropy_of(rollout, kept), mismatch_of(rollout, kept)
+    versions = np.full(rollout.length, -1, np.int64)
+    for span in rollout.version_spans:
+        versions[span.start : span.end] = span.policy_version
+
+    def title(t: int) -> str:
+        parts = [f"token {t} · id {int(rollout.tokens[t])}"]
+        if rollout.loss_mask[t]:
+            logprob = float(rollout.logprobs[t])
+            parts.append(f"logprob {logprob:.4f} (p {np.exp(min(logprob, 0.0)):.3f})")
+            parts += [f"advantage {float(advantages[t]):+.4f}"] if advantages is not None else []
+            parts += [f"entropy {float(entropy[0][t]):.4f}"] if entropy is not None else []
+            parts += [f"mismatch {float(mismatch[0][t]):+.4f}"] if mismatch is not None else []
+        else:
+            parts.append("not trained")
+        parts += [f"version {versions[t]}"] if versions[t] >= 0 else []
+        return " · ".join(parts)
+
+    return title
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+def drawn(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Each curve as a line on axes of its own values, and of the steps of all."""
+    steps = [step for curve in curves.values() for step, _ in curve.points]
+    out = []
+    for curve in curves.values():
+        values = [value for _, value in curve.points]
+        first, last, low, high = min(steps), max(steps), min(values), max(values)
+        across, up = max(1, last - first), (high - low) or 1.0
+        points = " ".join(f"{560 * (n - first) / across:.1f},{80 - 72 * (v - low) / up:.1f}" for n, v in curve.points)
+        labels = {"low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last}
+        out.append({"legend": curve.legend, "points": points, **labels})
+    return out

@@ -1,0 +1,205 @@
+"""The pages of `rlbuffer inspect --web`: what each reads, by its path. Every link is a path of the same server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from rlbuffer.client.run_state import read_run_state
+from rlbuffer.errors import FilterError, NotFound
+from rlbuffer.records.states import State
+from rlbuffer.state.text import percent, plural
+from rlbuffer_cli import look
+from rlbuffer_cli.facts import cost_of, member_of, rank_figures, step_lines
+from rlbuffer_cli.plots import curves_of, trends
+from rlbuffer_cli.run_tables import ENVS, PROCESSES, READ_RECORDS, env_rows
+from rlbuffer_cli.table import View, ordered
+from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS, WORST, worst_rows
+from rlbuffer_cli.text import utc
+from rlbuffer_cli.view import alerts, figures, notes, states
+from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_rollout
+from rlbuffer_cli.whole_run import WholeRun
+
+Query = Mapping[str, str]
+ROWS_ON_A_PAGE = 200
+WORST_ROLLOUTS = 50
+"""Rollouts of a step that its page lists, the worst ones."""
+TABS = (("overview", "./"), *((name, name) for name in VIEWS))
+
+
+def route(run: WholeRun, sources: Sources, name: str, query: Query) -> Iterator[str] | None:
+    """The pieces of a page; None where there is none of that name."""
+    if name in VIEWS:
+        return _listed(run, VIEWS[name], query)
+    pages: dict[str, Callable[[], Iterator[str]]] = {
+        "": lambda: _overview(run),
+        "group": lambda: _group(run, query, sources),
+        "rollout": lambda: _rollout(run, query, sources),
+        "step": lambda: _step(run, query),
+    }
+    return pages[name]() if name in pages else None
+
+
+def refusal(title: str, problem: str) -> Iterator[str]:
+    """The page that says why there is no other."""
+    return page("base", title=title, problems=[f"✕ {problem}"])
+
+
+def _page(run: WholeRun, template: str, tab: str, title: str, **values: Any) -> Iterator[str]:
+    at = str(utc(run.buffer.store.now()))[11:19]
+    return page(
+        template,
+        title=f"{title} · run {run.buffer.run}",
+        forms="self",
+        **{"run": run.buffer.run, "tabs": TABS, "tab": tab, "at": at, "href": href, **values},
+    )
+
+
+def link(path: str, **query: str) -> str:
+    """A path of the server."""
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def href(view: View, item: Any) -> str:
+    """Where the first cell of a row leads; "" for nowhere."""
+    key = view.key(item)
+    if view is MEMBERS:
+        return link("rollout", id=item.group.group_id, rollout=key)
+    if view is WORST:
+        return link("rollout", id=item.member.group_id, rollout=key)
+    if view is ENVS:
+        return link("groups", where=f'env:"{key}"')
+    if view is PROCESSES:
+        kind, _, name = key.partition(" ")
+        return link("groups", where=f'worker:"{name}"') if kind == "worker" else ""
+    return link(view.opens, **{"n" if view is STEPS else "id": key}) if view.opens else ""
+
+
+def _overview(run: WholeRun) -> Iterator[str]:
+    state = read_run_state(run.buffer.store, history=READ_RECORDS)
+    return _page(
+        run,
+        "overview",
+        "overview",
+        "overview",
+        alerts=list(alerts(state)),
+        figures=figures(state),
+        states=states(state),
+        notes=list(notes(state)),
+        view=ENVS,
+        items=env_rows(state),
+        curves=_curves(run),
+    )
+
+
+def _curves(run: WholeRun) -> list[dict[str, Any]]:
+    headers = run.headers([])
+    curves = {curve.name: curve for curve in trends(run.buffer.settings.output_dir, headers)}
+    records = [{"step": h.step, "age": h.age, "fill": h.fill, "tokens": h.tokens} for h in headers]
+    if len(records) > 1:
+        curves |= {name: curves_of(records, name)[0] for name in ("age", "fill", "tokens")}
+    return drawn({name: curve for name, curve in curves.items() if len(curve.points) > 1})
+
+
+def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
+    """A table by a filter, in an order: both stand in the address."""
+    where, sort = query.get("where", ""), query.get("sort", "")
+    run.problems = []
+    try:
+        items = list(view.read(run, where, ROWS_ON_A_PAGE))
+    except FilterError as error:
+        items, run.problems = [], [error]
+    is_reversed, by = sort.startswith("-"), sort.removeprefix("-")
+
+    def order(title: str) -> str:
+        return link(view.name, where=where, sort=f"-{title}" if by == title and not is_reversed else title)
+
+    first = "the first " if len(items) == ROWS_ON_A_PAGE else ""
+    chips = [(look.state(str(each)), link("groups", where=f"state:{each}")) for each in State]
+    return _page(
+        run,
+        "table",
+        view.name,
+        view.name,
+        view=view,
+        items=ordered(view, items, by, is_reversed=is_reversed) if sort else items,
+        where=where,
+        sort=sort,
+        order=order,
+        count=f"{first}{plural(len(items), 'row')}",
+        chips=chips if view.name == "groups" else [],
+        curves=_curves(run) if view is STEPS else [],
+        details=[(row.title, row.lines) for row in items if row.lines] if view is PROCESSES else [],
+        problems=[f"✕ {problem}" for problem in run.problems],
+    )
+
+
+def _group(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+    detail = run.group(query.get("id", ""))
+    group = shown_group(detail, sources)
+    return _page(run, "group", "groups", f"group {detail.view.group_id}", group=group, view=MEMBERS)
+
+
+def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+    detail = run.group(query.get("id", ""))
+    member = member_of(detail, query.get("rollout", ""))
+    at, group_id = detail.members.index(member), detail.view.group_id
+    near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(detail.members)]
+    ways = [(f"group {group_id}", link("group", id=group_id))]
+    ways += [(word, link("rollout", id=group_id, rollout=detail.members[n].rollout_id)) for word, n in near]
+    has_pieces = member.rollout is not None and sources.texts.has_pieces(member.rollout)
+    return _page(
+        run,
+        "rollout",
+        "groups",
+        f"rollout {member.rollout_id}",
+        group=shown_group(detail, sources),
+        shown=shown_rollout(detail, member, sources),
+        ways=ways,
+        lenses=LENSES,
+        lens="logprob" if has_pieces else "plain",
+    )
+
+
+def _step(run: WholeRun, query: Query) -> Iterator[str]:
+    """What a step holds, why it was closed, its rows by rank, its rollouts and groups."""
+    number = int(query["n"]) if query.get("n", "").isdecimal() else 0
+    if number < 1:
+        raise NotFound("a step has a number from 1: step?n=40")
+    view, cost = run.step(number), cost_of(run.buffer)
+    members: dict[str, Any] = {member.info.rollout_id: member for _, member in view.rollouts}
+    envs = list(dict.fromkeys([*view.header.envs, *(member.env for member in members.values())]))
+    marks = {env: f"e{min(4, at)}" for at, env in enumerate(envs, 1)}
+    capacity, ranks = max(1, view.row_tokens), rank_figures(view, cost)
+    most = max((rank["cost"] for rank in ranks), default=0) or 1
+
+    def bar(names: list[str]) -> dict[str, Any]:
+        parts, at = [], 0
+        for name in names:
+            size = members[name].info.length
+            parts.append((f"{1000 * at / capacity:.1f}", f"{1000 * size / capacity:.1f}", marks[members[name].env]))
+            at += size
+        return {"title": f"{at:,} of {capacity:,} tokens", "parts": parts}
+
+    shown = [
+        {
+            "title": f"rank {rank['rank']}: {rank['tokens']:,} tokens, "
+            f"{percent(rank['cost'] / most)} of the work of the busiest rank",
+            "rows": [bar(row) for row in rank["rows"]],
+        }
+        for rank in ranks
+    ]
+    return _page(
+        run,
+        "step",
+        "steps",
+        f"step {number}",
+        lines=step_lines(view, trained=run.buffer.store.trainer().trained),
+        capacity=f"{capacity:,}",
+        marks=list(marks.items()),
+        ranks=shown,
+        view=WORST,
+        items=worst_rows(view)[:WORST_ROLLOUTS],
+        groups=[(name, link("group", id=name)) for name in view.header.group_ids],
+    )
