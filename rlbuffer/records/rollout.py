@@ -251,7 +251,7 @@ class Rollout(TokenSequence):
         return cls.from_turns(turns, reward=reward, policy_version=policy_version, **fields)
 
     @classmethod
-    def from_turns(
+    def from_turns(  # type: ignore[override]  # whether it is scored must be said
         cls, turns: Sequence[Mapping[str, Any]], *, reward: float | None, policy_version: int, **fields: Any
     ) -> Rollout:
         """Builds a rollout of one sequence from turns in order, as :meth:`TokenSequence.from_turns`."""
