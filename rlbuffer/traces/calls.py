@@ -33,6 +33,8 @@ class Call:
     """Which of them are trained."""
     version: int | None = None
     """Policy version; None: the producer does not say."""
+    temperature: float = 1.0
+    """What it was sampled at, where the logprobs are those of that temperature."""
     role: str = "user"
     """Who spoke the last of the prompt."""
     key: Any = ""
@@ -126,6 +128,7 @@ def sequences_of(paths: Sequence[Sequence[Call]]) -> tuple[TokenSequence, ...]:
 def _sequence(path: Sequence[Call], seen: set[int]) -> TokenSequence:
     tokens, mask, logprobs = list[NDArray[Any]](), list[NDArray[Any]](), list[NDArray[Any]]()
     spans, turns, position = list[VersionSpan](), list[Turn](), 0
+    temperatures = np.ones(len(path[-1].prompt) + len(path[-1].tokens), np.float32)
     for call in path:
         context, end = call.prompt[position:], len(call.prompt) + len(call.tokens)
         trained = call.mask
@@ -140,6 +143,7 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> TokenSequence:
         if len(context):
             turns.append(Turn(call.role, position, len(call.prompt)))
         turns.append(Turn("assistant", len(call.prompt), end))
+        temperatures[len(call.prompt) : end] = call.temperature
         position = end
     return TokenSequence(
         tokens=np.concatenate(tokens),
@@ -147,4 +151,5 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> TokenSequence:
         logprobs=np.concatenate(logprobs),
         version_spans=tuple(spans),
         turns=tuple(turns),
+        columns={"temperatures": temperatures} if (temperatures != 1).any() else {},
     )

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlbuffer.traces import agent_lightning, harbor, nemo_gym, open_instruct, openenv, prime_rl, slime, verifiers
+from rlbuffer.traces import (
+    agent_lightning,
+    agent_lightning_events,
+    harbor,
+    nemo_gym,
+    open_instruct,
+    openenv,
+    prime_rl,
+    slime,
+    verifiers,
+)
 from rlbuffer.traces.attempt import Attempt
 from rlbuffer.traces.values import Value
 
@@ -95,14 +105,14 @@ FORMATS = (
         name="agent-lightning-events",
         is_called="events of Agent Lightning",
         fields=("rollout_id", "attempt_id", "event_type", "data"),
-        attempts=agent_lightning.events,
+        attempts=agent_lightning_events.events,
         grouped_by="prompt",
     ),
     Format(
         name="agent-lightning",
         is_called="triplets of Agent Lightning",
         fields=("rollout_id", "triplets"),
-        attempts=agent_lightning.triplets,
+        attempts=agent_lightning_events.triplets,
         grouped_by="data_id, else prompt",
     ),
     Format(

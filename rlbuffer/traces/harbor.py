@@ -16,7 +16,7 @@ from rlbuffer.traces.attempt import Attempt, Failure, TokenSequence
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 
-ABSENT = "no token ids: the agent needs collect_rollout_details = true"
+ABSENT = Failure("no_tokens", "the agent needs collect_rollout_details = true")
 
 
 def trials(records: Sequence[Value]) -> Iterator[Attempt]:
@@ -24,21 +24,13 @@ def trials(records: Sequence[Value]) -> Iterator[Attempt]:
     for record in records:
         results = [record, *record.get("step_results").listed()]
         errors = [result["exception_info"] for result in results if result.get("exception_info").value is not None]
-        rewards: dict[str, float] = {}
-        verified = record.get("verifier_result")
-        if verified.value is not None and verified.get("rewards").value is not None:
-            rewards = {name: verified["rewards"][name].number() for name in verified["rewards"].mapping}
-        segments = [
-            segment
-            for result in results
-            if result.get("agent_result").value is not None
-            for segment in result["agent_result"].get("rollout_details").listed()
-        ]
+        rewards = {name: one.number() for name, one in record.get("verifier_result").get("rewards").items()}
+        segments = [one for result in results for one in result.get("agent_result").get("rollout_details").listed()]
         failure = None
         if errors:
             failure = Failure(errors[0]["exception_type"].text(), errors[0].get("exception_message").text())
         elif not segments:
-            raise record.wrong(f"agent_result.rollout_details: {ABSENT}")
+            failure = ABSENT
         yield Attempt(
             at=record,
             group=record["task_name"].text(),
@@ -69,14 +61,13 @@ def trajectories(records: Sequence[Value]) -> Iterator[Attempt]:
     for run, documents in runs.items():
         name = documents[0]["agent"].get("name").text()
         sequences = tuple(sequence for document in documents for sequence in _sequences(document))
-        if not sequences:
-            raise documents[0]["steps"].wrong(ABSENT)
         yield Attempt(
             at=documents[0],
             group=run,
             prompt=_task(documents[0]),
             env=name,
             sequences=sequences,
+            failure=None if sequences else ABSENT,
             metadata={"session": run, "agent": name},
         )
 
@@ -96,7 +87,7 @@ def _sequences(document: Value) -> list[TokenSequence]:
         metrics = step.get("metrics")
         if step["source"].text() != "agent":
             role = step["source"].text()
-        elif metrics.value is not None and metrics.get("completion_token_ids").value is not None:
+        elif metrics.get("completion_token_ids").value is not None:
             count = step.get("llm_call_count")
             if count.value is not None and count.integer() > 1:
                 raise count.wrong(f"{count.value} calls in one step cannot be told apart")

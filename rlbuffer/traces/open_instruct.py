@@ -24,7 +24,7 @@ def responses(records: Sequence[Value]) -> Iterator[Attempt]:
         step, prompt = record.get("step").text(), record["prompt_idx"].text()
         info = record.get("request_info")
         failure = None
-        if info.value is not None and (info.get("tool_calleds").flag() or info.get("tool_outputs").text()):
+        if info.get("tool_calleds").flag() or info.get("tool_outputs").text():
             failure = Failure("tools", "which tokens of the response a tool wrote is not in the file")
         yield Attempt(
             at=record,

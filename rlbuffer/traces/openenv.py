@@ -29,7 +29,6 @@ def traces(records: Sequence[Value]) -> Iterator[Attempt]:
         last = entries.listed()[-1:]
         prompt = record.first("task_id", "task_name").text()
         reward = record.get("reward")
-        named = record.get("rewards")
         yield Attempt(
             at=record,
             group=prompt,
@@ -37,7 +36,7 @@ def traces(records: Sequence[Value]) -> Iterator[Attempt]:
             env=record.get("dataset").text(),
             sequences=sequences_of(tree(calls)),
             reward=None if reward.value is None else reward.number(),
-            rewards={} if named.value is None else {name: named[name].number() for name in named.mapping},
+            rewards={name: value.number() for name, value in record.get("rewards").items()},
             finish_reason=_finish(last[0]) if last else "",
             failure=_failure(record, calls),
             metadata={"trial": record.first("trial_name", "session_id").text()},
@@ -45,20 +44,24 @@ def traces(records: Sequence[Value]) -> Iterator[Attempt]:
 
 
 def _call(turn: Value) -> Call:
-    request = turn.get("request")
-    messages = request.get("messages").listed() if request.value is not None else []
+    messages = turn.get("request").get("messages").listed()
     return call_of(
         turn["prompt_token_ids"],
         turn["completion_token_ids"],
         turn["per_token_logps"],
         turn["loss_mask"],
+        temperature=_temperature(turn),
         role=(messages[-1].get("role").text() if messages else "") or "user",
     )
 
 
+def _temperature(turn: Value) -> float:
+    """What the engine was given; its logprobs are those of the sampled distribution (`processed_logprobs`)."""
+    return turn.get("metadata").get("sampling_params").get("temperature").number_or(1.0)
+
+
 def _finish(turn: Value) -> str:
-    response = turn.get("response")
-    choices = response.get("choices").listed() if response.value is not None else []
+    choices = turn.get("response").get("choices").listed()
     return choices[0].get("finish_reason").text() if choices else ""
 
 

@@ -22,7 +22,8 @@ def rows(records: Sequence[Value]) -> Iterator[Attempt]:
         mask = row.get("output_mask")
         if mask.value is not None:
             mask = Value([0] * len(row["input_tokens"].ids()) + list(mask.value), mask.place, mask.path)
-        call = call_of(row["input_tokens"], row["output_tokens"], row["output_logprobs"], mask)
+        ids = row["input_tokens"], row["output_tokens"], row["output_logprobs"]
+        call = call_of(*ids, mask, temperature=row.get("temperature").number_or(1.0))
         problem = row.get("problem_id").text()
         digest = hashlib.sha256(call.prompt.tobytes()).hexdigest()[:16]
         rewards = {name: row[name].number() for name in ("task_rewards", "length_penalties") if _has(row, name)}
@@ -34,7 +35,7 @@ def rows(records: Sequence[Value]) -> Iterator[Attempt]:
             sequences=sequences_of([[call]]),
             reward=row["rewards"].number(),
             rewards=rewards,
-            metadata={name: row.value[name] for name in ("step", "seed", "temperature") if _has(row, name)},
+            metadata={name: row.value[name] for name in ("step", "seed") if _has(row, name)},
         )
 
 

@@ -227,8 +227,8 @@ def _said(found: Format, groups: Sequence[Group], left_out: Sequence[LeftOut]) -
     if bare:
         said += f"; {plural(bare, 'rollout')} of them without a reward"
     if left_out:
-        kinds = Counter(one.failure.kind for one in left_out)
-        said += (
-            f"; {plural(len(left_out), 'attempt')} left out ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-        )
+        counts = Counter(one.failure.kind for one in left_out)
+        first = {one.failure.kind: " ".join(one.failure.message.split())[:80] for one in reversed(left_out)}
+        kinds = ", ".join(f"{count} {kind}: {first[kind]}" for kind, count in counts.items())
+        said += f"; {plural(len(left_out), 'attempt')} left out ({kinds})"
     return f"{said}. {found.note[:1].upper()}{found.note[1:]}" if found.note else said

@@ -28,9 +28,9 @@ class Value:
         return found
 
     def get(self, name: str) -> Value:
-        """The field, whose value is None where the record does not have it."""
+        """The field, whose value is None where the record does not have it, or is not there itself."""
         path = f"{self.path}.{name}" if self.path else name
-        return Value(self.mapping.get(name), self.place, path)
+        return Value(None if self.value is None else self.mapping.get(name), self.place, path)
 
     def first(self, *names: str) -> Value:
         """The first of these fields that the record has; a value of None where it has none of them."""
@@ -46,6 +46,10 @@ class Value:
     def listed(self) -> list[Value]:
         """The items of a list; none where there is no list."""
         return [] if self.value is None else list(self)
+
+    def items(self) -> list[tuple[str, Value]]:
+        """Names and fields of an object; none where there is no object."""
+        return [] if self.value is None else [(str(name), self.get(name)) for name in self.mapping]
 
     @property
     def mapping(self) -> Mapping[str, Any]:
@@ -71,6 +75,10 @@ class Value:
 
     def number(self) -> float:
         return float(self._checked(as_finite))
+
+    def number_or(self, other: float) -> float:
+        """The number, or `other` where the record does not say."""
+        return other if self.value is None else self.number()
 
     def integer(self) -> int:
         return int(self._checked(as_integer))

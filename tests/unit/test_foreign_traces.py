@@ -270,6 +270,8 @@ def test_parquet_of_prime_rl_is_grouped_by_problem_or_by_prompt(tmp_path: Path) 
         ("math.2.p8", "math", 1),
     ]
     assert groups.groups[0].rollouts[1].loss_mask.astype(int).tolist() == mask(5, 1, 1, 1)
+    heated = read(row(0, temperature=0.5), policy_version=1).groups[0].rollouts[0]
+    assert heated.columns["temperatures"].tolist() == [1, 1, 1, 1, 0.5, 0.5, 0.5]
     alone = [{name: value for name, value in one.items() if name not in ("step", "problem_id")} for one in rows[:2]]
     assert len(read(alone, policy_version=1).groups) == 1
 
@@ -359,6 +361,12 @@ def test_without_a_version_from_the_producer_the_caller_gives_it() -> None:
     with pytest.raises(InvalidRollout, match="policy_version"):
         read(row(0))
     assert read(row(0), policy_version=9, env="mine").groups[0].env == "mine"
+
+
+def test_a_format_may_be_asked_for_and_an_unknown_one_names_those_that_are() -> None:
+    assert read(row(0), "prime-rl", policy_version=1).format == "prime-rl"
+    with pytest.raises(InvalidRollout, match="known are verifiers"):
+        read(row(0), "primerl")
 
 
 def test_every_format_is_told_by_its_own_fields() -> None:
