@@ -38,7 +38,8 @@ def spans(records: Sequence[Value]) -> Iterator[Attempt]:
 def _of_spans(found: Sequence[Value]) -> Told:
     ordered = sorted(found, key=lambda span: (span.get("sequence_id").value or 0, span.get("start_time").value or 0.0))
     within = _rewarding(found)
-    calls, seen, rewards, reward = list[Call](), set[str](), dict[str, float](), None
+    calls, seen, rewards = list[Call](), set[str](), dict[str, float]()
+    reward: float | None = None
     for span in ordered:
         told = span["attributes"]
         dimensions = _rewards(told)

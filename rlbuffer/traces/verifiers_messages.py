@@ -120,7 +120,9 @@ def _exact(
 
 def _array(value: Value) -> NDArray[Any] | None:
     """An array as verifiers puts it on its wire: dtype, shape and bytes."""
-    if value.value is None or isinstance(value.value, np.ndarray):
+    if value.value is None:
+        return None
+    if isinstance(value.value, np.ndarray):
         return value.value
     data = value["data"].value
     raw = binascii.a2b_base64(data) if isinstance(data, str) else data
