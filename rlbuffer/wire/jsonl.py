@@ -57,20 +57,29 @@ def group_from_line(line: str | bytes) -> Group:
             ...
         rlbuffer.errors.InvalidRollout: env: missing
     """
+    return group_from_dict(values_of_line(line))
+
+
+def values_of_line(line: str | bytes) -> Any:
+    """What a line of JSON says.
+
+    Raises:
+        InvalidRollout: it is not JSON, or a key occurs twice.
+    """
     try:
         text = line.decode() if isinstance(line, bytes) else line
-        values = json.loads(text.strip(), object_pairs_hook=_without_duplicates)
+        return json.loads(text.strip(), object_pairs_hook=_without_duplicates)
     except InvalidRollout:
         raise  # a ValueError too, but not one of the parser's
     except json.JSONDecodeError as error:
-        raise InvalidRollout(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+        where = f"column {error.colno}" + (f" of line {error.lineno}" if error.lineno > 1 else "")
+        raise InvalidRollout(f"not JSON: {error.msg.removesuffix(' at')} at {where}") from None
     except UnicodeDecodeError as error:
         raise InvalidRollout(f"not JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidRollout("not JSON: nested too deeply") from None
     except ValueError:
         raise InvalidRollout("not JSON: an integer of too many digits") from None
-    return group_from_dict(values)
 
 
 def group_from_dict(d: Mapping[str, Any]) -> Group:

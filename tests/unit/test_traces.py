@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,20 @@ from rlbuffer.worker.envs import PolicyAccess
 from rlbuffer.worker.envs.traces import rollout_of
 from rlbuffer.worker.samplers import Completion, Sampling
 
+Message = dict[str, Any]
 
-def node(role: str, ids: list[int], sampled: int = 0, *, mask: list[bool] | None = None) -> Any:
+
+def node(role: str, ids: list[int], sampled: int = 0, *, mask: list[bool] | None = None) -> Message:
     """A message of `ids`, of which the last `sampled` were sampled."""
     mask = mask or [False] * (len(ids) - sampled) + [True] * sampled
-    return SimpleNamespace(message=SimpleNamespace(role=role), token_ids=ids, mask=mask)
+    logprobs = np.linspace(-0.5, -0.25, sum(mask)).astype(np.float32).tolist()
+    return {"message": {"role": role}, "token_ids": ids, "mask": mask, "logprobs": logprobs, "semantic_parents": []}
 
 
-def branch(*nodes: Any, trainable: bool = True) -> Any:
-    mask = [flag for node in nodes for flag in node.mask]
-    return SimpleNamespace(nodes=list(nodes), trainable=trainable, sampled_mask=mask)
+def branch(*nodes: Message, attempt: bool = False) -> list[Message]:
+    """Messages that follow each other; an `attempt` at a compaction that nothing resumed."""
+    links = [{"node": 0, "type": "compaction_attempt"}] if attempt else []
+    return [*nodes[:-1], nodes[-1] | {"semantic_parents": links}]
 
 
 CONVERSATION = branch(
@@ -35,22 +40,21 @@ CONVERSATION = branch(
 )
 
 
-def trace(*branches: Any, **changes: Any) -> Any:
+def trace(*branches: list[Message], **changes: Any) -> Any:
+    nodes = list[Message]()
+    for one in branches or (CONVERSATION,):
+        first = len(nodes)
+        nodes += [message | {"parent": first + i - 1 if i else None} for i, message in enumerate(one)]
     base: dict[str, Any] = {
         "id": "t1",
         "ok": True,
         "errors": [],
         "stop_condition": "agent_completed",
-        "is_truncated": False,
-        "rewards": {
-            "exact": SimpleNamespace(score=1.0, weight=1.0),
-            "format": SimpleNamespace(score=0.5, weight=0.2),
-        },
-        "reward": 1.1,
+        "rewards": {"exact": {"score": 1.0, "weight": 1.0}, "format": {"score": 0.5, "weight": 0.2}},
         "metrics": {"turns": 2.0, "unknown": None},
-        "branches": list(branches) or [CONVERSATION],
+        "nodes": nodes,
     }
-    return SimpleNamespace(**(base | changes))
+    return SimpleNamespace(model_dump=lambda mode: base | changes)
 
 
 def completion(tokens: list[int], *spans: tuple[int, int, int], reason: str = "stop") -> Completion:
@@ -94,15 +98,18 @@ def test_a_conversation_is_one_rollout_with_only_what_was_sampled_trained() -> N
 
 
 def test_paths_that_part_are_sequences_of_one_rollout_and_what_they_share_trains_once() -> None:
-    other = branch(*CONVERSATION.nodes[:3], node("user", [11]), node("assistant", [4, 12], sampled=1))
-    rollout = made(trace(CONVERSATION, other, is_truncated=True), [SAID[0], completion([12]), SAID[1]])
+    whole = trace()
+    record = whole.model_dump("python")
+    fork = [node("user", [11]) | {"parent": 2}, node("assistant", [4, 12], sampled=1) | {"parent": 5}]
+    record["nodes"] += fork
+    rollout = made(SimpleNamespace(model_dump=lambda mode: record), [*SAID, completion([12])])
     assert [s.tokens.tolist() for s in rollout.sequences] == [
         [1, 2, 3, 4, 5, 6, 7, 8, 4, 9],
         [1, 2, 3, 4, 5, 6, 11, 4, 12],
     ]
     assert [s.tokens[s.loss_mask].tolist() for s in rollout.sequences] == [[5, 6, 9], [12]]
     assert [[t.role for t in s.turns][-2:] for s in rollout.sequences] == [["tool", "assistant"], ["user", "assistant"]]
-    assert (rollout.reward, rollout.is_truncated, rollout.max_policy_version) == (1.1, True, 8)
+    assert (rollout.reward, rollout.max_policy_version) == (1.1, 8)
 
 
 def test_requests_that_the_trace_does_not_hold_are_left_out() -> None:
@@ -111,27 +118,30 @@ def test_requests_that_the_trace_does_not_hold_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "trace_says", "truncated"), [("stop", False, False), ("length", False, True), ("stop", True, True)]
+    ("last", "trace_says", "truncated"),
+    [("stop", "agent_completed", False), ("length", "agent_completed", True), ("stop", "max_turns", True)],
 )
-def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(
-    last: str, trace_says: bool, truncated: bool
-) -> None:
+def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(last: str, trace_says: str, truncated: bool) -> None:
     said = [SAID[0], completion([9], reason=last)]
-    assert made(trace(is_truncated=trace_says), said).is_truncated is truncated
+    assert made(trace(stop_condition=trace_says), said).is_truncated is truncated
 
 
 @pytest.mark.parametrize(
     ("changes", "branches", "message"),
     [
         (
-            {"ok": False, "errors": [SimpleNamespace(type="ToolsetError", message="no server")]},
+            {"ok": False, "errors": [{"type": "ToolsetError", "message": "no server"}]},
             [],
             "the trace failed (agent_completed): ToolsetError: no server",
         ),
-        ({"ok": False, "stop_condition": None}, [], "the trace failed (no stop condition): no reason given"),
-        ({"rewards": {"exact": None}}, [], "the trace was not scored by exact"),
-        ({}, [branch(node("user", [1, 2]))], "the policy sampled nothing"),
-        ({}, [branch(node("user", [1]), node("assistant", [5, 6], 2), trainable=False)], "the policy sampled nothing"),
+        ({"ok": False, "stop_condition": None}, [], "the trace failed (no stop condition): failed: no reason given"),
+        ({"rewards": {"exact": None}}, [], "the trace failed (agent_completed): unscored: exact"),
+        ({}, [branch(node("user", [1, 2]))], "the trace failed (agent_completed): empty"),
+        (
+            {},
+            [branch(node("user", [1]), node("assistant", [5, 6], 2), attempt=True)],
+            "the trace failed (agent_completed): empty",
+        ),
         (
             {},
             [branch(node("user", [1]), node("assistant", [5, 7], 2))],
@@ -146,14 +156,17 @@ def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(
 )
 def test_a_trace_that_cannot_be_trained_is_refused(changes: dict[str, Any], branches: list[Any], message: str) -> None:
     with pytest.raises(TraceUnusable) as error:
-        made(trace(*branches, **changes), SAID)
+        made(trace(*branches, **changes), [*SAID, *SAID])
     assert str(error.value).startswith(message)
 
 
-def test_turns_told_in_another_order_are_refused() -> None:
-    with pytest.raises(TraceUnusable, match="message 4 of the trace holds other tokens than were sampled"):
-        made(trace(), SAID[::-1])
+def test_requests_that_were_answered_at_once_are_told_apart_by_their_logprobs() -> None:
+    twice = branch(node("user", [3]), node("assistant", [4, 9], 1), node("tool", [7]), node("assistant", [4, 9], 1))
+    other = replace(SAID[1], logprobs=np.array([-0.75], np.float32), version_spans=(VersionSpan(6, 0, 1),))
+    twice[1] = twice[1] | {"logprobs": [-0.75]}
+    rollout = made(trace(twice), [SAID[1], other])
+    assert rollout.version_spans == (VersionSpan(6, 2, 3), VersionSpan(8, 5, 6))
 
 
 def test_a_branch_that_is_not_trained_does_not_count() -> None:
-    assert made(trace(CONVERSATION, branch(node("user", [1]), node("assistant", [5], 1), trainable=False)), SAID)
+    assert made(trace(CONVERSATION, branch(node("user", [1]), node("assistant", [5], 1), attempt=True)), SAID)

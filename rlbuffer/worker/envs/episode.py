@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
@@ -71,16 +71,6 @@ class Episode:
                 self._spans.append(VersionSpan(version, start + first, start + end))
         self.finish_reason = completion.finish_reason
 
-    def message(
-        self, before: NDArray[np.int32], completion: Completion, behind: NDArray[np.int32], *, role: str
-    ) -> None:
-        """Adds one message: a completion between tokens of its chat template, which are context."""
-        turns, start = len(self._turns), self._length
-        self.extend(before, role=role)
-        self.add(completion, role=role)
-        self.extend(behind, role=role)
-        self._turns[turns:] = [Turn(role, start, self._length)]
-
     async def sample(self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Completion:
         """Samples the policy's next turn, and adds it.
 
@@ -107,37 +97,28 @@ class Episode:
         self.add(completion)
         return completion
 
-    def sequence(self) -> TokenSequence:
-        """The finished sequence.
+    def rollout(self, score: Score, *, text: str | None = None) -> Rollout:
+        """The finished rollout.
 
         A temperature other than 1 goes along as the column ``temperatures`` [T], so that the trainer divides its logits
         by what the sampler divided by.
 
         Raises:
-            InvalidRollout: something that no record allows.
+            InvalidRollout: a reward is not finite, or something else no record allows.
         """
         temperature = self._sampling.temperature
-        return TokenSequence(
+        columns = {} if temperature == 1 else {"temperatures": np.full(self._length, temperature, np.float32)}
+        return Rollout(
             tokens=self.tokens,
             loss_mask=np.concatenate(self._masks),
             logprobs=np.concatenate(self._logprobs),
-            version_spans=tuple(self._spans),
-            turns=tuple(self._turns) if len(self._turns) > 2 else (),
-            columns={} if temperature == 1 else {"temperatures": np.full(self._length, temperature, np.float32)},
-        )
-
-    def rollout(self, score: Score, *, text: str | None = None, further: Sequence[Episode] = ()) -> Rollout:
-        """The finished rollout; `further` are the episodes of its other sequences, of which the last ended it.
-
-        Raises:
-            InvalidRollout: a reward is not finite, or something else no record allows.
-        """
-        return Rollout.from_sequences(
-            [episode.sequence() for episode in (self, *further)],
             reward=score.reward,
             rewards=score.rewards,
             successes=score.successes,
-            finish_reason=(further[-1] if further else self).finish_reason,
+            version_spans=tuple(self._spans),
+            turns=tuple(self._turns) if len(self._turns) > 2 else (),
+            finish_reason=self.finish_reason,
+            columns=columns,
             text=text,
             metadata=score.metadata,
         )

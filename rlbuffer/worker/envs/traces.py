@@ -1,9 +1,8 @@
 """From a trace of verifiers to a rollout: the tokens as the policy sampled them, everything else masked out.
 
-A trace is a graph of messages; a path from its root to a leaf is one sequence, and each message on it holds the tokens
-it adds. What paths share is trained in the first of them. The sampler's own tokens are compared with those of the
-trace, one by one: a trace that was tokenised again on its way is refused, since its logprobs would belong to other
-tokens.
+:mod:`rlbuffer.traces.verifiers` reads the trace. Each sampled message is one of the sampler's own completions, token
+by token and logprob by logprob, which knows the exact version of each token; a trace that was tokenised again on its
+way is refused, since its logprobs would belong to other tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.errors import TraceUnusable
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
+from rlbuffer.traces import attempt as traces
+from rlbuffer.traces.values import Value
+from rlbuffer.traces.verifiers import attempt
 from rlbuffer.worker.envs.base import PolicyAccess
-from rlbuffer.worker.envs.episode import Episode
-from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion
 
 
@@ -29,59 +31,46 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
 
     Args:
         trace: a `verifiers.v1.Trace`.
-        completions: what was sampled for it, in order; requests that the trace does not hold may be among them.
+        completions: what was sampled for it; requests that the trace does not hold may be among them.
         policy: how they were sampled.
         text: for people.
 
     Raises:
-        TraceUnusable: it failed, was not scored, or holds no sampled tokens, or other ones than were sampled.
+        TraceUnusable: it failed, was not scored, holds no sampled tokens, or other ones than were sampled.
     """
-    if not trace.ok:
-        errors = "; ".join(f"{error.type}: {error.message}" for error in trace.errors) or "no reason given"
-        raise TraceUnusable(f"the trace failed ({trace.stop_condition or 'no stop condition'}): {errors}")
-    unscored = [name for name, reward in trace.rewards.items() if reward is None]
-    if unscored:
-        raise TraceUnusable(f"the trace was not scored by {', '.join(unscored)}")
-    branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
-    if not branches:
-        raise TraceUnusable("the policy sampled nothing")
-    asked: dict[int, int] = {}
-    first, *further = [_played(branch.nodes, completions, asked, policy) for branch in branches]
-    score = Score(
-        reward=float(trace.reward),
-        rewards={name: float(reward.score) for name, reward in trace.rewards.items()},
-        metadata={
-            "trace": str(trace.id),
-            "stop": str(trace.stop_condition or ""),
-            "metrics": {name: float(value) for name, value in trace.metrics.items() if value is not None},
-        },
-    )
-    rollout = first.rollout(score, text=text, further=further)
-    return replace(rollout, is_truncated=bool(trace.is_truncated) or rollout.is_truncated)
+    record = Value(trace.model_dump(mode="python"))
+    said = dict[int, Completion]()
+    left = list(completions)
 
-
-def _played(
-    nodes: Sequence[Any], completions: Sequence[Completion], asked: dict[int, int], policy: PolicyAccess
-) -> Episode:
-    """The episode that the messages of one path tell, a turn each. `asked` has the place of each message's completion,
-    once it is known; they ascend along a path."""
-    episode, last = Episode(np.zeros(0, np.int32), policy.ask, policy.sampling), -1
-    for number, node in enumerate(nodes):
-        ids, mask = np.asarray(node.token_ids, np.int32), np.asarray(node.mask, np.bool_)
-        role = str(node.message.role)
-        if not mask.any():
-            episode.extend(ids, role=role)
-            continue
+    def versions(number: int, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> list[VersionSpan]:
         first = int(np.argmax(mask))
         end = first + int(mask.sum())
         if not mask[first:end].all():
             raise TraceUnusable(f"message {number} of the trace has sampled tokens in several places")
-        place = asked.get(id(node))
-        if place is None:
-            free = (i for i in range(last + 1, len(completions)) if i not in asked.values())
-            place = next((i for i in free if np.array_equal(completions[i].tokens, ids[first:end])), None)
-        if place is None:
-            raise TraceUnusable(f"message {number} of the trace holds other tokens than were sampled")
-        asked[id(node)] = last = place
-        episode.message(ids[:first], completions[place], ids[end:], role=role)
-    return episode
+        logprobs = record["nodes"].listed()[number]["logprobs"].floats()
+        said[number] = _taken(left, tokens[first:end], logprobs, number)
+        return [VersionSpan(v, first + start, first + stop) for v, start, stop in said[number].version_spans]
+
+    found = attempt(record, spans=versions)
+    if found.failure:
+        stop, (kind, message) = found.metadata["stop"] or "no stop condition", found.failure
+        raise TraceUnusable(f"the trace failed ({stop}): {kind}: {message}")
+    reason = said[max(said)].finish_reason
+    sequences = tuple(_heated(sequence, policy.sampling.temperature) for sequence in found.sequences)
+    found = replace(found, sequences=sequences, finish_reason=reason)
+    return replace(traces.rollout_of(found, policy_version=None), text=text)
+
+
+def _taken(left: list[Completion], tokens: NDArray[np.int32], logprobs: NDArray[np.float32], number: int) -> Completion:
+    """The completion that a message is, taken out of those that are left."""
+    for place, one in enumerate(left):
+        if np.array_equal(one.tokens, tokens) and np.array_equal(one.logprobs, logprobs):
+            return left.pop(place)
+    raise TraceUnusable(f"message {number} of the trace holds other tokens than were sampled")
+
+
+def _heated(sequence: traces.Stretch, temperature: float) -> traces.Stretch:
+    """The sequence with what its logits must be divided by, and with turns where there are more than two."""
+    columns = {} if temperature == 1 else {"temperatures": np.full(len(sequence.tokens), temperature, np.float32)}
+    turns = sequence.turns if len(sequence.turns) > 2 else ()
+    return replace(sequence, columns={**sequence.columns, **columns}, turns=turns)

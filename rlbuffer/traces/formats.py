@@ -1,0 +1,193 @@
+"""Every format that is read, and those that are known for what they lack; a record tells by the fields that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlbuffer.traces import (
+    agent_lightning,
+    agent_lightning_events,
+    harbor,
+    nemo_gym,
+    open_instruct,
+    openenv,
+    prime_rl,
+    slime,
+    verifiers,
+)
+from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.values import Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One shape of record."""
+
+    name: str
+    """How it is asked for: `read(..., format=name)`."""
+    is_called: str
+    """What it is, for people."""
+    fields: tuple[str, ...]
+    """A record that has all of these, of any depth (``steps.0.metrics``), is one."""
+    attempts: Callable[[Sequence[Value]], Iterator[Attempt]] = lambda records: iter(())
+    """What its records say."""
+    lacks: str = ""
+    """Why they are no rollouts, where they are none."""
+    grouped_by: str = ""
+    """What the attempts of a group have in common."""
+    note: str = ""
+    """What else a user should know."""
+
+
+TEXT = "it has text and no token ids, and tokens of another rendering would not be those that were sampled"
+
+FORMATS = (
+    Format(
+        name="verifiers",
+        is_called="episodes of verifiers, as prime-rl writes them",
+        fields=("traces", "task"),
+        attempts=verifiers.episodes,
+        grouped_by="group, else task",
+        note=verifiers.ROUNDED,
+    ),
+    Format(
+        name="verifiers-traces",
+        is_called="traces of verifiers",
+        fields=("nodes", "rewards"),
+        attempts=verifiers.episodes,
+        grouped_by="group_id, else task",
+        note=verifiers.ROUNDED,
+    ),
+    Format(
+        name="openenv",
+        is_called="training traces of OpenEnv",
+        fields=("turns", "schema_version"),
+        attempts=openenv.traces,
+        grouped_by="task_id, else prompt",
+    ),
+    Format(
+        name="harbor",
+        is_called="results of Harbor's trials",
+        fields=("task_name", "agent_result"),
+        attempts=harbor.trials,
+        grouped_by="task_name",
+    ),
+    Format(
+        name="atif",
+        is_called="trajectories in ATIF",
+        fields=("schema_version", "agent", "steps"),
+        attempts=harbor.trajectories,
+        grouped_by="prompt",
+    ),
+    Format(
+        name="nemo-gym-entries",
+        is_called="token entries of NeMo Gym",
+        fields=("rollout_id", "model_call_id", "generation_token_ids"),
+        attempts=nemo_gym.entries,
+        grouped_by="task index",
+    ),
+    Format(
+        name="nemo-gym",
+        is_called="rollouts of NeMo Gym",
+        fields=("response.output", "reward"),
+        attempts=nemo_gym.rollouts,
+        grouped_by="task index",
+    ),
+    Format(
+        name="agent-lightning-spans",
+        is_called="spans of Agent Lightning",
+        fields=("rollout_id", "attempt_id", "span_id", "attributes"),
+        attempts=agent_lightning.spans,
+        grouped_by="prompt",
+    ),
+    Format(
+        name="agent-lightning-events",
+        is_called="events of Agent Lightning",
+        fields=("rollout_id", "attempt_id", "event_type", "data"),
+        attempts=agent_lightning_events.events,
+        grouped_by="prompt",
+    ),
+    Format(
+        name="agent-lightning",
+        is_called="triplets of Agent Lightning",
+        fields=("rollout_id", "triplets"),
+        attempts=agent_lightning_events.triplets,
+        grouped_by="data_id, else prompt",
+    ),
+    Format(
+        name="slime",
+        is_called="samples of slime",
+        fields=("tokens", "response_length", "status"),
+        attempts=slime.samples,
+        grouped_by="group_index, else prompt",
+    ),
+    Format(
+        name="slime",
+        is_called="samples of slime",
+        fields=("rollout_id", "samples"),
+        attempts=slime.samples,
+        grouped_by="group_index, else prompt",
+    ),
+    Format(
+        name="open-instruct",
+        is_called="rollouts of open-instruct",
+        fields=("prompt_tokens", "response_tokens", "prompt_idx"),
+        attempts=open_instruct.responses,
+        grouped_by="step and prompt_idx",
+    ),
+    Format(
+        name="prime-rl",
+        is_called="prime-rl's rows of 2025",
+        fields=("input_tokens", "output_tokens", "rewards"),
+        attempts=prime_rl.rows,
+        grouped_by="step and problem_id, else prompt",
+    ),
+    Format(name="verl", is_called="verl's dump of rollouts", fields=("input", "output", "score"), lacks=TEXT),
+    Format(name="nemo-rl", is_called="NeMo-RL's log of a batch", fields=("content", "input_lengths"), lacks=TEXT),
+    Format(name="trl", is_called="TRL's log of completions", fields=("prompt", "completion", "advantage"), lacks=TEXT),
+    Format(
+        name="openenv-episodes",
+        is_called="episodes that OpenEnv collected",
+        fields=("episode_id", "messages", "tool_trace"),
+        lacks=TEXT,
+    ),
+    Format(
+        name="prime-platform",
+        is_called="samples as prime-rl uploads them",
+        fields=("sample_id", "trajectory", "completion"),
+        lacks=TEXT,
+    ),
+)
+
+
+def recognised(record: Value, name: str | None) -> Format:
+    """The format of a record, which may be asked for by name.
+
+    Raises:
+        InvalidRollout: it is none that is known, or one that lacks what a rollout needs.
+    """
+    fields = record.mapping
+    found = next((one for one in FORMATS if (one.name == name if name else _has_all(fields, one.fields))), None)
+    if found is None:
+        known = ", ".join(dict.fromkeys(one.name for one in FORMATS if not one.lacks))
+        if name:
+            raise record.wrong(f"format {name} is not known; known are {known}")
+        raise record.wrong(
+            f"no format that is known has the fields {', '.join(sorted(fields)[:12])}; known are {known}"
+        )
+    if found.lacks:
+        raise record.wrong(f"this is {found.is_called}: {found.lacks}")
+    return found
+
+
+def _has_all(record: Mapping[str, object], fields: Sequence[str]) -> bool:
+    return all(_has(record, field) for field in fields)
+
+
+def _has(record: object, field: str) -> bool:
+    for name in field.split("."):
+        if not isinstance(record, Mapping) or name not in record:
+            return False
+        record = record[name]
+    return True

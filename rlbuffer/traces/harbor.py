@@ -1,0 +1,102 @@
+"""Harbor: a trial's result with `rollout_details`, and ATIF trajectories with token ids.
+
+Facts: harbor 0.26.0 (on PyPI) `models/agent/rollout_detail.py` (per segment, per turn: full prompt ids, completion
+ids, logprobs; the first segment is the main agent), `models/trial/result.py` (task, rewards by name, `exception_info`),
+`models/trajectories/` (ATIF 1.8: a step's metrics have the ids; `is_copied_context` steps must not train again;
+`llm_call_count` above 1 means metrics of several calls; subagents are embedded). NVIDIA-NeMo/Gym @07d6b0d07
+`responses_api_agents/harbor_agent/utils.py` trains the completion ids of every agent step that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlbuffer.traces.attempt import Attempt, Failure, Stretch
+from rlbuffer.traces.calls import Call, call_of, line, sequences_of
+from rlbuffer.traces.values import Value
+
+ABSENT = Failure("no_tokens", "the agent needs collect_rollout_details = true")
+
+
+def trials(records: Sequence[Value]) -> Iterator[Attempt]:
+    """An attempt per trial."""
+    for record in records:
+        results = [record, *record.get("step_results").listed()]
+        errors = [result["exception_info"] for result in results if result.get("exception_info").value is not None]
+        rewards = {name: one.number() for name, one in record.get("verifier_result").get("rewards").items()}
+        segments = [one for result in results for one in result.get("agent_result").get("rollout_details").listed()]
+        failure = None
+        if errors:
+            failure = Failure(errors[0]["exception_type"].text(), errors[0].get("exception_message").text())
+        elif not segments:
+            failure = ABSENT
+        yield Attempt(
+            at=record,
+            group=record["task_name"].text(),
+            prompt=record["task_name"].text(),
+            env=record.get("source").text(),
+            sequences=() if failure else sequences_of([path for one in segments for path in line(_turns(one))]),
+            rewards=rewards,
+            failure=failure,
+            metadata={"trial": record.get("trial_name").text()},
+        )
+
+
+def _turns(segment: Value) -> list[Call]:
+    prompts, answers, logprobs = (
+        segment[name].listed() for name in ("prompt_token_ids", "completion_token_ids", "logprobs")
+    )
+    if not len(prompts) == len(answers) == len(logprobs):
+        counts = f"{len(prompts)} prompts, {len(answers)} completions and {len(logprobs)} lists of logprobs"
+        raise segment.wrong(f"{counts}: a turn needs one of each")
+    return [call_of(*turn) for turn in zip(prompts, answers, logprobs, strict=True)]
+
+
+def trajectories(records: Sequence[Value]) -> Iterator[Attempt]:
+    """An attempt per run: documents of one `session_id` belong together, as a trajectory and its continuation."""
+    runs: dict[str, list[Value]] = {}
+    for number, record in enumerate(records):
+        runs.setdefault(record.get("session_id").text() or f"{record.place}#{number}", []).append(record)
+    for run, documents in runs.items():
+        name = documents[0]["agent"].get("name").text()
+        sequences = tuple(sequence for document in documents for sequence in _sequences(document))
+        yield Attempt(
+            at=documents[0],
+            group=run,
+            prompt=_task(documents[0]),
+            env=name,
+            sequences=sequences,
+            failure=None if sequences else ABSENT,
+            metadata={"session": run, "agent": name},
+        )
+
+
+def _task(document: Value) -> str:
+    """The first thing that a user says."""
+    for step in document["steps"]:
+        if step["source"].text() == "user" and isinstance(step.get("message").value, str):
+            return step["message"].text()
+    return ""
+
+
+def _sequences(document: Value) -> list[Stretch]:
+    """The trajectory's own sequences, then those of its subagents, each named."""
+    calls, role = list[Call](), "user"
+    for step in document["steps"]:
+        metrics = step.get("metrics")
+        if step["source"].text() != "agent":
+            role = step["source"].text()
+        elif metrics.get("completion_token_ids").value is not None:
+            count = step.get("llm_call_count")
+            if count.value is not None and count.integer() > 1:
+                raise count.wrong(f"{count.value} calls in one step cannot be told apart")
+            if not step.get("is_copied_context").flag():
+                ids = (metrics[name] for name in ("prompt_token_ids", "completion_token_ids", "logprobs"))
+                calls.append(call_of(*ids, role=role))
+            role = "user" if step.get("observation").value is None else "tool"
+    out = list(sequences_of(line(calls)))
+    for child in document.get("subagent_trajectories").listed():
+        name = child.get("trajectory_id").text()
+        out += [replace(sequence, name=sequence.name or name) for sequence in _sequences(child)]
+    return out

@@ -1,0 +1,91 @@
+"""slime's samples (`--save-debug-rollout-data`), one per line or as the object that it saves.
+
+Facts: THUDM/slime @624b824a8 `slime/utils/types.py` (`Sample`; mask and logprobs are over the last `response_length`
+tokens; samples of one `rollout_id` are one rollout), `slime/ray/rollout.py` (no mask: all of the response trains;
+`remove_sample`: none of it, and the reward still counts), `observability/rollout_data_utils.py` (`torch.save` of
+``{"rollout_id": ..., "samples": [...]}``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.records.spans import Turn
+from rlbuffer.traces.attempt import Attempt, Failure, Stretch, spans_of
+from rlbuffer.traces.values import Value
+
+NOT_FINISHED = frozenset(("pending", "aborted", "failed"))
+
+
+def samples(records: Sequence[Value]) -> Iterator[Attempt]:
+    """An attempt per rollout id, else per sample."""
+    rollouts: dict[Any, list[Value]] = {}
+    for number, sample in enumerate(_flat(records)):
+        own = sample.get("rollout_id").value
+        key = (sample.get("group_index").value, own) if own is not None else number
+        rollouts.setdefault(key, []).append(sample)
+    for found in rollouts.values():
+        yield _attempt(found)
+
+
+def _flat(records: Sequence[Value]) -> Iterator[Value]:
+    for record in records:
+        yield from [record] if record.get("samples").value is None else record["samples"]
+
+
+def _attempt(found: Sequence[Value]) -> Attempt:
+    first = found[0]
+    status = next((one for one in found if one.get("status").text() in NOT_FINISHED), None)
+    failure = Failure(status["status"].text(), "the sample is not finished") if status is not None else None
+    reward, named = first.get("reward"), dict[str, float]()
+    if reward.value is not None and not isinstance(reward.value, int | float):
+        named = {name: reward[name].number() for name in reward.mapping if _is_number(reward.mapping[name])}
+    truncated = any(one.get("status").text() == "truncated" for one in found)
+    prompt = first["group_index"].text() if first.get("group_index").value is not None else ""
+    return Attempt(
+        at=first,
+        group=prompt,
+        prompt=prompt,
+        sequences=() if failure else tuple(map(_sequence, found)),
+        reward=reward.number() if _is_number(reward.value) else None,
+        rewards=named,
+        finish_reason="length" if truncated else "stop",
+        is_truncated=truncated,
+        failure=failure,
+        metadata={"sample": first.get("index").value},
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _sequence(sample: Value) -> Stretch:
+    tokens, length = sample["tokens"].ids(), sample["response_length"].integer()
+    start = len(tokens) - length
+    if start < 1:
+        raise sample["response_length"].wrong(f"{length} of {len(tokens)} tokens leave no prompt")
+    mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
+    logprobs[start:] = _of_response(sample["rollout_log_probs"], sample["rollout_log_probs"].floats(), length)
+    trained = sample.get("loss_mask")
+    if not sample.get("remove_sample").flag():
+        mask[start:] = True if trained.value is None else _of_response(trained, trained.flags(), length)
+    versions = [version.text() for version in sample.get("weight_versions").listed()]
+    known = [int(version) for version in versions if version.isdecimal()]
+    return Stretch(
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        version_spans=spans_of(mask, min(known)) if known and len(known) == len(versions) else (),
+        turns=(Turn("user", 0, start), Turn("assistant", start, len(tokens))),
+    )
+
+
+def _of_response(value: Value, numbers: NDArray[Any], length: int) -> NDArray[Any]:
+    if len(numbers) != length:
+        raise value.wrong(f"{len(numbers)} values for a response of {length} tokens")
+    return numbers

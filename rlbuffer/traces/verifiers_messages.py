@@ -1,0 +1,132 @@
+"""The messages of a trace of verifiers, a graph, as token sequences: one per leaf."""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.traces.attempt import Stretch, spans_of
+from rlbuffer.traces.calls import paths_of
+from rlbuffer.traces.values import Value
+
+Spans = Callable[[int, NDArray[np.int32], NDArray[np.bool_]], Sequence[VersionSpan]]
+"""Number, ids and mask of a message -> its version spans, from its own first token."""
+
+
+def sequences_of(trace: Value, version: int | None, spans: Spans | None) -> tuple[Stretch, ...]:
+    """A sequence per path of which something trains; a message that paths share trains in the first."""
+    nodes = trace["nodes"].listed()
+    parents = [None if node.get("parent").value is None else node["parent"].integer() for node in nodes]
+    attempts, resumed = set[int](), set[int]()
+    for number, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+        if parent is not None and parent >= number:
+            raise node["parent"].wrong(f"{parent} is not a message before this one")
+        for link in node.get("semantic_parents").listed():
+            if link["type"].text() == "compaction_attempt":
+                attempts.add(number)
+            elif link["type"].text() == "compaction":
+                resumed.add(link["node"].integer())
+    messages = [_Message(node) for node in nodes]
+    for call in trace.get("calls").listed():
+        at, temperature = call.get("node"), call.get("sampling").get("temperature")
+        if at.value is not None and temperature.value is not None:
+            if at.integer() >= len(messages):
+                raise at.wrong(f"{at.value} is none of {len(messages)} messages")
+            messages[at.integer()].temperature = temperature.number()
+    trained, out = set[int](), list[Stretch]()
+    for path in paths_of(parents):
+        if path[-1] in attempts - resumed:
+            continue
+        masks = [np.zeros_like(messages[n].mask) if n in trained else messages[n].mask for n in path]
+        if any(mask.any() for mask in masks):
+            sequence = _sequence([messages[n] for n in path], masks)
+            exact = None if spans is None else _exact(path, sequence, masks, messages, spans)
+            known = spans_of(sequence.loss_mask, version) if version is not None else ()
+            out.append(replace(sequence, version_spans=known if exact is None else exact))
+            trained |= {n for n in path if messages[n].mask.any()}
+    return tuple(out)
+
+
+class _Message:
+    """What one message adds to the tokens of its path."""
+
+    __slots__ = ("logprobs", "mask", "reference", "role", "routed", "temperature", "tokens")
+
+    def __init__(self, node: Value) -> None:
+        self.tokens, self.mask = node["token_ids"].ids(), node["mask"].flags()
+        self.role = node["message"]["role"].text()
+        self.temperature = 1.0
+        if len(self.mask) != len(self.tokens):
+            raise node["mask"].wrong(f"{len(self.mask)} flags for {len(self.tokens)} tokens")
+        self.logprobs = self._spread(node["logprobs"])
+        reference = node.get("reference_logprobs")
+        self.reference = None if reference.value is None else self._spread(reference)
+        self.routed = _array(node.get("routed_experts"))
+
+    def _spread(self, values: Value) -> NDArray[np.float32]:
+        """One number per sampled token, as one per token."""
+        numbers, sampled = values.floats(), int(self.mask.sum())
+        if len(numbers) != sampled:
+            raise values.wrong(f"{len(numbers)} numbers for {sampled} sampled tokens")
+        out = np.zeros(len(self.mask), np.float32)
+        out[self.mask] = numbers
+        return out
+
+
+def _sequence(messages: Sequence[_Message], masks: Sequence[NDArray[np.bool_]]) -> Stretch:
+    ends = np.cumsum([len(message.tokens) for message in messages]).tolist()
+    columns: dict[str, NDArray[Any]] = {}
+    if any(message.reference is not None for message in messages):
+        zeros = [np.zeros(len(message.tokens), np.float32) for message in messages]
+        both = zip(messages, zeros, strict=True)
+        columns["ref_logprobs"] = np.concatenate([zero if m.reference is None else m.reference for m, zero in both])
+    if any(message.temperature != 1 for message in messages):
+        heat = [np.where(message.mask, np.float32(message.temperature), np.float32(1)) for message in messages]
+        columns["temperatures"] = np.concatenate(heat)
+    routed = [message.routed for message in messages if len(message.tokens)]
+    whole = [rows for rows in routed if rows is not None]
+    if len(whole) == len(routed) and sum(map(len, whole)) == ends[-1]:
+        columns["routed_experts"] = np.concatenate(whole)
+    return Stretch(
+        tokens=np.concatenate([message.tokens for message in messages]),
+        loss_mask=np.concatenate(masks),
+        logprobs=np.concatenate([message.logprobs for message in messages]),
+        turns=tuple(Turn(m.role, end - len(m.tokens), end) for m, end in zip(messages, ends, strict=True)),
+        columns=columns,
+    )
+
+
+def _exact(
+    path: Sequence[int],
+    sequence: Stretch,
+    masks: Sequence[NDArray[np.bool_]],
+    messages: Sequence[_Message],
+    spans: Spans,
+) -> tuple[VersionSpan, ...]:
+    """Version spans of the messages of a path that train in it."""
+    found = list[VersionSpan]()
+    for number, turn, mask in zip(path, sequence.turns, masks, strict=True):
+        if mask.any():
+            told = spans(number, messages[number].tokens, mask)
+            found += [VersionSpan(one.policy_version, turn.start + one.start, turn.start + one.end) for one in told]
+    return tuple(found)
+
+
+def _array(value: Value) -> NDArray[Any] | None:
+    """An array as verifiers puts it on its wire: dtype, shape and bytes."""
+    if value.value is None:
+        return None
+    if isinstance(value.value, np.ndarray):
+        return value.value
+    data = value["data"].value
+    raw = binascii.a2b_base64(data) if isinstance(data, str) else data
+    try:
+        return np.frombuffer(raw, np.dtype(value["dtype"].text())).reshape(value["shape"].value)
+    except (TypeError, ValueError) as error:
+        raise value.wrong(str(error)) from None
