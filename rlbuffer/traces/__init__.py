@@ -5,6 +5,6 @@ each of them makes of a trace, `values` how it reads a field and names it in an 
 sequences. Nothing of a producer is imported. Open first: `reading`, then `formats`.
 """
 
-from rlbuffer.traces.reading import LeftOut, Traces, read
+from rlbuffer.traces.reading import LeftOut, Traces, is_trace, read
 
-__all__ = ["LeftOut", "Traces", "read"]
+__all__ = ["LeftOut", "Traces", "is_trace", "read"]

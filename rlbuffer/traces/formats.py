@@ -181,6 +181,11 @@ def recognised(record: Value, name: str | None) -> Format:
     return found
 
 
+def is_known(record: Value) -> bool:
+    """The record is of one of these formats, also of one that lacks what a rollout needs."""
+    return any(_has_all(record.mapping, one.fields) for one in FORMATS)
+
+
 def _has_all(record: Mapping[str, object], fields: Sequence[str]) -> bool:
     return all(_has(record, field) for field in fields)
 

@@ -17,7 +17,7 @@ from rlbuffer.records.info import ENV_NAME, GROUP_ID
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout
 from rlbuffer.state.text import plural
 from rlbuffer.traces.attempt import Attempt, Failure, rollout_of
-from rlbuffer.traces.formats import Format, recognised
+from rlbuffer.traces.formats import Format, is_known, recognised
 from rlbuffer.traces.values import Value
 from rlbuffer.wire.jsonl import values_of_line
 
@@ -102,6 +102,15 @@ def read(
         _group(group_id, env or _env_name(pairs[0][0].env) or found.name, pairs) for group_id, pairs in members.items()
     )
     return Traces(format=found.name, groups=groups, left_out=tuple(left_out), said=_said(found, groups, left_out))
+
+
+def is_trace(path: Path) -> bool:
+    """True of a file whose first record is of a format that is known, also of one that lacks what a rollout needs."""
+    try:
+        first = next(_of_file(path), None)
+    except InvalidRollout:
+        return False
+    return first is not None and isinstance(first.value, Mapping) and is_known(first)
 
 
 def _beyond(attempt: Attempt) -> Failure | None:

@@ -7,10 +7,11 @@ import json
 import time
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,6 +22,7 @@ from rlbuffer_cli.options import echo, say
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.records.group import Group
+    from rlbuffer.records.rollout import TokenSequence
 
 SAY_SECONDS = 5.0
 """Seconds between two words about what is waited for."""
@@ -30,6 +32,7 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 PARQUET_MAGIC = b"PAR1"
 """First bytes of a Parquet file."""
+_Sequence = TypeVar("_Sequence", bound="TokenSequence")
 Ages = tuple[str, str, int, int]
 """Env, adapter, oldest and newest policy version of a group."""
 
@@ -45,6 +48,10 @@ Ages = tuple[str, str, int, int]
     callback=lambda context, option, value: _version(value),
     help="Push the groups as sampled by this policy version of the run; current: its newest, 0 before the first.",
 )
+@click.option("--env", default="", metavar="NAME", help="Env of groups that are read from traces.")
+@click.option(
+    "--reward", metavar="NAME|N", help="Which named reward of a trace is its reward; a number: of those without."
+)
 @click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
 def command(
     file: str,
@@ -52,9 +59,11 @@ def command(
     worker: str,
     done: bool,
     version: int | str | None,
+    env: str,
+    reward: str | None,
     as_json: bool,
 ) -> int:
-    """Push groups from a JSON Lines or Parquet file.
+    """Push groups, or another framework's traces, from a JSON, JSON Lines or Parquet file.
 
     One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
     of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
@@ -63,6 +72,9 @@ def command(
 
     Groups keep the policy versions of the file, which are those of the run that sampled them. Those that this run has
     not made, or that are too old for it, are dropped: a sentence says how many. --version makes them this run's own.
+
+    Traces are recognised by their fields: of verifiers and prime-rl, OpenEnv, Harbor, NeMo Gym, Agent Lightning, slime,
+    open-instruct. A sentence says which, how they became groups, and what was left out.
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
@@ -83,7 +95,8 @@ def command(
     loaded = given.load()
     settings = loaded.settings
     with Path(file).open("rb") as stream:
-        count, checksum, ages = check_all(stream, file)
+        traces = _traces(Path(file), env, reward, version)
+        count, checksum, ages = check_all(stream, file) if traces is None else _checked(stream, file, traces)
         stream.seek(0)
         stored = duplicate = 0
         envs: set[str] = set()
@@ -95,7 +108,9 @@ def command(
             own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
             if sentence := not_the_runs(buffer, ages, current, own):
                 say(f"{file}: {sentence}", err=True)
-            for first, groups in _together(_as_sampled_by(own, read_groups(stream, file))):
+            for first, groups in _together(
+                _as_sampled_by(own, iter(read_groups(stream, file) if traces is None else traces))
+            ):
                 try:
                     pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
@@ -121,6 +136,38 @@ def command(
     return 0
 
 
+def _traces(path: Path, env: str, reward: str | None, version: int | str | None) -> tuple[Group, ...] | None:
+    """The groups of somebody else's traces, told about; None of a file of groups."""
+    from rlbuffer.errors import InvalidRollout
+    from rlbuffer.traces import is_trace, read
+
+    if not is_trace(path):
+        return None
+    named: str | float | None = reward
+    with suppress(ValueError):
+        named = named if reward is None else float(reward)
+    found = read(path, env=env, reward=named, policy_version=None if version is None else 0)
+    if not found.groups:
+        raise InvalidRollout(f"{path}: {found.said}")
+    say(f"{path}: {found.said}", err=True)
+    return found.groups
+
+
+def _checked(stream: IO[bytes], file: str, groups: Sequence[Group]) -> tuple[int, str, Counter[Ages]]:
+    """As :func:`check_all`, of groups that were read."""
+    from rlbuffer.wire.payload import encode_push
+
+    for group in groups:
+        encode_push(group)
+    return len(groups), hashlib.file_digest(stream, "sha256").hexdigest(), Counter(map(ages_of, groups))
+
+
+def ages_of(group: Group) -> Ages:
+    """What a run asks of a group before it takes it."""
+    oldest = min(rollout.min_policy_version for rollout in group.rollouts)
+    return group.env, group.adapter, oldest, max(rollout.max_policy_version for rollout in group.rollouts)
+
+
 def _version(value: str | None) -> int | str | None:
     if value is None or value == "current":
         return value
@@ -142,10 +189,15 @@ def _as_sampled_by(versions: Mapping[str, Any] | None, groups: Iterator[Group]) 
             continue
         number = versions[group.adapter]
         rollouts = [
-            replace(r, version_spans=tuple(span._replace(policy_version=number) for span in r.version_spans))
+            replace(_sampled_by(r, number), further=tuple(_sampled_by(s, number) for s in r.further))
             for r in group.rollouts
         ]
         yield replace(group, rollouts=tuple(rollouts))
+
+
+def _sampled_by(sequence: _Sequence, number: int) -> _Sequence:
+    spans = tuple(span._replace(policy_version=number) for span in sequence.version_spans)
+    return replace(sequence, version_spans=spans)
 
 
 def not_the_runs(
@@ -228,9 +280,7 @@ def check_all(stream: IO[bytes], file: str) -> tuple[int, str, Counter[Ages]]:
     digest = hashlib.sha256()
     ages: Counter[Ages] = Counter()
     for group in read_groups(stream, file, seen=digest.update, check=encode_push):
-        oldest = min(rollout.min_policy_version for rollout in group.rollouts)
-        newest = max(rollout.max_policy_version for rollout in group.rollouts)
-        ages[group.env, group.adapter, oldest, newest] += 1
+        ages[ages_of(group)] += 1
     if not ages:
         raise InvalidRollout(f"{file} holds no group")
     return ages.total(), digest.hexdigest(), ages
