@@ -20,6 +20,8 @@ MAX_DEPTH = 32
 """Levels of lists and maps in metadata and answers: deep enough for any record, far from the interpreter's stack."""
 MAX_ITEMS = 2**16
 """Items of one list or map in metadata and answers; more than that is an array."""
+MAX_ROLLOUT_ID = 160
+"""Characters: a group id, a slash and an index fit."""
 MAX_COUNT = 2**53 - 1
 """Largest version or count: the last integer that a Lua number holds exactly."""
 MAX_NUMBER = 1e12

@@ -25,8 +25,6 @@ INCARNATION = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 """Without a space, a colon or a dot: it stands between those in keys and records on the server."""
 ColumnKind = tuple[str, str, tuple[int, ...]]
 """Name, dtype (``<f4``) and trailing shape of a further column."""
-MAX_ROLLOUT_ID = 160
-"""Characters: a group id, a slash and an index fit."""
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Bytes of the payload of one sequence; a token takes at least one."""
 HAS_REWARD, IS_TRUNCATED, FURTHER = 1, 2, 4

@@ -25,9 +25,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import NOT_GIVEN, as_flag, as_items, as_mapping, as_number, as_text, read_only, same, shown
+from rlbuffer.records.checks import (
+    MAX_ROLLOUT_ID,
+    NOT_GIVEN,
+    as_flag,
+    as_items,
+    as_mapping,
+    as_number,
+    as_text,
+    read_only,
+    same,
+    shown,
+)
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
-from rlbuffer.records.info import MAX_ROLLOUT_ID
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")

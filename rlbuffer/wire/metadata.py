@@ -21,7 +21,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_NUMBER
+from rlbuffer.records.checks import MAX_NUMBER, MAX_ROLLOUT_ID
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.info import (
     ENV_NAME,
@@ -31,7 +31,6 @@ from rlbuffer.records.info import (
     HAS_REWARD,
     IS_TRUNCATED,
     MAX_PAYLOAD_BYTES,
-    MAX_ROLLOUT_ID,
     NUMBERS,
     ROW,
     ROW_DTYPE,

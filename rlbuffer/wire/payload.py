@@ -32,10 +32,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_COUNT, MAX_ITEMS, MAX_NUMBER
+from rlbuffer.records.checks import MAX_COUNT, MAX_ITEMS, MAX_NUMBER, MAX_ROLLOUT_ID
 from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.info import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
-from rlbuffer.records.info import MAX_ROLLOUT_ID, RolloutInfo
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import (
     AT_LIMIT,
     MAX_LOGPROB,

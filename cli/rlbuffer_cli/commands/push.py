@@ -96,7 +96,7 @@ def command(
     settings = loaded.settings
     with Path(file).open("rb") as stream:
         traces = _traces(Path(file), env, reward, version)
-        count, checksum, ages = check_all(stream, file) if traces is None else _checked(stream, file, traces)
+        count, checksum, ages = check_all(stream, file) if traces is None else _checked(file, traces)
         stream.seek(0)
         stored = duplicate = 0
         envs: set[str] = set()
@@ -153,13 +153,13 @@ def _traces(path: Path, env: str, reward: str | None, version: int | str | None)
     return found.groups
 
 
-def _checked(stream: IO[bytes], file: str, groups: Sequence[Group]) -> tuple[int, str, Counter[Ages]]:
+def _checked(file: str, groups: Sequence[Group]) -> tuple[int, str, Counter[Ages]]:
     """As :func:`check_all`, of groups that were read."""
     from rlbuffer.wire.payload import encode_push
 
     for group in groups:
         encode_push(group)
-    return len(groups), hashlib.file_digest(stream, "sha256").hexdigest(), Counter(map(ages_of, groups))
+    return len(groups), hashlib.sha256(Path(file).read_bytes()).hexdigest(), Counter(map(ages_of, groups))
 
 
 def ages_of(group: Group) -> Ages:
