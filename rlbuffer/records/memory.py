@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+MOST_UNUSED_BYTES = 2**30
+"""Beyond this, what nobody holds is given back: a run whose lengths change would keep memory of each size that it had."""
 _unused: defaultdict[int, list[memoryview]] = defaultdict(list)
 """Bytes -> memory of that size that nobody holds."""
 
@@ -27,12 +29,17 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     size = items * kind.itemsize
     quarter = 1 << max(size.bit_length() - 3, 0)
     size = (size // quarter + 1) * quarter  # four sizes in a doubling: most steps find one
-    unused = _unused[size]
     try:
-        memory = unused.pop()
+        memory = _unused[size].pop()
     except IndexError:
         memory = np.empty(size, np.uint8).data
     array = np.frombuffer(memory, kind, items)
     # The base of every view is `array`, as that of `array` is no array.
-    weakref.finalize(array, unused.append, memory).atexit = False
+    weakref.finalize(array, _keep, memory).atexit = False
     return array.reshape(shape)
+
+
+def _keep(memory: memoryview) -> None:
+    if sum([size * len(its) for size, its in [*_unused.items()]]) > MOST_UNUSED_BYTES:
+        _unused.clear()
+    _unused[len(memory)].append(memory)

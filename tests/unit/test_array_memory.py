@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlbuffer.packing.pack import pack
+from rlbuffer.records import memory
 from rlbuffer.records.memory import empty
 from rlbuffer.records.micro_batch import DERIVED_ARRAYS
 from rlbuffer.testing import make_group
@@ -39,6 +40,13 @@ def test_memory_is_used_again_once_nobody_holds_a_view_of_it(view: Callable[[Any
     assert np.array_equal(held, as_it_was)
     del held
     assert empty((70_001, 3), np.float32).ctypes.data == place
+
+
+def test_memory_that_nobody_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_UNUSED_BYTES", 1_000_000)
+    for length in range(10_000, 100_000, 1_000):
+        empty((length,), np.int32)
+        assert sum(size * len(its) for size, its in memory._unused.items()) <= 1_000_000 + 2 * 400_000
 
 
 @pytest.mark.parametrize(
