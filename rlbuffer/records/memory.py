@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 MOST_UNUSED_BYTES = 2**30
-"""Beyond this, what nobody holds is given back: a run whose lengths change would keep memory of each size that it had."""
+"""Beyond this it is given back: a run whose lengths change would keep memory of each size that it had."""
 _unused: defaultdict[int, list[memoryview]] = defaultdict(list)
 """Bytes -> memory of that size that nobody holds."""
 
