@@ -259,6 +259,9 @@ def _wrong(push: _Push) -> str:
     rows = np.frombuffer(push.rows, ROW_DTYPE)
     what, its = next(((what, its) for what, its in _rules(rows).items() if not its.all()), ("flags", np.zeros(1)))
     i = int(its.argmin())
+    if what in _BOUNDED:
+        most = next(number.most for number in NUMBERS if number.name == what)
+        return f"sequence {i}: {what} {rows[what][i]} is beyond the limit of {most:g}, either sign"
     return f"sequence {i} has {what} that no rollout has: {dict(zip(_NUMBER_NAMES, rows[i].tolist(), strict=True))}"
 
 

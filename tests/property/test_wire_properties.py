@@ -159,6 +159,9 @@ def as_described(rollout: Rollout) -> bytes:
         [[name, a.dtype.str.lstrip("<|"), *a.shape] for name, a in rollout.attachments.items()],
         None if text is None else len(text),
         dict(rollout.metadata),
+        0,  # place among the sequences of its rollout
+        1,  # how many those are
+        rollout.name,
     ]
     parts = [a.tobytes() for a in arrays] + ([] if text is None else [text])
     return framed(b"RLBR", len(arrays), rollout.length, details, parts)
@@ -168,11 +171,12 @@ def metadata_as_described(group: Group, payloads: list[bytes]) -> bytes:
     members = group.rollouts
     rows = [
         struct.pack(
-            "<IIIIdQQBII",
+            "<IIIIIdQQBII",
             r.length,
             next((i for i, trained in enumerate(r.loss_mask) if trained), r.length),
             sum(r.loss_mask.tolist()),
             len(r.turns),
+            int(r.tokens.max()),
             0.0 if r.reward is None else r.reward,
             min(span.policy_version for span in r.version_spans),
             max(span.policy_version for span in r.version_spans),

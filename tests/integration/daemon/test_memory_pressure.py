@@ -277,5 +277,5 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
     assert run.store.meta().retired == run.store.meta().early > 0
     assert "as if it were 16.0 MiB" in served.said("memory", state="unlimited")[0]["text"]
     assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
-    assert "! server memory: no limit (maxmemory 0), " in capsys.readouterr().out
+    assert "server memory: no limit (maxmemory 0), " in capsys.readouterr().out
     assert run.store.verify().findings == ()

@@ -25,7 +25,7 @@ from rlbuffer_cli.main import main
 pytest_plugins = ["store_fixtures"]
 
 CONFIG = BatcherConfig(row_tokens=64, step_groups=1, max_age=1000, flat="keep")
-REWARD_AT = 16
+REWARD_AT = 20
 """Offset at which the reward of a metadata row begins."""
 
 
