@@ -34,7 +34,8 @@ AT_ONCE = 200
 """Hostile pushes in a pipeline."""
 STEPS_AFTER = 3
 """Steps that must come when the attack is over."""
-PATIENCE_SECONDS = 180.0
+PATIENCE_SECONDS = 420.0
+"""A worker that is started again imports torch; where other runs do the same that has taken over two minutes."""
 BREATH_SECONDS = 1.0
 """At most so long the attacker waits for a step after each move, so that moves meet a run at work."""
 GROUP_SECONDS = 20.0
@@ -113,6 +114,7 @@ def _config(home: Home, world_size: int) -> Path:
         # Groups that need what no scorer gives hold tickets until then.
         .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")
         .replace("vocab_size = 16", "vocab_size = 13")
+        .replace("timeout_seconds = 120.0", f"timeout_seconds = {PATIENCE_SECONDS:g}")
         .replace("world_size = 2", f"world_size = {world_size}")
     )
     path.write_text(text + SCORER)
