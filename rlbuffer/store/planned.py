@@ -21,7 +21,7 @@ class Planned:
     """All columns are in the order of the plan: of its rollouts, or of their sequences.
 
     Raises:
-        PayloadError: the plan names a rollout that its entry does not hold.
+        PayloadError: the plan names a rollout that its entry does not hold, or only some of its sequences.
     """
 
     def __init__(self, plan: StepPlan, entries: Mapping[str, PoolEntry]) -> None:
@@ -45,6 +45,16 @@ class Planned:
         self.sequences = sequences_of(self.rows)
         """[rollouts] how many each has."""
         self._heads = np.cumsum(self.sequences) - self.sequences
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if all(info.totals.sequences == info.totals.rollouts for info in self._infos):
+            return
+        numbers = iter(self.numbers_in_push)
+        for push, info in zip(self.pushes, self._infos, strict=True):
+            its = dict.fromkeys(islice(numbers, len(push.places)))
+            if [*push.places] != [*info.places_of([*its])]:
+                raise PayloadError(f"entry {push.entry_id}: its step would hold a part of a rollout's sequences")
 
     @cached_property
     def places(self) -> list[int]:

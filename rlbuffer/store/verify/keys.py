@@ -133,7 +133,10 @@ def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
                     continue  # reported by its size
                 decoded += 1
                 try:
-                    payload.decode(data, member.info).record()
+                    read = payload.decode(data, member.info)
+                    read.record()
+                    if (read.details.number, read.details.sequences) != (member.sequence, member.sequences):
+                        raise PayloadError(f"sequence {read.details.number} of {read.details.sequences} by its payload")
                 except PayloadError as error:
                     findings.add(
                         "I2", f"step {step.number}: rollout {member.info.rollout_id} in {member.payload_key}: {error}"

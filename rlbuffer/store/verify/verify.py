@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import plural
-from rlbuffer.store.records import EnvLedger, PartRollout, Report, by_rollout
+from rlbuffer.store.records import EnvLedger, PartRollout, Report
 from rlbuffer.store.step_format import step_digest
 from rlbuffer.store.verify.keys import check_control_keys, check_payloads
 from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, take_snapshot
@@ -158,13 +158,6 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
     findings.unless(
         packed == _counted([step]), "I10", f"{where}: the commit counted {packed}, the parts hold {_counted([step])}"
     )
-    for its in by_rollout(members):
-        numbers, sequences = [member.sequence for member in its], its[0].sequences
-        findings.unless(
-            numbers == [*range(sequences)],
-            "I2",
-            f"{where}: rollout {its[0].info.rollout_id} has {sequences} sequences, the parts hold {numbers}",
-        )
     for member in members:
         rollout = f"{where}: rollout {member.info.rollout_id}"
         age = version_trained(header.adapters, member.adapter, step.number) - member.info.min_version

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from store_runs import Run
+from store_runs import Run, plan_of
 from trees import groups
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.store.payloads import Trainable
+from rlbuffer.store.planned import Planned
 from rlbuffer.store.verify.verify import verify
 
 pytest_plugins = ("store_fixtures",)
@@ -97,6 +100,31 @@ def test_trees_are_packed_once_counted_once_and_weigh_as_one(run: Run) -> None:
         assert ledger.packed == ((seed + 1) * GROUPS * SIZE, ledger.pushed[1])
     report = verify(run.store)
     assert report.findings == ()
+
+
+def test_a_part_of_a_rollouts_sequences_is_not_committed_and_would_be_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.lead()
+    (group,) = groups(3, 1, 1)
+    assert len(group.rollouts[0].sequences) > 1
+    run.store.push(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
+    entries = run.pool()
+    whole = plan_of(entries, 1)
+    rows = tuple(tuple(tuple((0,) if 0 in row else () for row in rank) for rank in step) for step in whole.plan.rows)
+    half = replace(
+        whole, rollouts=whole.rollouts[:1], advantages=whole.advantages[:1], plan=replace(whole.plan, rows=rows)
+    )
+
+    def commit_half() -> None:
+        run.store.commit(half, {e.entry_id: e for e in entries}, meta=run.store.meta(), state={})
+
+    with pytest.raises(PayloadError):
+        commit_half()
+    assert run.store.meta().step == 0
+    monkeypatch.setattr(Planned, "_check_whole", lambda self: None)
+    commit_half()
+    assert "I2" in {finding.invariant for finding in verify(run.store).findings}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
