@@ -382,3 +382,21 @@ def test_every_format_is_told_by_its_own_fields() -> None:
             fields[outer] = {inner: []} if inner else 1
         if not one.lacks:
             assert recognised(Value(fields), None).is_called == one.is_called
+
+
+def test_more_sequences_than_a_rollout_may_have_leave_one_attempt_out() -> None:
+    def turn(i: int) -> dict[str, Any]:
+        return {
+            "node_id": str(i),
+            "prompt_token_ids": [1, 2 + i],
+            "completion_token_ids": [3],
+            "per_token_logps": [-0.5],
+            "loss_mask": [0, 0, 1],
+        }
+
+    def record(turns: int) -> dict[str, Any]:
+        return {"schema_version": 1, "turns": [turn(i) for i in range(turns)], "reward": 1.0}
+
+    found = read([record(257), record(256)], policy_version=0)
+    assert [len(r.sequences) for group in found.groups for r in group.rollouts] == [256]
+    assert [one.failure.kind for one in found.left_out] == ["sequences"]

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import trees
 
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
@@ -66,6 +67,14 @@ def test_a_slice_is_divided_by_its_own_counts() -> None:
         )
         assert part.normalizers == expected
         assert all(m.normalizers == expected for m in part.micro_batches)
+
+
+def test_a_rollout_counts_in_the_slice_of_its_first_sequence() -> None:
+    rollout = trees.rollout(np.random.default_rng(2))
+    assert len(rollout.sequences) > 1
+    packed = pack([rollout, *make_group(size=1).rollouts], [0.5, 0.5], row_tokens=512, normalizers=WHOLE)
+    first, _ = slices_of(dataclasses.replace(step(2), micro_batches=(packed, packed)), ALONE, 2)
+    assert first.normalizers.rollouts == 2
 
 
 def test_a_step_of_no_micro_batches_has_no_updates() -> None:

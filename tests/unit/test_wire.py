@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+import trees
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
@@ -20,6 +21,8 @@ from rlbuffer.wire.metadata import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, decode
 from rlbuffer.wire.payload import (
     decode_group_payload,
     decode_rollout,
+    decode_rollouts,
+    decode_whole,
     encode_group_payload,
     encode_push,
     encode_rollout,
@@ -371,6 +374,7 @@ ROWS = INFO.rows
             + b"\0"
             + ROWS[FLAGS + 1 :]
         },
+        {"rows": ROWS[:FLAGS] + b"\x04" + ROWS[FLAGS + 1 :]},
         {"rewards": {"x": [1.0]}},
         {"rewards": {"x": [1.0, None, 2.0]}},
         {"rewards": {"x" * 65: [1.0, None]}},
@@ -465,3 +469,20 @@ def test_what_cannot_be_read_back_is_not_written(value: Any) -> None:
 
 def test_tuples_and_numpy_scalars_are_written_as_what_they_come_back_as() -> None:
     assert loads(dumps({"a": (1, np.float64(0.5)), "b": np.int32(7)}), limit=100) == {"a": [1, 0.5], "b": 7}
+
+
+def test_a_rollout_is_read_of_all_of_its_sequences_in_order_and_of_nothing_else() -> None:
+    (group,) = trees.groups(3, 1, 2)
+    first, second = group.rollouts
+    its = encode_push(group).payloads
+    count = len(first.sequences)
+    assert count > 2
+    assert decode_whole(its[:count]) == first
+    assert [*decode_rollouts(its)] == [first, second]
+    for wrong in (its[: count - 1], its[1:count], (its[0], its[2], its[1], *its[3:count]), its[: count + 1]):
+        with pytest.raises(PayloadError):
+            decode_whole(wrong)
+    damaged = [its[0][:-1], *its[1:]]
+    assert [*decode_rollouts(damaged)] == [None, second]
+    lost = [*its[: count - 1], None, *its[count:]]
+    assert [*decode_rollouts(lost)] == [None, second]
