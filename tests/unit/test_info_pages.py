@@ -4,9 +4,13 @@ import copy
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import trees
 
-from rlbuffer.records.info import GroupInfo, RolloutInfo, Totals, totals_of
+from rlbuffer.records.group import Group
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, Totals, rollouts_of, totals_of
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.wire.metadata import decode_infos, encode_info
 
 
@@ -70,3 +74,27 @@ def test_the_largest_rewards_and_an_empty_page_are_right():
     made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1e12, "b": -1e12}) for r in made.rollouts))
     assert decode_infos([encode_info(made)]) == [made]
     assert decode_infos([]) == []
+
+
+def test_what_is_true_of_a_rollout_is_a_fold_over_its_sequences():
+    rng = np.random.default_rng(7)
+    rollouts = []
+    for _ in range(20):
+        sequences = [trees.sequence(way, int(rng.integers(9))) for way in trees.ways(rng, int(rng.integers(1, 5)))]
+        rollouts.append(Rollout.from_sequences(sequences, reward=float(rng.random())))
+    group = Group("a.0", env="a", prompt_id="p", rollouts=rollouts, planned_size=20)
+    (found,) = decode_infos([encode_info(group.info())])
+    assert found == group.info()
+    numbers = rollouts_of(np.frombuffer(found.rows, ROW_DTYPE))
+    for rollout, info, row in zip(group.rollouts, found.rollouts, numbers, strict=True):
+        expected = {
+            "length": rollout.length,
+            "prompt_tokens": rollout.prompt_tokens,
+            "loss_tokens": rollout.loss_tokens,
+            "largest_token": max(int(s.tokens.max()) for s in rollout.sequences),
+            "min_version": rollout.min_policy_version,
+            "max_version": rollout.max_policy_version,
+            "reward": rollout.reward,
+        }
+        assert {name: getattr(info, name) for name in expected} == expected
+        assert {name: row[name] for name in expected} == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.truncation import truncated, truncated_group
 from rlbuffer.testing import make_group
 
@@ -93,3 +93,19 @@ def test_only_the_long_rollouts_of_a_group_are_cut():
     assert [(r.length, r.is_truncated) for r in cut.rollouts] == [(8, False), (10, True), (10, False)]
     assert [r.rollout_id for r in cut.rollouts] == [r.rollout_id for r in group.rollouts]
     assert truncated_group(cut, 10) is cut
+
+
+def test_each_sequence_of_a_rollout_is_cut_by_itself() -> None:
+    def sequence(length: int) -> TokenSequence:
+        turns = [
+            {"role": "user", "tokens": [1, length]},
+            {"role": "assistant", "tokens": [3] * length, "logprobs": [-0.5] * length},
+        ]
+        return TokenSequence.from_turns(turns, policy_version=2)
+
+    whole = Rollout.from_sequences([sequence(3), sequence(9), sequence(6)], reward=1.0)
+    cut = truncated(whole, 8)
+    assert [len(s.tokens) for s in cut.sequences] == [5, 8, 8]
+    assert (cut.loss_tokens, cut.is_truncated) == (3 + 6 + 6, True)
+    assert cut.further[1] is whole.further[1]
+    assert truncated(cut, 8) is cut
