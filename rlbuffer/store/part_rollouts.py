@@ -1,4 +1,4 @@
-"""The rollouts of a step's part as one table, of the same bytes as the part's: a pull works on all of them at once, and
+"""The sequences of a step's part as one table, of the same bytes as the part's. A pull works on all of them at once;
 people read a record of each."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ its rollout."""
 
 
 class Source(NamedTuple):
-    """A push that rollouts of a part lie in."""
+    """A push that sequences of a part lie in."""
 
     payload_key: str
     group_id: str
@@ -46,13 +46,13 @@ class Source(NamedTuple):
 
 
 class PartRollouts(Sequence[PartRollout]):
-    """The rollouts of a part; the records of all are made when somebody reads one.
+    """The sequences of a part; the records of all are made when somebody reads one.
 
     Args:
-        table: [rollouts] of :data:`PART_ROW`.
+        table: [sequences] of :data:`PART_ROW`.
         sources: the pushes that it names.
-        ids: one each; None for ``<group id>/<index>``.
-        rewards: named ones of each; None where there are none.
+        ids: of each one's rollout; None for ``<group id>/<place of the rollout>``.
+        rewards: named ones of each one's rollout; None where there are none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PartRollouts(Sequence[PartRollout]):
 
     @classmethod
     def joined(cls, pieces: Iterable[tuple[PartRollouts, Sequence[int]]]) -> PartRollouts:
-        """Some rollouts of several parts of one step, by their places there."""
+        """Some sequences of several parts of one step, by their places there."""
         tables = [np.empty(0, PART_ROW)]
         sources: list[Source] = []
         ids: list[str] = []
@@ -87,7 +87,7 @@ class PartRollouts(Sequence[PartRollout]):
         return cls(np.concatenate(tables), sources, ids, rewards)
 
     def of_push(self, name: str) -> list[Any]:
-        """A value of the push of each rollout, by the name of a field of :class:`Source`."""
+        """A value of the push of each sequence, by the name of a field of :class:`Source`."""
         values = [getattr(source, name) for source in self._sources]
         return [values[number] for number in self.table["source"].tolist()]
 

@@ -14,7 +14,7 @@ import pytest
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces import read
-from rlbuffer.traces.attempt import Attempt, Stretch
+from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
 from rlbuffer.traces.formats import FORMATS, recognised
 from rlbuffer.traces.values import Value
 
@@ -400,3 +400,21 @@ def test_more_sequences_than_a_rollout_may_have_leave_one_attempt_out() -> None:
     found = read([record(257), record(256)], policy_version=0)
     assert [len(r.sequences) for group in found.groups for r in group.rollouts] == [256]
     assert [one.failure.kind for one in found.left_out] == ["sequences"]
+
+
+def test_a_path_that_trains_nothing_is_no_sequence_of_the_rollout() -> None:
+    def stretch(*trains: bool) -> Stretch:
+        tokens = np.arange(len(trains), dtype=np.int32)
+        return Stretch(
+            tokens=tokens, loss_mask=np.array(trains), logprobs=np.where(trains, np.float32(-0.5), np.float32(0))
+        )
+
+    attempt = Attempt(
+        at=Value({}),
+        group="g",
+        prompt="p",
+        reward=1.0,
+        sequences=(stretch(False, True), stretch(False, False, False), stretch(False, False, True)),
+    )
+    assert [len(one.tokens) for one in rollout_of(attempt, policy_version=1).sequences] == [2, 3]
+    assert [one.loss_mask.tolist() for one in rollout_of(attempt, policy_version=1).further] == [[False, False, True]]
