@@ -58,7 +58,7 @@ class Difficulty:
         judged = self._teaching.judged(group.rollouts)
         if not visits or not judged:
             return
-        columns = {name for rollout in group.rollouts for name in rollout.columns}
+        columns = {name for sequence in group.sequences() for name in sequence.columns}
         is_equal = min(judged) == max(judged) and not self._teaching.anyway(group.rollouts, columns)
         mark = EQUAL if is_equal else MIXED
         with suppress(ServerRefused):

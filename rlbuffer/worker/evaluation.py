@@ -171,7 +171,7 @@ class Evaluator:
         rollouts = [r for r in await asyncio.gather(*(one(n) for n in range(settings.prompts))) if r is not None]
         if 2 * len(rollouts) <= settings.prompts:
             return None, ""
-        if any(span.policy_version != version for rollout in rollouts for span in rollout.version_spans):
+        if {v for r in rollouts for v in (r.min_policy_version, r.max_policy_version)} != {version}:
             return None, f"eval/{name} of version {version} does not count: another version sampled some of it"
         return summary(rollouts, failed=settings.prompts - len(rollouts)), ""
 

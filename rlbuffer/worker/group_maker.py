@@ -266,7 +266,7 @@ class GroupMaker:
         rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
-        if not rollout.loss_mask.any():
+        if not rollout.loss_tokens:
             raise GroupFailed("the env made a rollout of which no token is trained")
         return rollout
 
@@ -304,11 +304,15 @@ class GroupMaker:
         )
 
     def _saying_its_temperature(self, rollout: Rollout) -> Rollout:
-        """With a column of it, unless the trainer takes this very one for granted, wherever it stands: 1."""
+        """With a column of it where a sequence has none, unless the trainer takes this very one for granted, wherever
+        it stands: 1."""
         temperature = self.sampling.temperature
-        if "temperatures" in rollout.columns or not temperature or temperature == self._assumed == 1:
+        if _have_all(rollout, "temperatures") or not temperature or temperature == self._assumed == 1:
             return rollout
-        columns = [np.full(len(sequence.tokens), temperature, np.float32) for sequence in rollout.sequences]
+        columns = [
+            sequence.columns.get("temperatures", np.full(len(sequence.tokens), temperature, np.float32))
+            for sequence in rollout.sequences
+        ]
         return with_column(rollout, "temperatures", columns)
 
 
@@ -317,4 +321,9 @@ def _has_all(rollouts: Sequence[Rollout], need: str) -> bool:
     if need == "reward":
         return all(rollout.reward is not None for rollout in rollouts)
     name = need.removeprefix("rewards.")
-    return all(name in (rollout.columns if name == need else rollout.rewards) for rollout in rollouts)
+    return all(_have_all(rollout, name) if name == need else name in rollout.rewards for rollout in rollouts)
+
+
+def _have_all(rollout: Rollout, column: str) -> bool:
+    """Each of its sequences has the column."""
+    return all(column in sequence.columns for sequence in rollout.sequences)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from logged import Logged
@@ -16,7 +17,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.loop import run_scorer
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout
+from rlbuffer.wire.payload import decode_group_payload, decode_whole
 
 PATIENCE_SECONDS = 240.0
 
@@ -85,9 +86,9 @@ class Stage:
         """group id -> (what it needs, its rollouts, answer and metadata)."""
         out = {}
         for entry in self.buffer.store.read_pool():
-            refs = stand_ins([entry])
-            payloads = self.buffer.store.read_payloads(refs)
-            rollouts = [decode_rollout(p, expected=ref.info) for p, ref in zip(payloads, refs, strict=True)]
+            assert entry.info is not None
+            payloads = iter(self.buffer.store.read_payloads(stand_ins([entry])))
+            rollouts = [decode_whole([*islice(payloads, len(r.sequences))], r.sequences) for r in entry.info.rollouts]
             rest = self.buffer.store.read_group_payloads([entry.payload_key])[0]
             out[entry.group_id] = (entry.info.needs, rollouts, decode_group_payload(rest) if rest else (None, {}))
         return out

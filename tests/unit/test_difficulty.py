@@ -12,7 +12,7 @@ from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.group import Group, Ticket
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt
 
@@ -93,6 +93,19 @@ def test_a_visit_whose_group_teaches_whatever_its_rewards_are_is_no_reason_to_sk
     teaching = Teaching(BatcherConfig(64, flat_by=flat_by), needs_advantage=needs)
     difficulty(marks, teaching).note(replace(solved, rollouts=rollouts))
     assert marks == {"p": mark}
+
+
+def test_a_column_that_one_sequence_has_teaches_as_it_does_for_the_batcher() -> None:
+    marks, solved = Marks(), group(1.0, 1.0)
+    teaching = Teaching(BatcherConfig(64), needs_advantage=True)
+    further = TokenSequence.from_turns(
+        [{"role": "user", "tokens": [1]}, {"role": "assistant", "tokens": [3], "logprobs": [-0.5]}],
+        policy_version=0,
+        columns={"advantages": np.ones(2, np.float32)},
+    )
+    its = replace(solved, rollouts=tuple(replace(rollout, further=(further,)) for rollout in solved.rollouts))
+    difficulty(marks, teaching).note(its)
+    assert (marks, teaching.of_push(its.info())) == ({"p": "m"}, True)
 
 
 def test_only_the_last_visits_are_kept() -> None:

@@ -12,6 +12,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import Aborted, GroupFailed, PromptTooLong, SamplerUnavailable
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker import group_maker
 from rlbuffer.worker.envs import Prompt, Score
@@ -225,6 +226,31 @@ def test_an_env_that_makes_something_else_than_a_rollout_fails_its_group() -> No
 
     with pytest.raises(GroupFailed, match="GroupFailed: the env made a dict instead of a Rollout"):
         made(Odd(), Scripted(completion([3, 12])), retries=0)
+
+
+def test_each_sequence_of_a_rollout_gets_its_temperature_and_what_is_needed_of_each() -> None:
+    """The first trains nothing and has both columns, the second has none of them."""
+    own = {name: np.full(3, -0.25, np.float32) for name in ("temperatures", "ref_logprobs")}
+
+    class Branching(Tools):
+        async def rollout(self, prompt: Prompt, policy: Any) -> Rollout:
+            main, further = (
+                TokenSequence(
+                    tokens=prompt.tokens,
+                    loss_mask=np.array([False, False, trains]),
+                    logprobs=np.array([0, 0, -0.5 * trains], np.float32),
+                    version_spans=(VersionSpan(4, 2, 3),),
+                    columns=columns,
+                )
+                for trains, columns in ((False, own), (True, {}))
+            )
+            return Rollout.from_sequences([main, further], reward=1.0)
+
+    options = WorkerSettings(env="tools", group_size=1, temperature=0.5)
+    maker = GroupMaker(Branching(), Scripted(completion([12])), options, worker="w", needs=["ref_logprobs"])
+    group = asyncio.run(maker.make(TICKET, PROMPT))
+    assert [s.columns["temperatures"].tolist() for s in group.sequences()] == [[-0.25] * 3, [0.5] * 3]
+    assert group.needs == ("ref_logprobs",)
 
 
 def test_what_is_asked_for_together_is_one_batch_and_a_failure_reaches_all_who_asked() -> None:

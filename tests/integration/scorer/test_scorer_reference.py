@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import trees
 from scorer_stage import Stage, eventually
 
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.testing import make_group
 from rlbuffer.weights.model import TINY_QWEN3, build_model
 
@@ -31,7 +33,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     stage.buffer.close()
 
 
-def expected(stage: Stage, rollout: Rollout, temperature: float = 1.0) -> np.ndarray:
+def expected(stage: Stage, rollout: TokenSequence, temperature: float = 1.0) -> np.ndarray:
     """By the library's attention and head, this rollout alone."""
     model = build_model(stage.settings.model, seed=SEED).eval()
     tokens = torch.from_numpy(rollout.tokens.astype(np.int64))
@@ -67,6 +69,23 @@ def test_packed_reference_logprobs_are_those_of_separate_forward_passes(stage: S
     assert sorted(event.group_id for event in stage.told("scored")) == [f"a.{n}" for n in range(6)]
     (ended,) = stage.told("stopped")
     assert (ended.groups, ended.rollouts, ended.late, ended.failed_groups) == (6, 24, 0, 0)
+    assert stage.buffer.verify().findings == ()
+
+
+def test_each_sequence_of_a_rollout_gets_the_logprobs_of_its_own_forward_pass(stage: Stage):
+    groups = [replace(group, needs=("ref_logprobs",)) for group in trees.groups(3, 4, 3)]
+    assert max(len(rollout.sequences) for group in groups for rollout in group.rollouts) > 2
+    for group in groups:
+        stage.writer.push(group)
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    stage.finish()
+    pool = stage.pool()
+    for group in groups:
+        its = [sequence for rollout in pool[group.group_id][1] for sequence in rollout.sequences]
+        for found, original in zip(its, group.sequences(), strict=True):
+            assert np.array_equal(found.tokens, original.tokens)
+            assert np.abs(found.columns["ref_logprobs"] - expected(stage, original)).max() < 1e-5
     assert stage.buffer.verify().findings == ()
 
 
