@@ -58,6 +58,8 @@ class Keys:
         self.summary = f"{self.tag}:summary"
         self.records = f"{self.tag}:records"
         self.eval = f"{self.tag}:eval"
+        self.absent = f"{self.tag}:absent"
+        """Never there, and among the keys of every script: see :meth:`Session.declared`."""
         self.payload_prefix = f"rlb:{run}:g:"
 
     def producer(self, worker: str, incarnation: str) -> str:

@@ -124,7 +124,7 @@ class ProducerStore(Member):
         `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
         """
         script, keys = self.script("push"), self.keys
-        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
+        names = self.declared((keys.meta, keys.pool, source.key, keys.ledger, keys.garbage))
         client: Any = self.connection.sender(sum(push.size for push in batch))
         with client.pipeline(transaction=False) as pipe:
             for push in batch:

@@ -121,12 +121,21 @@ class Session:
 
         def send() -> list[Any]:
             self.stay(since)
-            return sound(list(run(keys=list(keys), args=list(args))))
+            return sound(list(run(keys=self.declared(keys), args=list(args))))
 
         reply = self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat, op=script)
         if len(reply) == 1 and text(reply[0]) == "GONE":
             raise self.no_run()
         return reply
+
+    def declared(self, keys: Sequence[str]) -> list[str]:
+        """The keys that a call of a script names: its own, and behind them one that is never there.
+
+        While the slot of the keys moves to another node of a cluster, a server refuses a script that names a key which
+        it lacks, before anything ran. Without one it would begin, and end half done at a key that it had itself
+        removed.
+        """
+        return [*keys, self.keys.absent]
 
     def no_run(self) -> RunGone:
         """The error of who asks for a run that is not there."""

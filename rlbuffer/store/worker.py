@@ -60,12 +60,13 @@ class WorkerStore(TicketStore, ProducerStore):
         """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
         at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
         telemetry, ticket = self.script("telemetry"), self.script("ticket")
-        keys, args = self._take(env, n, ttl_seconds, size, section)
+        own, args = self._take(env, n, ttl_seconds, size, section)
+        keys, beats = self.declared(own), self.declared([self.keys.heartbeats("worker")])
         note = beat_args(worker, beat)
 
         def send() -> list[Any]:
             with self.client.pipeline(transaction=False) as pipe:
-                pipe.evalsha(telemetry.sha, 1, self.keys.heartbeats("worker"), *note)
+                pipe.evalsha(telemetry.sha, len(beats), *beats, *note)
                 pipe.evalsha(ticket.sha, len(keys), *keys, *args)
                 pipe.hget(self.keys.policy, "")
                 pipe.hexists(self.keys.meta, "draining")

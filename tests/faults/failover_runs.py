@@ -77,7 +77,7 @@ def run_failovers(
             outcome.faults[fault] += 1
             progress.last = home_step(home)
         progress.reaches(steps, outcome)
-        _end(others, outcome)
+        _end(home, others, outcome)
         finish(home, outcome, trainer, steps)
         inspect_uses(home, outcome, steps, pair, committed)
         with home.connect() as buffer:
@@ -122,11 +122,12 @@ def _kill(home: Home, pair: Servers, committed: Steps, draw: random.Random) -> s
     return f", {taken}nobody there for {away:.1f} s"
 
 
-def _end(others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:
+def _end(home: Home, others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:
     """Nobody has ended by itself; then all are asked to."""
     for name, process in others.items():
         if process.poll() is not None:
-            outcome.findings.append(f"{name} ended with exit code {process.returncode} during the run")
+            found = f"{name} ended with exit code {process.returncode} during the run\n{home.logs()}"
+            outcome.findings.append(found)
         process.send_signal(signal.SIGTERM)
     for process in others.values():
         process.wait(timeout=60)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from daemon_runs import Served
 from own_server import OwnServer
 from shards import Cluster
+from store_call_rows import ROWS
 from store_runs import Run, plan_of
 
 import rlbuffer
@@ -192,22 +193,45 @@ def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
         run.close()
 
 
-def test_a_slot_that_moves_is_waited_for_and_is_no_loss(cluster: Cluster, run: Run) -> None:
-    connection, key = run.store.connection, "waited for"
+@contextmanager
+def moving(cluster: Cluster, key: str) -> Iterator[OwnServer]:
+    """The slot of a key is about to move, and nothing of it has yet. -> the node that has it."""
     source = cluster.owner(key)
     target = next(node for node in cluster.nodes if node is not source)
     slot, (its, others) = slot_of_key(key), (node.ask("CLUSTER", "MYID").decode() for node in (source, target))
-    losses = connection.losses
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", its)
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", others)
     try:
-        with pytest.raises(ServerRefused, match="the cluster is moving the slot to another node"):
-            connection.call(lambda: connection.client.get(key), patience_seconds=0.2)
+        yield source
     finally:
         for node in (source, target):
             node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def test_a_slot_that_moves_is_waited_for_and_is_no_loss(cluster: Cluster, run: Run) -> None:
+    connection, key = run.store.connection, "waited for"
+    losses = connection.losses
+    with moving(cluster, key), pytest.raises(ServerRefused, match="the cluster is moving the slot to another node"):
+        connection.call(lambda: connection.client.get(key), patience_seconds=0.2)
     assert connection.call(lambda: connection.client.get(key)) is None
     assert connection.losses == losses
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_script_runs_while_the_slot_of_its_keys_moves(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    # A server lets one run whose keys are all there, and ends it at the first key that it has itself removed before.
+    run = Run(cluster.url, tmp_path)
+    ROWS[name].prepare(run)
+    run.store.patience_seconds = 0.0
+    before = run.control_keys()
+    with moving(cluster, run.store.keys.meta) as node:
+        node.ask("CONFIG", "RESETSTAT")
+        with suppress(RlbufferError):
+            ROWS[name].call(run.store, run)
+        scripts = node.ask("INFO", "commandstats").get("cmdstat_evalsha")
+    assert scripts is None or scripts["calls"] == 0
+    assert scripts is None or run.control_keys() == before
+    run.close()
 
 
 def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counted(
