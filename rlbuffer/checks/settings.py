@@ -20,18 +20,6 @@ LATE = 2**53
 """A step after every schedule of budgets has ended."""
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
-@check("temperatures", "workers sample at the trainer's temperature", "worker.NAME.temperature", "trainer.temperature")
-def temperatures(c: Context) -> Iterator[Finding]:
-    """Logprobs of two temperatures are of two distributions."""
-    own = c.settings.trainer.temperature
-    for name, options in c.settings.worker.items():
-        if options.temperature != own:
-            text = f"worker.{name}.temperature = {options.temperature:g}, but trainer.temperature = {own:g}"
-            why = "the trainer would compare logprobs of two distributions"
-            yield warning(f"{text}: {why}", f"worker.{name}.temperature", "trainer.temperature")
-
-
 @check(
     "group-size",
     "a worker's group_size is at least 2, and the min_group_size of its env",

@@ -20,7 +20,6 @@ from rlbuffer.store.server.binary import SERVER_BIN
 WARNING, FAILURE = Level.WARNING, Level.FAILURE
 
 SETTINGS = [
-    ("temperatures", WARNING, [("worker.a", "temperature = 0.5")]),
     ("group-size", FAILURE, [("batcher", "min_group_size = 99")]),
     ("group-size", FAILURE, [("batcher.envs.vcopy", "min_group_size = 99")]),
     ("group-size", WARNING, [("worker.a", "group_size = 1")]),
