@@ -97,6 +97,24 @@ def test_the_tool_example_masks_out_what_the_tool_says_and_keeps_both_rewards() 
     assert rollout.reward == pytest.approx(1 + 0.1 / 3)
 
 
+@pytest.mark.usefixtures("my_envs")
+def test_the_example_of_several_sequences_rewards_all_of_them_as_one_rollout() -> None:
+    first, second = make_env("my_envs:Helpers").prompt(3).answer
+    rollout = made("Helpers", [first, 12], [second, 12], [first, second, 12], number=3).rollouts[0]
+    assert [s.tokens.tolist() for s in rollout.sequences] == [
+        [first, second, 11, first, second, 12],
+        [first, 11, first, 12],
+        [second, 11, second, 12],
+    ]
+    assert [(s.name, int(s.loss_mask.sum())) for s in rollout.sequences] == [("", 3), ("helper", 2), ("helper", 2)]
+    assert rollout.reward == 1.0
+    right, wrong = (
+        made("Helpers", [first, 12], said, [first, said[0], 12], number=3).rollouts[0].reward
+        for said in ([second, 12], [(second + 1) % 10, 12])
+    )
+    assert (right, wrong) == (1.0, pytest.approx(1 / 3))
+
+
 def test_the_text_example_asks_in_the_chat_template_and_scores_what_was_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
@@ -97,31 +98,42 @@ class Episode:
         self.add(completion)
         return completion
 
-    def rollout(self, score: Score, *, text: str | None = None) -> Rollout:
-        """The finished rollout.
-
-        A temperature other than 1 goes along as the column ``temperatures`` [T], so that the trainer divides its logits
-        by what the sampler divided by.
+    def rollout(self, score: Score, *, text: str | None = None, further: Sequence[TokenSequence] = ()) -> Rollout:
+        """The finished rollout, with `further` sequences behind this one (:meth:`sequence` of other episodes).
 
         Raises:
             InvalidRollout: a reward is not finite, or something else no record allows.
         """
-        temperature = self._sampling.temperature
-        columns = {} if temperature == 1 else {"temperatures": np.full(self._length, temperature, np.float32)}
         return Rollout(
-            tokens=self.tokens,
-            loss_mask=np.concatenate(self._masks),
-            logprobs=np.concatenate(self._logprobs),
+            **self._fields(),
             reward=score.reward,
             rewards=score.rewards,
             successes=score.successes,
-            version_spans=tuple(self._spans),
-            turns=tuple(self._turns) if len(self._turns) > 2 else (),
             finish_reason=self.finish_reason,
-            columns=columns,
             text=text,
             metadata=score.metadata,
+            further=tuple(further),
         )
+
+    def sequence(self, name: str = "") -> TokenSequence:
+        """The tokens so far, as a sequence of a rollout that another episode makes; `name` is for people."""
+        return TokenSequence(**self._fields(), name=name)
+
+    def _fields(self) -> dict[str, Any]:
+        """Those of a sequence.
+
+        A temperature other than 1 goes along as the column ``temperatures`` [T], so that the trainer divides its logits
+        by what the sampler divided by.
+        """
+        temperature = self._sampling.temperature
+        return {
+            "tokens": self.tokens,
+            "loss_mask": np.concatenate(self._masks),
+            "logprobs": np.concatenate(self._logprobs),
+            "version_spans": tuple(self._spans),
+            "turns": tuple(self._turns) if len(self._turns) > 2 else (),
+            "columns": {} if temperature == 1 else {"temperatures": np.full(self._length, temperature, np.float32)},
+        }
 
     def _add(self, ids: NDArray[np.int32], mask: NDArray[np.bool_], logprobs: NDArray[np.float32], role: str) -> None:
         if not len(ids):
