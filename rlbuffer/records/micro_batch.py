@@ -136,8 +136,8 @@ class MicroBatch:
     The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
     ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
 
-    `position_ids`, `advantages`, `targets`, `sample_index`, `policy_versions` and `samples` are made when first
-    read, the arrays from the other arrays as they are then.
+    `position_ids`, `advantages`, `targets`, `sample_index`, `policy_versions`, `samples` and `attachments` are made
+    when first read, the arrays from the other arrays as they are then.
 
     Example:
         >>> import rlbuffer
@@ -177,6 +177,20 @@ class MicroBatch:
     def samples(self) -> tuple[Sample, ...]:
         """The rollouts, in segment order."""
         return self.segments.samples()
+
+    @cached_property
+    def attachments(self) -> Mapping[str, NDArray[Any]]:
+        """Name -> those of all samples behind one another, [N, ...], in segment order: a sample that lacks one adds no
+        row. Only names whose arrays have rows, of one shape and dtype, are here; `samples` have each one's own."""
+        arrays: dict[str, list[NDArray[Any]]] = {}
+        for sample in self.samples:
+            for name, array in sample.attachments.items():
+                arrays.setdefault(name, []).append(array)
+        return {
+            name: np.concatenate(its)
+            for name, its in arrays.items()
+            if its[0].ndim and len({(array.shape[1:], array.dtype) for array in its}) == 1
+        }
 
     @cached_property
     def position_ids(self) -> NDArray[np.int32]:
@@ -286,9 +300,12 @@ class MicroBatch:
 
         names = "input_ids", "cu_seqlens", "loss_mask", "logprobs"
         stored: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
-        columns, lacking = ({k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking))
+        columns, lacking, attachments = (
+            {k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking, self.attachments)
+        )
         moved = replace(self, **stored, columns=columns, lacking=lacking)
         vars(moved).update({name: move(getattr(self, name)) for name in DERIVED_ARRAYS}, samples=self.samples)
+        vars(moved)["attachments"] = attachments
         return moved
 
 

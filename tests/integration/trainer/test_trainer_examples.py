@@ -7,8 +7,10 @@ import re
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,127 @@ def test_an_examples_packed_row_has_the_logprobs_of_its_rollouts_alone(
         for rollout, logits in zip(rollouts, micro_batch.unpack(packed), strict=True):
             alone = model(input_ids=torch.tensor(rollout.tokens)[None].long(), use_cache=False).logits[0]
             assert float((alone.log_softmax(-1) - logits.log_softmax(-1)).abs().max()) < 1e-5
+
+
+QWEN3_MOE = TINY_QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "vocab_size": 256,
+}
+
+
+def assert_trained_as_alone(
+    url: str,
+    groups: Sequence[rlbuffer.Group],
+    model: torch.nn.Module,
+    loss_of: Callable[[rlbuffer.MicroBatch], torch.Tensor],
+) -> list[rlbuffer.MicroBatch]:
+    """The gradient over a step of these groups on two ranks is that of each rollout by itself. -> its micro-batches."""
+    name, stop = f"examples-{uuid.uuid4().hex[:8]}", threading.Event()
+    with ExitStack() as opened:
+        writing, leading, *reading = (opened.enter_context(rlbuffer.connect(url, run=name)) for _ in range(4))
+        config = rlbuffer.BatcherConfig(64, step_groups=len(groups), max_age=8)
+        thread = threading.Thread(target=Daemon(leading, config).run, args=(stop,))
+        thread.start()
+        opened.callback(thread.join, timeout=20)
+        opened.callback(stop.set)
+        writing.writer("w").push_many(groups)
+        readers = [buffer.reader(rank, 2) for rank, buffer in enumerate(reading)]
+        batches = [mb.to("cpu") for reader in readers for mb in next(iter(reader.steps()))]
+    rollouts = {(g.group_id, r.rollout_id): r for g in groups for r in g.rollouts}
+    samples = [sample for mb in batches for sample in mb.samples]
+    assert len(samples) == len(rollouts)
+    alone = [
+        replace(
+            rlbuffer.pack([rollouts[sample.group_id, sample.rollout_id]], [sample.advantage], row_tokens=64),
+            normalizers=batches[0].normalizers,
+        ).to("cpu")
+        for sample in samples
+    ]
+    assert apart(gradient(model, map(loss_of, batches)), gradient(model, map(loss_of, alone))) < 1e-4
+    return batches
+
+
+def gradient(model: torch.nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of the sum of these losses, as one vector."""
+    model.zero_grad()
+    torch.stack(list(losses)).sum().backward()
+    return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative distance."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def two_groups() -> list[rlbuffer.Group]:
+    return [make_group(seed=seed, lengths=[9, 12, 7, 10], rewards=[0.0, 1.0, 0.5, 0.0]) for seed in range(2)]
+
+
+def test_the_example_of_images_trains_each_token_with_the_images_of_its_own_rollout(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = example(monkeypatch, "images")
+    rng = np.random.default_rng(1)
+
+    def seeing(rollout: rlbuffer.Rollout, count: int) -> rlbuffer.Rollout:
+        tokens = rollout.tokens.copy()
+        tokens[tokens == images.IMAGE] = 0
+        tokens[:count] = images.IMAGE
+        pixels = {"pixels": rng.normal(size=(count, 4)).astype(np.float32)} if count else {}
+        return replace(rollout, tokens=tokens, attachments=pixels)
+
+    groups = [replace(group, rollouts=tuple(map(seeing, group.rollouts, (2, 1, 0, 3)))) for group in two_groups()]
+    model = images.Sees(tiny(), 4)
+    batches = assert_trained_as_alone(redis_url, groups, model, partial(images.loss_of, model))
+    assert sum(len(mb.attachments["pixels"]) for mb in batches) == 12
+    assert model.vision.weight.grad.any()
+
+
+def test_the_example_of_routed_experts_computes_with_what_the_engine_chose(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routed, loss_of = example(monkeypatch, "routed_experts"), example(monkeypatch, "plain_loop").loss_of
+    torch.manual_seed(0)
+    model = model_from_config(QWEN3_MOE).eval()
+    routers = [module for module in model.modules() if isinstance(module, routed.Qwen3MoeTopKRouter)]
+    rng = np.random.default_rng(1)
+
+    def sampled(rollout: rlbuffer.Rollout, is_known: bool) -> rlbuffer.Rollout:
+        """An engine's choice, which is not this model's; of the last token none is known."""
+        shape = len(rollout.tokens), len(routers)
+        experts = np.stack([rng.permutation(6)[:2] for _ in range(shape[0] * shape[1])]).reshape(*shape, 2)
+        experts[-1] = -1
+        return replace(rollout, columns={"routed_experts": experts.astype(np.int16)} if is_known else {})
+
+    groups = [
+        replace(group, rollouts=tuple(map(sampled, group.rollouts, (True, False, True, True))))
+        for group in two_groups()
+    ]
+
+    def replayed(mb: rlbuffer.MicroBatch) -> torch.Tensor:
+        with routed.replayed(model, mb):
+            return loss_of(model, mb)
+
+    batches = assert_trained_as_alone(redis_url, groups, model, replayed)
+    assert (
+        apart(gradient(model, map(replayed, batches)), gradient(model, [loss_of(model, mb) for mb in batches])) > 0.01
+    )
+    chosen: list[torch.Tensor] = []
+    for mb in batches:
+        chosen.clear()
+        with routed.replayed(model, mb):
+            hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+            loss_of(model, mb)
+        for hook in hooks:
+            hook.remove()
+        pairs = zip(mb.unpack(torch.stack(chosen, 1)), mb.unpack(mb.columns["routed_experts"].long()), strict=True)
+        for sample, (took, wanted) in zip(mb.samples, pairs, strict=True):
+            assert torch.equal(took[:-1], wanted[:-1]) == (sample.rollout_id != f"{sample.group_id}/1")
 
 
 def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
