@@ -2,7 +2,7 @@
 
 Only ``/inference/v1/generate`` and ``/v1/models``: token ids in, token ids and logprobs out. So what a framework plays
 is sampled by whatever sampler the worker has, with the versions, the routing and the patience that the worker has; and
-every completion is remembered under its session, with the exact version of each token, which no such framework keeps.
+every completion is remembered under its session, with the exact version of each token.
 """
 
 from __future__ import annotations
