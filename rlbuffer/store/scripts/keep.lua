@@ -4,7 +4,7 @@
 --
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)
 -- ARGV  1 time to live, ms; 0 gives them back: they count as expired from now on   2... numbers
--- Reply {how many are still known}; one that was closed meanwhile is never brought back
+-- Reply {'OK'}; one that was closed meanwhile is never brought back
 local tickets_key, ttl = KEYS[1], ARGV[1]
 local expiry = '0'
 if tonumber(ttl) > 0 then
@@ -12,11 +12,5 @@ if tonumber(ttl) > 0 then
   local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
   expiry = string.format('%.0f', now + tonumber(ttl))
 end
-local known = 0
-for i = 2, #ARGV do
-  if redis.call('ZSCORE', tickets_key, ARGV[i]) then
-    redis.call('ZADD', tickets_key, 'XX', expiry, ARGV[i])
-    known = known + 1
-  end
-end
-return {known}
+for i = 2, #ARGV do redis.call('ZADD', tickets_key, 'XX', expiry, ARGV[i]) end
+return {'OK'}

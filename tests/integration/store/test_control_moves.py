@@ -13,6 +13,7 @@ from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, RlbufferError
 from rlbuffer.store.claim import ATTEMPT_SECONDS
+from rlbuffer.store.hand import Hand
 from rlbuffer.store.records import Claim, TrainedStep
 
 pytest_plugins = ("store_fixtures",)
@@ -67,6 +68,31 @@ def test_void_takes_the_trainer_back_to_the_step_that_stays(trained: Run) -> Non
     header = trained.store.wait_step(1, block_seconds=0)
     assert header is not None
     assert (meta.digest, trainer.digest) == (header.digest, header.digest)
+
+
+def test_what_is_late_of_a_group_that_left_with_a_rewind_is_known_as_late(trained: Run) -> None:
+    assert "a.9" not in trained.store.closed_groups()
+    trained.store.rewind(2, force=True)
+    assert {"a.2", "a.9"} <= set(trained.store.closed_groups())
+
+
+def test_a_run_that_is_taken_back_below_its_retired_steps_forgets_the_digest_of_the_last(trained: Run) -> None:
+    trained.store.retire(2)
+    trained.store.rewind(1, force=True)
+    meta = trained.store.meta()
+    assert (meta.step, meta.retired, meta.digest) == (1, 1, "")
+    assert trained.client.hget(trained.store.keys.meta, "retired_digest") is None
+    trained.store.rewind(1, force=True)
+    assert trained.store.meta().digest == ""
+
+
+def test_a_trainer_that_begins_has_nothing_in_hand(trained: Run) -> None:
+    number, epoch = trained.store.trainer().number, trained.meta.epoch
+    hand = Hand(4, "f" * 64)
+    trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand)
+    assert trained.store.trainer().hand == hand
+    trained.store.attempt(uuid="another", world_size=2, resume_step=2)
+    assert trained.store.trainer().hand == Hand()
 
 
 def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
