@@ -50,7 +50,7 @@ CPU_SECONDS = 600
 TEST_SECONDS = 60
 FOUND = ("simulation", "tests")
 """Suites that may find a mutant."""
-COPIED = ("rlbuffer", "simulation", "tests", "cli", "pyproject.toml")
+COPIED = ("rlbuffer", "simulation", "tests", "cli", "deploy", "docs", "pyproject.toml", "README.md", "rlbuffer.toml")
 MUTATED = (
     "store",
     "daemon",
@@ -220,7 +220,7 @@ class Tree:
             self._write(file, text)
         if not code:
             return "nobody", ""
-        test = re.match(r"FAILED (.+?)(?: - |$)", line)  # what it was called with may hold spaces
+        test = re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", line)  # what it was called with may hold spaces
         if test is not None and self._tested([test[1]])[0]:
             raise RuntimeError(f"nothing is changed, and a test fails: {line}")
         return "tests", line
