@@ -21,6 +21,7 @@ _HOME = {
     "Decision": "rlbuffer.records.step_plan",
     "Drop": "rlbuffer.records.step_plan",
     "EnvConfig": "rlbuffer.config.batcher",
+    "Failure": "rlbuffer.records.failure",
     "FakeClock": "rlbuffer.testing",
     "Group": "rlbuffer.records.group",
     "GroupInfo": "rlbuffer.records.info",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
@@ -29,6 +29,7 @@ class CommittedSteps(ABC):
     network: Network
     config: BatcherConfig
     keys: Keys
+    parts: dict[str, list[Pending]]
     steps: dict[int, Live]
     digests: dict[int, str]
     damaged: set[tuple[bytes, bytes]]
@@ -211,9 +212,21 @@ class CommittedSteps(ABC):
             self.fail("I6", f"step {step}: group {group} has a rollout twice, or not all of its sequences")
         if len(rollouts) > info.planned_size:
             self.fail("I6", f"step {step}: group {group} has {len(rollouts)} rollouts of {info.planned_size}")
+        missing = info.planned_size - len(rollouts)
+        if trained := failed_of(sources) & rollouts.keys():
+            self.fail("I6", f"step {step} trains {sorted(trained)}, which failed")
         is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said
-        if len(rollouts) < info.planned_size and (len(rollouts) < self.config.min_group_size or is_early):
+        if missing and (
+            len(rollouts) < self.config.min_group_size
+            or (is_early and len(failed_of(self.parts.get(group, ()))) < missing)
+        ):
             self.fail("I6", f"step {step}: group {group} has {len(rollouts)} of {info.planned_size} after {waited} ms")
 
     def _close(self, group: str, by: str) -> None:
         self._closed[group] = self.server.now_ms(), by
+
+
+def failed_of(pushes: Iterable[Pending]) -> set[str]:
+    """The rollouts of these that are failed attempts."""
+    infos = [payload.decode_info(push.metadata) for push in pushes]
+    return {rollout.rollout_id for info in infos for rollout in info.rollouts if rollout.failure}

@@ -173,8 +173,8 @@ class Reasons:
             is_young = all(rollout.min_version >= oldest for info in infos for rollout in info.rollouts)
             is_bare = any(info.needs or info.totals.is_flat for info in infos)
             if is_young and not is_bare and len(ids) >= infos[0].planned_size:
-                tokens = sum({r.rollout_id: r.length for info in infos for r in info.rollouts}.values())
-                totals = [totals[0] + 1, totals[1] + len(ids), totals[2] + tokens]
+                its = {r.rollout_id: r.length for info in infos for r in info.rollouts if not r.failure}
+                totals = [totals[0] + 1, totals[1] + len(its), totals[2] + sum(its.values())]
         rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
         wanted = (config.step_groups, config.step_rollouts, rows * config.row_tokens)
         place = next(place for place, size in enumerate(wanted) if size)

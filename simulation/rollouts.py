@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.rollout import Rollout, TokenSequence
@@ -32,6 +33,8 @@ def _shape(number: int, version: int) -> Group:
     rewards = [float(i and number % 4 > 0) for i in range(size)]
     made = make_group(seed=number, size=size, rewards=rewards, version=version)
     first, *others = made.rollouts
+    if number % 6 == 5:
+        others[-1] = replace(others[-1], failure=Failure("tool", "away"))
     further = tuple(_branch(n, version) for n in range(number % 4))
     return _with(made, rollouts=(_with(first, further=further), *others))
 
@@ -43,8 +46,8 @@ def _branch(tokens: int, version: int) -> TokenSequence:
 
 
 def made_group(dice: random.Random, group_id: str, env: str, version: int, adapter: str = "") -> Group:
-    """A group of two or three rollouts of 8 to 31 tokens, the first of up to four sequences, sampled by `version` of an
-    adapter, "" being all weights."""
+    """A group of two or three rollouts of 8 to 31 tokens, the first of up to four sequences, the last at times a failed
+    attempt, sampled by `version` of an adapter, "" being all weights."""
     return _named(dice.randrange(SHAPES), version, group_id, env, adapter)
 
 

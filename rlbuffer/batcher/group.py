@@ -18,7 +18,7 @@ import numpy as np
 from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, are_flat
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
-from rlbuffer.state.text import plural
+from rlbuffer.state.text import counted, plural
 
 REWARD = "reward"
 """Need of a group whose rollouts are not scored yet."""
@@ -186,7 +186,7 @@ class Group:
             kept, left_out = list[int](), list[tuple[int, Rejected]]()
             for place, rollout in enumerate(info.rollouts):
                 why = self._judge(rollout, info, row_tokens, self.rollouts + len(kept))
-                if why is None or why.reason in (Reason.OVERSIZED, Reason.INVALID):
+                if why is None or why.reason in (Reason.OVERSIZED, Reason.INVALID, Reason.FAILED):
                     self.ids.add(rollout.rollout_id)
                 if why is None:
                     kept.append(place)
@@ -194,6 +194,8 @@ class Group:
                     left_out.append((place, why))
             if not kept:
                 reason = most_common(why.reason for _, why in left_out)
+                if reason is Reason.FAILED:
+                    return Rejected(reason, counted(Counter(r.failure for r in info.rollouts if r.failure)))
                 return next(why for _, why in left_out if why.reason is reason)
             joined = [info.rollouts[place] for place in kept]
             reasons = tuple((place, why.reason) for place, why in left_out)
@@ -238,6 +240,7 @@ class Group:
             and totals.rollouts <= self.planned_size
             and totals.longest <= row_tokens
             and totals.is_distinct
+            and not totals.failed
             and (totals.is_scored or REWARD in info.needs)
         )
 
@@ -246,6 +249,8 @@ class Group:
             return Rejected(Reason.DUPLICATE, f"rollout {rollout.rollout_id} came before")
         if self.is_ready or valid >= self.planned_size:
             return Rejected(Reason.LATE, f"the group was closed with {valid} of {plural(self.planned_size, 'rollout')}")
+        if rollout.failure:
+            return Rejected(Reason.FAILED, f"rollout {rollout.rollout_id} failed: {rollout.failure}")
         if (longest := max(part.length for part in rollout.sequences)) > row_tokens:
             return Rejected(Reason.OVERSIZED, f"length {longest} > row_tokens {row_tokens}")
         if rollout.reward is None and REWARD not in part.needs:

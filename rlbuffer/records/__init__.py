@@ -5,6 +5,7 @@ A record that many rooms must agree on may enter; one that a single room knows s
 Open first: `rollout`, then `group`.
 """
 
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
@@ -20,6 +21,7 @@ __all__ = [
     "ClosedBy",
     "Decision",
     "Drop",
+    "Failure",
     "Group",
     "GroupInfo",
     "MicroBatch",

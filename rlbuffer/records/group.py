@@ -97,22 +97,24 @@ class Group:
             worker=self.worker,
             created=self.created,
             columns=tuple(sorted(columns)),
-            rollouts=tuple(map(_info, self.rollouts)),
+            rollouts=tuple(map(info_of, self.rollouts)),
         )
 
 
-def _info(rollout: Rollout) -> RolloutInfo:
+def info_of(rollout: Rollout) -> RolloutInfo:
+    """A rollout as the batcher sees it, before it is encoded."""
     main = RolloutInfo(
         rollout_id=rollout.rollout_id,
         reward=rollout.reward,
         rewards=dict(rollout.rewards),
         is_truncated=rollout.is_truncated,
+        failure=rollout.failure.kind if rollout.failure else "",
         **{name: of(rollout) for name, of in _OF_SEQUENCE},
     )
     if not rollout.further:
         return main
     further = [
-        replace(main, reward=None, rewards={}, **{name: of(sequence) for name, of in _OF_SEQUENCE})
+        replace(main, reward=None, rewards={}, failure="", **{name: of(sequence) for name, of in _OF_SEQUENCE})
         for sequence in rollout.further
     ]
     return folded((main, *further))

@@ -122,6 +122,8 @@ class RolloutInfo:
     """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
     largest_token: int = 0
     """Largest token id."""
+    failure: str = ""
+    """Kind of the failure of an attempt that failed."""
     parts: tuple[RolloutInfo, ...] = ()
     """A record of each of its sequences, where it has several: what stands above is folded over them."""
 
@@ -144,11 +146,13 @@ class Totals(NamedTuple):
     newest: int
     """Largest `max_version`."""
     is_scored: bool
-    """Every rollout has a reward."""
+    """Every rollout that has not failed has a reward."""
     is_flat: bool
-    """True when the rewards are flat, by :func:`are_flat`."""
+    """True when the rewards of these are flat, by :func:`are_flat`."""
     is_distinct: bool
     """No id occurs twice."""
+    failed: int
+    """Rollouts that failed."""
 
 
 class _Unpacked:
@@ -267,7 +271,7 @@ def are_flat(rewards: Collection[float | None]) -> bool:
 
 def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
     """Adds up the rollouts of one push; all zero when there are none."""
-    rewards = {r.reward for r in rollouts}
+    rewards = {r.reward for r in rollouts if not r.failure}
     lengths = [part.length for r in rollouts for part in r.sequences]
     return Totals(
         rollouts=len(rollouts),
@@ -279,6 +283,7 @@ def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
         is_scored=None not in rewards,
         is_flat=are_flat(rewards),
         is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
+        failed=sum([bool(r.failure) for r in rollouts]),
     )
 
 

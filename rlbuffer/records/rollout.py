@@ -38,6 +38,7 @@ from rlbuffer.records.checks import (
     shown,
 )
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
+from rlbuffer.records.failure import Failure, as_failure
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
@@ -167,7 +168,7 @@ class Rollout(TokenSequence):
     rollout_id: str = ""
     """Unique in its group; empty until pushed (then ``<group_id>/<index>``)."""
     reward: float | None = None
-    """Scalar of at most 1e12, either sign, or None until scored."""
+    """Scalar of at most 1e12, either sign, or None until scored, and where it failed."""
     rewards: Mapping[str, float] = field(default_factory=lambda: NOT_GIVEN)
     """Named components of the reward."""
     successes: Mapping[str, bool] = field(default_factory=lambda: NOT_GIVEN)
@@ -176,6 +177,8 @@ class Rollout(TokenSequence):
     """Reason why sampling ended: ``stop``, ``length``, ..."""
     is_truncated: bool = field(default_factory=lambda: NOT_GIVEN)  # type: ignore[assignment]
     """A length limit ended sampling, or cut what was sampled. Not given: whether `finish_reason` is ``length``."""
+    failure: Failure | None = None
+    """Why it is a failed attempt: `reward`, `rewards` and `successes` that were given are then not looked at."""
     text: str | None = None
     """Rendered transcript, for people."""
     metadata: Mapping[str, Any] = field(default_factory=lambda: NOT_GIVEN)
@@ -186,6 +189,11 @@ class Rollout(TokenSequence):
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "rollout_id", as_text("rollout_id", self.rollout_id, limit=MAX_ROLLOUT_ID))
+        if self.failure is not None:
+            put(self, "failure", as_failure(self.failure))
+            put(self, "reward", None)
+            put(self, "rewards", NOT_GIVEN)
+            put(self, "successes", NOT_GIVEN)
         if self.reward is not None:
             put(self, "reward", as_number("reward", self.reward))
         put(self, "rewards", _named_values("rewards", self.rewards, as_number))
@@ -401,7 +409,11 @@ def _masked(sequence: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
 def lacks_logprobs(rollout: Rollout) -> bool:
     """True when several tokens are trained, and every logprob is exactly 0: nothing was sampled with such a certainty,
     except greedily."""
-    return rollout.loss_tokens > 1 and not any(sequence.logprobs.any() for sequence in rollout.sequences)
+    return (
+        not rollout.failure
+        and rollout.loss_tokens > 1
+        and not any(sequence.logprobs.any() for sequence in rollout.sequences)
+    )
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:

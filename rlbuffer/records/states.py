@@ -42,6 +42,8 @@ class Reason(StrEnum):
     """It is longer than a row."""
     INVALID = "invalid"
     """It is malformed, has no reward, or holds a number that cannot be trained."""
+    FAILED = "failed"
+    """It is an attempt that failed, and has no reward."""
     LATE = "late"
     """Its group was whole or closed when it arrived."""
     DUPLICATE = "duplicate"

@@ -110,6 +110,7 @@ class PartRollouts(Sequence[PartRollout]):
         of = {name: table[name].tolist() for name in ROW_DTYPE.names or ()}
         of |= {"reward": self.reward, "rewards": self.rewards}
         of |= {"rollout_id": self._ids, "is_truncated": self.are_truncated}
+        of["failure"] = [""] * len(table)  # a step holds none that failed
         if table["sequence"].any():
             first = (table["sequence"] == 0).tolist()
             of["reward"] = [reward if is_first else None for reward, is_first in zip(of["reward"], first, strict=True)]

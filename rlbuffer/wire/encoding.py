@@ -166,6 +166,7 @@ def _details_of(rollout: Rollout, number: int, text_bytes: int | None) -> bytes:
                 number,
                 len(rollout.sequences),
                 its.name,
+                *([rollout.failure] if rollout.failure and not number else ()),
             ]
         )
     except InvalidRollout as error:

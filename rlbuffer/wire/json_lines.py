@@ -13,7 +13,7 @@ from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.wire.json_bytes import without_bytes
 
 _GROUP_VALUES = ("group_id", "env", "prompt_id", "planned_size", "adapter", "worker", "created")
-_ROLLOUT_VALUES = ("rollout_id", "reward", "finish_reason", "is_truncated", "text")
+_ROLLOUT_VALUES = ("rollout_id", "reward", "finish_reason", "is_truncated", "failure", "text")
 
 
 def line_of(group: Group) -> str:

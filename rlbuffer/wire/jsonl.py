@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
@@ -131,6 +132,8 @@ def _record_of(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
             if not isinstance(items, list | tuple):
                 raise InvalidRollout(f"{path}.{name}: expected a list, got {_kind(items)}")
             values[name] = [_record(record, f"{path}.{name}[{i}]", with_bytes(item)) for i, item in enumerate(items)]
+    if "failure" in values:
+        values["failure"] = _record(Failure, f"{path}.failure", values["failure"])
     try:
         return cls(**values)
     except InvalidRollout as error:
@@ -201,7 +204,7 @@ def _inferred(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _record(record: type[VersionSpan] | type[Turn], path: str, item: Any) -> Any:
+def _record(record: type[VersionSpan] | type[Turn] | type[Failure], path: str, item: Any) -> Any:
     if not isinstance(item, Mapping):
         return item
     for name in item:

@@ -11,7 +11,7 @@ of one array, and stay packed until somebody asks for a :class:`~rlbuffer.record
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_NUMBER, MAX_ROLLOUT_ID
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.failure import FAILURE_KIND
 from rlbuffer.records.info import (
     ENV_NAME,
     FLAT_WITHIN,
@@ -38,6 +39,7 @@ from rlbuffer.records.info import (
     RolloutInfo,
     Totals,
     folded,
+    totals_of,
     unfrozen,
 )
 from rlbuffer.wire.checksum import crc32
@@ -69,7 +71,13 @@ class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     columns: list[tuple[Annotated[str, Meta(pattern=f"^{COLUMN_NAME.pattern}")], str, _Shape]]
 
 
-_ENCODE, _DECODE = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Push).decode
+class _PushWithFailures(_Push, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P2F", gc=False):
+    failures: dict[Annotated[str, Meta(pattern=f"^{FAILURE_KIND.pattern}")], list[Annotated[int, Meta(ge=0)]]]
+    """Places of the rollouts that failed, by kind."""
+
+
+_ENCODE = msgspec.msgpack.Encoder().encode
+_DECODE: Callable[[bytes], _Push] = msgspec.msgpack.Decoder(_Push | _PushWithFailures).decode
 _DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
 _UnfrozenGroup = unfrozen(GroupInfo)
 _NONE: Mapping[str, float] = {}
@@ -88,23 +96,26 @@ def encode_info(info: GroupInfo) -> bytes:
     rollouts = info.rollouts
     ids = [r.rollout_id for r in rollouts]
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
+    failures: dict[str, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        if rollout.failure:
+            failures.setdefault(rollout.failure, []).append(place)
     try:
-        data = _ENCODE(
-            _Push(
-                group_id=info.group_id,
-                env=info.env,
-                prompt_id=info.prompt_id,
-                adapter=info.adapter,
-                planned_size=info.planned_size,
-                needs=[*info.needs],
-                worker=info.worker,
-                created=info.created,
-                ids=None if ids == default_ids(info.group_id, len(ids)) else ids,
-                rows=info.rows,
-                rewards={name: [r.rewards.get(name) for r in rollouts] for name in names},
-                columns=[*info.columns],  # type: ignore[list-item]
-            )
-        )
+        values: dict[str, Any] = {
+            "group_id": info.group_id,
+            "env": info.env,
+            "prompt_id": info.prompt_id,
+            "adapter": info.adapter,
+            "planned_size": info.planned_size,
+            "needs": [*info.needs],
+            "worker": info.worker,
+            "created": info.created,
+            "ids": None if ids == default_ids(info.group_id, len(ids)) else ids,
+            "rows": info.rows,
+            "rewards": {name: [r.rewards.get(name) for r in rollouts] for name in names},
+            "columns": [*info.columns],
+        }
+        data = _ENCODE(_PushWithFailures(**values, failures=failures) if failures else _Push(**values))
     except (struct.error, TypeError, ValueError, OverflowError) as error:
         raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
     data += struct.pack(">I", crc32(data))
@@ -183,6 +194,10 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
     made._unpack = partial(_rollouts, push)
     made.__class__ = GroupInfo
     info: GroupInfo = made
+    if isinstance(push, _PushWithFailures):
+        if any(its.failure and (its.reward is not None or its.rewards) for its in info.rollouts):
+            return PayloadError("invalid metadata: failures: a rollout that failed has a reward")
+        object.__setattr__(info, "totals", totals_of(info.rollouts))
     return info
 
 
@@ -190,6 +205,10 @@ def _rollouts(push: _Push) -> tuple[RolloutInfo, ...]:
     rows = [dict(zip(_NUMBER_NAMES, row, strict=True)) for row in ROW.iter_unpack(push.rows)]
     heads = [i for i, row in enumerate(rows) if not row["flags"] & FURTHER]
     ids = default_ids(push.group_id, len(heads)) if push.ids is None else push.ids
+    if isinstance(push, _PushWithFailures):
+        kinds = {place: kind for kind, places in push.failures.items() for place in places}
+        for place, start in enumerate(heads):
+            rows[start]["failure"] = kinds.get(place, "")
     made = []
     for name, rewards, start, end in zip(ids, _named(push, len(heads)), heads, [*heads[1:], len(rows)], strict=True):
         parts = [_record(name, rewards if i == start else _NONE, rows[i]) for i in range(start, end)]
@@ -297,6 +316,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
         all_scored.tolist(),
         (is_flat & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
         (True for _ in packed),  # no id occurs twice
+        (0 for _ in packed),
         strict=True,
     )
     are_right = np.logical_and.reduceat(is_right, starts).tolist()

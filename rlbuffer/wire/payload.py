@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_COUNT, MAX_ITEMS, MAX_NUMBER, MAX_ROLLOUT_ID
 from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.failure import FAILURE_KIND, MAX_MESSAGE, Failure
 from rlbuffer.records.info import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import (
@@ -70,6 +71,8 @@ _TOKEN_IDS = 2**31
 _Count = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 _Finite = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 _Short = Annotated[str, Meta(max_length=64)]
+_Kind = Annotated[str, Meta(pattern=f"^{FAILURE_KIND.pattern}")]
+_Message = Annotated[str, Meta(max_length=MAX_MESSAGE)]
 _Arrays = Annotated[
     list[Annotated[list[str | int], Meta(min_length=2, max_length=2 + MAX_DIMENSIONS)]], Meta(max_length=MAX_ARRAYS)
 ]
@@ -106,6 +109,8 @@ class Details(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     sequences: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
     """How many the rollout has."""
     name: _Short
+    failure: tuple[_Kind, _Message] | None = None
+    """Why the attempt failed; not there where it did not."""
 
 
 _DETAILS = msgspec.msgpack.Decoder(Details)
@@ -125,6 +130,8 @@ class Announced(NamedTuple):
     max_version: int
     turns: int
     is_truncated: bool
+    failure: str
+    """Its kind; "" of an attempt that has not failed."""
     size: int
     """0: described before it was encoded."""
     checksum: int
@@ -191,6 +198,7 @@ class Payload(NamedTuple):
                 successes=d.successes,
                 finish_reason=d.finish_reason,
                 is_truncated=d.is_truncated,
+                failure=None if d.failure is None else Failure(*d.failure),
                 text=self.text,
                 metadata=_free(d.metadata),
                 further=tuple(further),
@@ -244,7 +252,7 @@ def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Pay
         raise PayloadError(f"invalid rollout payload: is_truncated: False, but finish_reason is {AT_LIMIT!r}")
     said = (
         *(d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest),
-        *(len(d.turns), d.is_truncated, total, checksum),
+        *(len(d.turns), d.is_truncated, d.failure[0] if d.failure else "", total, checksum),
     )
     if announced is not None and said != announced:
         _compare(said, announced)

@@ -213,8 +213,8 @@ def test_allows_tells_what_need_not_be_read() -> None:
         (
             "reason:old",
             (
-                "'old' is not a reason. One of: stale, future, small, flat, oversized, invalid, late, duplicate, void, "
-                "operator."
+                "'old' is not a reason. One of: stale, future, small, flat, oversized, invalid, failed, late, "
+                "duplicate, void, operator."
             ),
         ),
         ("age>=two", "age is compared with a number (8, 0.5, 8k, 2M), got 'two'"),
