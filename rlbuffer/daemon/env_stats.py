@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
-from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
+from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.state.metric import SHORT_SECONDS, Metric, metrics_of
@@ -26,8 +26,8 @@ from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata import names_of
 
-MOST_ENVS, MOST_REWARDS = 64, 16
-"""Envs, and named rewards of an env, that have numbers of their own: workers choose these names."""
+MOST_ENVS, MOST_REWARDS, MOST_KINDS = 64, 16, 16
+"""Envs, and named rewards and kinds of failures of an env, that have numbers of their own: workers choose the names."""
 MOST_NOTES = 4096
 """Pushes that are kept until they are summed up."""
 REWARD = "reward"
@@ -76,6 +76,8 @@ class _Env:
     flat: list[bool] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Kind -> failed attempts."""
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(each.bounds) for name, each in HISTOGRAMS.items()}
     )
@@ -186,11 +188,16 @@ class EnvStats:
         new = [push.info for push in pushes if push.is_new]
         env.came.update(groups=len(new), rollouts=sum(info.totals.rollouts for info in new))
         env.came["tokens"] += int(_numbers(new)["loss_tokens"].sum())
+        for rollout in (rollout for info in new if info.totals.failed for rollout in info.rollouts):
+            if rollout.failure and (rollout.failure in env.failed or len(env.failed) < MOST_KINDS):
+                env.failed[rollout.failure] += 1
         scored = [push for push in pushes if push.info.totals.is_scored]
+        scored = [push for push in scored if push.info.totals.rollouts > push.info.totals.failed]
         if not scored:
             return
-        counts = [push.info.totals.rollouts for push in scored]
+        counts = [push.info.totals.rollouts - push.info.totals.failed for push in scored]
         rows = _numbers([push.info for push in scored])
+        rows = rows[rows["flags"] & HAS_REWARD != 0]  # the others failed
         rewards = rows["reward"]
         env.histograms["prompt_reward"].add(np.add.reduceat(rewards, np.cumsum([0, *counts[:-1]])) / counts)
         env.on_policy += int(
@@ -240,6 +247,7 @@ class EnvStats:
             "groups_received": env.came["groups"],
             "tokens_generated": env.came["tokens"],
             "groups_dropped": dict(env.dropped),
+            "rollouts_failed": dict(env.failed),
             **{name: histogram.record() for name, histogram in env.histograms.items()},
         }
         if scored:

@@ -96,6 +96,9 @@ class EnvState:
     groups_dropped: Mapping[str, int] = _said(
         "groups_dropped_total", "Dropped, or refused as late.", "counter", labels="reason"
     )
+    rollouts_failed: Mapping[str, int] = _said(
+        "rollouts_failed_total", "Failed attempts among what was pushed.", "counter", labels="kind"
+    )
     age: Histogram = _said("age_versions", "Age of each trained rollout, in the step that trains it.", bounds=AGES)
     wait: Histogram = _said("wait_seconds", "From the push to the step, of each push that a step took.", bounds=SECONDS)
     response_tokens: Histogram = _said(

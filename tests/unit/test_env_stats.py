@@ -14,6 +14,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon import env_stats
 from rlbuffer.daemon.env_stats import MOST_ENVS, MOST_REWARDS, EnvStats
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
@@ -75,6 +76,20 @@ def test_pushes_become_means_spreads_and_shares() -> None:
     assert env.reward_std == {"reward": pytest.approx(statistics.stdev(rewards))}
     assert (env.frac_on_policy, env.frac_truncated, env.frac_flat) == (3 / 5, 0, 1 / 2)
     assert (env.prompt_reward["count"], env.prompt_reward["sum"]) == (2, pytest.approx(2 / 3 + 1 / 2))
+
+
+def test_failed_attempts_are_counted_by_kind_and_their_rewards_are_none() -> None:
+    leading = Leading()
+    group, every = (make_group(env="math", rewards=[0.0, 1.0, 0.5], version=3, seed=seed) for seed in (0, 1))
+    first, *others = group.rollouts
+    failed = replace(first, failure=Failure("tool", "away"))
+    leading.read(replace(group, rollouts=(failed, *others)).info())
+    leading.read(replace(every, rollouts=tuple(replace(r, failure=Failure("timeout")) for r in every.rollouts)).info())
+    env = leading.step()
+    assert env.rollouts_failed == {"timeout": 3, "tool": 1}
+    assert (env.new_groups, env.new_rollouts, env.reward_mean) == (2, 6, {"reward": 0.75})
+    assert (env.frac_on_policy, env.frac_flat) == (1, 0)
+    assert (env.prompt_reward["count"], env.prompt_reward["sum"]) == (1, 0.75)
 
 
 def test_what_teaches_is_no_flat_group_and_a_part_of_a_group_is_not_judged() -> None:
