@@ -22,15 +22,13 @@ def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
 
 
 def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
-    from collections import Counter
     from statistics import fmean
 
-    from rlbuffer.client.views import GroupView
+    from rlbuffer.client.views import GroupView, left_out_in_words
     from rlbuffer.records.states import State
 
-    reasons = [member.row.get("left_out") for member in group.members]
-    members = [member for member, reason in zip(members, reasons, strict=True) if reason is None]
-    left = ", ".join(f"{count} {reason}" for reason, count in Counter(filter(None, reasons)).items())
+    detail = left_out_in_words(members)
+    members = [member for member in members if not member.left_out]
     row = group.members[0].row if group.members else {}
     scored = tuple(member.reward for member in members if member.reward is not None)
     pushed = min((int(m.row["pushed_ms"]) for m in group.members), default=0) / 1000
@@ -50,7 +48,7 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
         waited_seconds=None,
         worker=row.get("worker") or "",
         step=group.step,
-        detail=f"left out: {left}" if left else "",
+        detail=detail,
         min_version=min((member.min_version for member in members), default=0),
         max_version=max((member.max_version for member in members), default=0),
         adapter=row.get("adapter") or "",
@@ -110,4 +108,6 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
         rollout=rollout,
         step=row["step"],
         place=None if number is None else StepPlace(row["rank"], number),
+        failure=None if rollout is None else rollout.failure,
+        left_out=row.get("left_out") or "",
     )

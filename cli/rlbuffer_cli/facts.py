@@ -137,8 +137,9 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
 
 def verdict(member: RolloutView) -> list[str]:
     """What a rollout earned, in all and in parts, how long it is, and why it ended."""
+    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     facts = [
-        "not scored" if member.reward is None else f"reward {member.reward:.3f}",
+        f"failed: {cut(printable(str(member.failure)), 2 * MAX_TEXT)}" if member.failure else reward,
         *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
         "" if member.advantage is None else f"advantage {member.advantage:+.4f}",
         plural(member.length, "token"),
@@ -157,10 +158,14 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
         is_said = not rollout.is_truncated or rollout.finish_reason == "length"
         stop = f"{rollout.finish_reason}{'' if is_said else ' (truncated)'}".strip()
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
+    if member.failure:
+        stages.append(f"failed: {printable(str(member.failure))}")
     if view.created is not None:
         by = f" by {printable(view.worker)}" if view.worker else ""
         stages.append(f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC{by}")
     waited = f", {duration(view.waited_seconds)} after the push" if view.waited_seconds is not None else ""
+    if member.left_out:
+        return [*stages, f"left out of step {view.step}, which trains its group{waited} ({member.left_out})"]
     if member.step is not None:
         where = f", rank {member.place.rank}, row {member.place.row}" if member.place else ""
         stages.append(f"packed into step {member.step}{where}{waited}")

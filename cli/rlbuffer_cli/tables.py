@@ -88,6 +88,8 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
         "max_policy_version": member.max_version,
         "is_truncated": member.is_truncated,
         "finish_reason": member.finish_reason,
+        "failure": member.failure._asdict() if member.failure else None,
+        "left_out": member.left_out,
         "logprob_mean": member.logprob_mean,
         "step": member.step,
         "rank": member.place.rank if member.place else None,
@@ -198,6 +200,8 @@ class MemberRow(NamedTuple):
     def stop(self) -> Text:
         """Why it ended."""
         member = self.member
+        if member.failure:
+            return Text(f"failed: {printable(member.failure.kind)}", "dropped")
         if member.rollout is None:
             return Text("payload gone", "faint")
         if not member.is_truncated:
@@ -216,7 +220,14 @@ def member_rows(
     advantages = [abs(m.advantage) for m in detail.members if m.advantage is not None]
     most = max([1.0, *rewards]), max([1.0, *advantages])
     return [
-        MemberRow(detail.view, m, *most, cut(printable(answer(m)), SHOWN_ANSWER), matches(m)) for m in detail.members
+        MemberRow(
+            detail.view,
+            m,
+            *most,
+            cut(printable(m.failure.message if m.failure else answer(m)), SHOWN_ANSWER),
+            matches(m),
+        )
+        for m in detail.members
     ]
 
 

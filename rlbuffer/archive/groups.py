@@ -26,9 +26,7 @@ GROUPS_PER_TABLE = 64
 def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
     """Every group of the steps that count, by step, then every drop."""
     for step in archive.steps:
-        for group_id, members in groupby(archive.rollouts(step.step), key=lambda member: member.row["group_id"]):
-            rows = [row for member in members for row in member.rows]
-            yield group_of(rows, group_id, rows[0]["env"], step.step, None)
+        yield from archive.groups(step.step)
     for dropped in archive.dropped():
         rows = [row for row in archive.dropped_rows(dropped) if row["group_id"] == dropped.group_id]
         yield group_of(rows, dropped.group_id, dropped.env, None, dropped)
@@ -36,8 +34,11 @@ def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
 
 def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[Group]:
     """The pushes that these rollouts came in; `gone` takes the group of each rollout without a whole payload."""
-    for _, push in groupby(members, key=lambda member: member.row["payload_key"]):
-        its = [*push]
+    pushes: dict[str, list[ArchivedRollout]] = {}
+    for member in members:
+        pushes.setdefault(member.row["payload_key"], []).append(member)
+    for its in pushes.values():
+        its.sort(key=lambda member: int(member.row["index"]))
         whole = [member for member in its if not any(row["problem"] for row in member.rows)]
         gone.extend(member.row["group_id"] for member in its if member not in whole)
         if whole:

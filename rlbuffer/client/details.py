@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count, islice
 from statistics import fmean
@@ -12,10 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.client.kept_pushes import dropped_pushes
-from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
+from rlbuffer.client.views import (
+    GroupDetail,
+    GroupSource,
+    GroupView,
+    RolloutView,
+    StepPlace,
+    every_group,
+    left_out_in_words,
+    left_out_of,
+)
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.columns import trained_advantage
-from rlbuffer.records.group import Group
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Group, info_of
 from rlbuffer.records.info import GroupInfo, RolloutInfo, folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
@@ -68,6 +79,9 @@ def detail_of(
         rollout_view(its, view.step, places.get((its[0].payload_key, its[0].index)), [*islice(payloads, len(its))])
         for its in rollouts
     )
+    if view.step is not None:
+        members += tuple(_left_out(store, view.step, refs))
+        view = replace(view, detail=left_out_in_words(members))
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
 
@@ -96,6 +110,18 @@ def _places(store: Viewer, view: GroupView) -> dict[tuple[str, int], StepPlace]:
         for i in row
         if part.rollouts[i].group_id == view.group_id
     }
+
+
+def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
+    """The rollouts that the step leaves out of these pushes, as far as their payloads can be read."""
+    found = left_out_of(store, step, refs)
+    payloads = store.read_payloads([ref for ref, _ in found]) if found else []
+    reasons = dict[str, str]()
+    for (_, reason), data in zip(found, payloads, strict=True):
+        with suppress(PayloadError):
+            reasons[payload.decode(data or b"").details.rollout_id] = reason
+    for rollout in filter(None, payload.decode_rollouts(payloads)):
+        yield replace(_view_of(info_of(rollout), rollout), left_out=reasons[rollout.rollout_id])
 
 
 def stand_ins(sources: GroupSource) -> list[PartRollout]:
@@ -164,6 +190,7 @@ def _view_of(
         rollout=rollout,
         step=step,
         place=place,
+        failure=rollout.failure if rollout is not None else Failure(info.failure) if info.failure else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.details import stand_ins
 from rlbuffer.client.kept_pushes import dropped_pushes, group_of
-from rlbuffer.client.views import GroupView, pending_groups
+from rlbuffer.client.views import GroupView, left_out_of, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State
@@ -61,6 +61,8 @@ def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> 
     for ref in (ref for part in parts for ref in part.rollouts):
         if ref.group_id in group_ids:
             pushes.setdefault(ref.payload_key, []).append(ref)
+    for ref, _ in left_out_of(store, step, [refs[0] for refs in pushes.values()]):
+        pushes[ref.payload_key].append(ref)
     for refs in pushes.values():
         refs.sort(key=lambda ref: ref.index)
         first = refs[0]

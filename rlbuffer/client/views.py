@@ -6,16 +6,19 @@ and the history (dropped). Looking changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
+from rlbuffer.state.text import counted
 from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, PoolEntry
@@ -95,6 +98,10 @@ class RolloutView:
     step: int | None
     place: StepPlace | None
     """Its place in the step; that of its first sequence, where it has several."""
+    failure: Failure | None = None
+    """Why the attempt failed; without a payload its kind alone."""
+    left_out: str = ""
+    """Reason for which its group was trained without it."""
 
     def sequences(self) -> tuple[RolloutView, ...]:
         """A view of each of its sequences, for people to look at; sequence 2 of ``g/0`` is named ``g/0.2``."""
@@ -231,9 +238,11 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         count = len(members) or sum(entry.rollouts for entry in parts)
         oldest = min((r.min_version for r in members.values()), default=0)
         newest = max((r.max_version for r in members.values()), default=0)
-    complete = len(scored) >= planned > 0 and not any(info.needs for info in infos)
+    failed = {r.rollout_id: r.failure for info in infos if info.totals.failed for r in info.rollouts if r.failure}
+    complete = len(scored) + len(failed) >= planned > 0 and not any(info.needs for info in infos)
     needs = sorted({need for info in infos for need in info.needs})
     needed = [f"needs {', '.join(needs)}"] if needs else []
+    needed += [f"failed: {counted(Counter(failed.values()))}"] if failed else []
     created = parts[0].pushed_ms / 1000
     return GroupView(
         group_id=group_id,
@@ -306,6 +315,34 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         uses=header.uses.get(group_id, 0) + 1,
         adapter=members[0].adapter,
     )
+
+
+def left_out_of(store: Viewer, step: int, refs: Sequence[PartRollout]) -> list[tuple[PartRollout, str]]:
+    """Stand-ins for the sequences that a step leaves out of the pushes of `refs`, each with the reason; none where the
+    step was retired."""
+    try:
+        header = store.wait_step(step, block_seconds=0.0)
+    except StepRetired:
+        return []
+    if header is None:
+        return []
+    pushes = {ref.payload_key: ref for ref in refs}
+    return [
+        (replace(ref, index=index, info=replace(ref.info, size=0), advantage=0.0), reason)
+        for key, ref in pushes.items()
+        for index, reason in header.left_out.get(key.removeprefix(store.keys.payload_prefix), ())
+    ]
+
+
+def left_out_in_words(members: Iterable[RolloutView]) -> str:
+    """Which rollouts of a group its step leaves out; "" where that is none."""
+    left = [member for member in members if member.left_out]
+    kinds = counted(Counter(member.failure.kind for member in left if member.failure))
+    reasons = Counter(member.left_out for member in left).items()
+    said = [
+        f"{count} {reason}" + (f" ({kinds})" if reason == Reason.FAILED and kinds else "") for reason, count in reasons
+    ]
+    return f"left out: {', '.join(said)}" if said else ""
 
 
 # -- dropped -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.archive.check import check_archive
+from rlbuffer.archive.groups import archived_groups, pushes_of
 from rlbuffer.archive.library import Archive
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
@@ -103,24 +105,30 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
 ) -> None:
     file_of(monkeypatch, seconds=0.2)
     training = Training(served)
-    group = make_group(env="a", lengths=[8, 100, 8], group_id="a.long", prompt_id="a prompt", worker="w-7")
+    group = make_group(env="a", lengths=[8, 100, 8, 9], group_id="a.long", prompt_id="a prompt", worker="w-7")
+    failed = replace(group.rollouts[3], failure=rlbuffer.Failure("tool", "away"))
+    group = replace(group, rollouts=(*group.rollouts[:3], failed))
     training.writer.push(group)
     training.step = 1
     training.report(served.wait_for(lambda: served.run.store.wait_step(1, block_seconds=0.1), seconds=30).digest)
     training.train()
     served.stop()
     archive = Archive(training.folder)
-    (left,) = archive.rollouts(1, left_out=True)
+    left, left_too = archive.rollouts(1, left_out=True)
     row = left.row
     assert (row["left_out"], row["rollout_id"], row["worker"], row["rank"]) == ("oversized", "a.long/1", "w-7", None)
-    assert left.rollout == group.rollouts[1]
+    assert (left.rollout, left_too.rollout, left_too.row["left_out"]) == (group.rollouts[1], failed, "failed")
     assert [member.rollout_id for member in archive.rollouts(1)] == ["a.long/0", "a.long/2"]
     (group_of_step,) = archive.groups(1)
-    assert [member.rollout_id for member in group_of_step.members] == ["a.long/0", "a.long/2", "a.long/1"]
+    assert [member.rollout_id for member in group_of_step.members] == ["a.long/0", "a.long/2", "a.long/1", "a.long/3"]
     detail = detail_of(archive, archive.find("a.long"))
-    assert (detail.view.rollouts, detail.view.detail, len(detail.members)) == (2, "left out: 1 oversized", 3)
+    assert (detail.view.rollouts, len(detail.members)) == (2, 4)
+    assert detail.view.detail == "left out: 1 oversized, 1 failed (tool 1)"
+    assert [its.failure for its in detail.members] == [None, None, None, failed.failure]
+    (exported,) = pushes_of(next(archived_groups(archive)).members, [])
+    assert (exported.rollouts, exported.planned_size) == (group.rollouts, 4)
     report = check_archive(archive)
-    assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 1, 4)
+    assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 2, 4)
 
 
 def blocked(folder: Path) -> None:
