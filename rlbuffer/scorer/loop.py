@@ -263,7 +263,8 @@ class _Scorer:
                 if None in its:
                     raise PayloadError(f"the payload of rollout {rollout.rollout_id} is missing")
                 rollouts.append(payload.decode_whole(its, rollout.sequences))
-                if self._reference is not None and self._options.column in info.needs:
+                needs_column = self._options.column in info.needs and not rollout.failure
+                if self._reference is not None and needs_column:
                     self._reference.check(rollouts[-1])
             rest = self._store.read_group_payloads([entry.payload_key])[0]
             answer, metadata = (None, {}) if rest is None else payload.decode_group_payload(rest)
@@ -291,21 +292,24 @@ class _Scorer:
         reference, column = self._reference, self._options.column
         if reference is None or not wanting:
             return out
+        sequences = {
+            f.entry.entry_id: [s for r in g.rollouts if not r.failure for s in r.sequences] for f, g in wanting
+        }
+        every = [sequence for its in sequences.values() for sequence in its]
         try:
-            values = await self._unless_stopped(
-                in_thread(lambda: reference.logprobs([s for _, group in wanting for s in group.sequences()]))
-            )
+            values = await self._unless_stopped(in_thread(lambda: reference.logprobs(every))) if every else []
         except (RuntimeError, IndexError, RlbufferError) as error:
             for pending, _ in wanting:
                 self._fail(pending, f"{type(error).__name__}: {error}")
                 del out[pending.entry.entry_id]
             return out
         for pending, group in wanting:
-            count = len(group.sequences())
+            count = len(sequences[pending.entry.entry_id])
             own, values = iter(values[:count]), values[count:]
             try:
                 out[pending.entry.entry_id] = tuple(
-                    with_column(rollout, column, [next(own) for _ in rollout.sequences]) for rollout in group.rollouts
+                    rollout if rollout.failure else with_column(rollout, column, [next(own) for _ in rollout.sequences])
+                    for rollout in group.rollouts
                 )
             except InvalidRollout as error:  # logprobs that are not finite: of a model that is broken
                 self._fail(pending, str(error))

@@ -55,7 +55,7 @@ class RewardFunction:
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     async def add(self, group: Group, needs: frozenset[str]) -> list[Rollout]:
-        """The group's rollouts with what they lacked: a reward that is there stays.
+        """The group's rollouts with what they lacked: a reward that is there stays, and what failed gets none.
 
         Raises:
             RewardFailed: of the first rollout that could not be scored; the others are not waited for.
@@ -70,7 +70,7 @@ class RewardFunction:
     async def _added(self, rollout: Rollout, group: Group, needs: frozenset[str]) -> Rollout:
         names = {need.removeprefix(NAMED) for need in needs if need.startswith(NAMED)} - rollout.rewards.keys()
         is_scored = REWARD not in needs or rollout.reward is not None
-        if is_scored and not names:
+        if rollout.failure or (is_scored and not names):
             return rollout
         reward, named = await self._asked(rollout, group)
         missing = sorted(names - named.keys())

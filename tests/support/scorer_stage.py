@@ -33,6 +33,13 @@ async def three_numbers(rollout: Rollout, group: Group) -> Mapping[str, float]:
     return {"style": 0.25, "truth": float(rollout.length), "length": 1.0}
 
 
+def never_failed(rollout: Rollout, group: Group) -> float:
+    """Knows no score for an attempt that failed."""
+    if rollout.failure:
+        raise ValueError(f"asked about {rollout.failure}")
+    return 1.0
+
+
 OVER = threading.Event()
 """Lets go of a function that hangs."""
 

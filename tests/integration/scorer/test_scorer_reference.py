@@ -11,6 +11,7 @@ import torch
 import trees
 from scorer_stage import Stage, eventually
 
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.testing import make_group
 from rlbuffer.weights.model import TINY_QWEN3, build_model
@@ -70,6 +71,18 @@ def test_packed_reference_logprobs_are_those_of_separate_forward_passes(stage: S
     (ended,) = stage.told("stopped")
     assert (ended.groups, ended.rollouts, ended.late, ended.failed_groups) == (6, 24, 0, 0)
     assert stage.buffer.verify().findings == ()
+
+
+def test_a_failed_attempt_gets_no_reference_logprobs_and_costs_its_group_nothing(stage: Stage):
+    groups = [make_group(env="a", seed=n, size=2, needs=["ref_logprobs"]) for n in range(2)]
+    beyond = groups[0].rollouts[0].tokens + 1024  # no token of the model's
+    failed = replace(groups[0].rollouts[0], tokens=beyond, failure=Failure("tool", "away"))
+    stage.writer.push(replace(groups[0], rollouts=(failed, groups[0].rollouts[1])))
+    stage.writer.push(replace(groups[1], rollouts=[replace(r, failure=failed.failure) for r in groups[1].rollouts]))
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    pool = stage.pool()
+    assert [sorted(r.columns) for name in ("a.0", "a.1") for r in pool[name][1]] == [[], ["ref_logprobs"], [], []]
 
 
 def test_each_sequence_of_a_rollout_gets_the_logprobs_of_its_own_forward_pass(stage: Stage):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer.process import heartbeat
+from rlbuffer.records.failure import Failure
 from rlbuffer.scorer import loop, rewards
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -49,6 +51,18 @@ def test_a_plain_function_scores_rollouts_and_leaves_a_reward_that_is_there(stag
     assert [r.reward for r in entry.info.rollouts] == [first.reward, 0.25]
     stage.finish()
     assert stage.buffer.verify().findings == ()
+
+
+def test_a_failed_attempt_is_not_scored(stages: Any):
+    stage = stages("never_failed")
+    group = unscored(1)
+    failed, sound = group.rollouts
+    failed = replace(failed, failure=Failure("tool", "away"))
+    stage.writer.push(replace(group, rollouts=(failed, sound)))
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    first, second = stage.pool()["a.1"][1]
+    assert (first.reward, first.failure, second.reward) == (None, failed.failure, 1.0)
 
 
 def test_an_async_function_may_give_named_rewards_whose_sum_is_the_reward(stages: Any):
