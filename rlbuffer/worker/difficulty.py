@@ -55,11 +55,12 @@ class Difficulty:
     def note(self, group: Group) -> None:
         """Remembers how a group went. A server that is full takes no note, and the prompt is visited once more."""
         visits = self._visits
-        judged = self._teaching.judged(group.rollouts)
+        rollouts = [rollout for rollout in group.rollouts if not rollout.failure]
+        judged = self._teaching.judged(rollouts)
         if not visits or not judged:
             return
         columns = {name for sequence in group.sequences() for name in sequence.columns}
-        is_equal = min(judged) == max(judged) and not self._teaching.anyway(group.rollouts, columns)
+        is_equal = min(judged) == max(judged) and not self._teaching.anyway(rollouts, columns)
         mark = EQUAL if is_equal else MIXED
         with suppress(ServerRefused):
             known = self._store.visits(self._env, [group.prompt_id])[0]

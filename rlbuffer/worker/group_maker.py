@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
+from rlbuffer.records.failure import Failure, kind_of
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.rollout import Rollout, with_column
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
@@ -133,8 +135,8 @@ class GroupMaker:
     async def make(self, ticket: Ticket, prompt: Prompt) -> Group:
         """Samples and scores the group of a ticket.
 
-        A group is made when more than half of its rollouts are: `planned_size` is then what there is, and the metadata
-        says how many failed. The same holds for rollouts that are unfinished when the worker ends.
+        A group is made when more than half of its rollouts are: the others are in it as failed attempts. Those that are
+        unfinished when the worker ends are not: `planned_size` is then what there is.
 
         Raises:
             GroupFailed: half of the rollouts, or more, failed; the message has the first reason.
@@ -157,14 +159,18 @@ class GroupMaker:
             if not isinstance(error, Exception) or fault_of(error) is Fault.SETTINGS:
                 raise error
         unfinished = [error for error in errors if fault_of(error) is Fault.SERVER]
-        is_enough = 2 * len(rollouts) > size
+        sound = [rollout for rollout in rollouts if not rollout.failure]
+        is_enough = 2 * len(sound) > size
         if unfinished and not (is_enough and self._ending.is_set()):
             raise unfinished[0]
-        if not is_enough:
+        if not is_enough and errors:
             raise GroupFailed(in_words(errors[0], self._settings)) from errors[0]
-        self.failed_rollouts.update(type(error).__name__ for error in errors if error not in unfinished)
-        counts = {"failed_rollouts": len(errors) - len(unfinished), "unfinished_rollouts": len(unfinished)}
-        return self._group(ticket, prompt, rollouts, counts)
+        if not is_enough:
+            raise GroupFailed(next(str(rollout.failure) for rollout in rollouts if rollout.failure))
+        version = sound[0].max_policy_version
+        rollouts += [self._failed(prompt, error, version) for error in errors if error not in unfinished]
+        self.failed_rollouts.update(rollout.failure.kind for rollout in rollouts if rollout.failure)
+        return self._group(ticket, prompt, rollouts, len(unfinished))
 
     async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
         """Does all of it, or what is finished when the worker ends; the rest is Aborted."""
@@ -225,13 +231,18 @@ class GroupMaker:
                 return await scoring
 
     def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
-        if isinstance(score, BaseException):
-            return score
-        if not isinstance(score, Score):
-            return TypeError(f"score() gave a {type(score).__name__} in place of a Score")
         episode = Episode(prompt.tokens, partial(self._ask, None), self.sampling)
         episode.add(completion)
-        return self._rollout(episode, score)
+        outcome: Rollout | BaseException
+        if isinstance(score, BaseException):
+            outcome = score
+        elif not isinstance(score, Score):
+            outcome = TypeError(f"score() gave a {type(score).__name__} in place of a Score")
+        else:
+            outcome = self._rollout(episode, score)
+        if isinstance(outcome, Exception):
+            outcome.episode = episode  # type: ignore[attr-defined]
+        return outcome
 
     # -- several completions per rollout -------------------------------------------------------------------------------
     async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
@@ -254,19 +265,23 @@ class GroupMaker:
     async def _played(self, prompt: Prompt, ask: Ask) -> Rollout:
         env = cast(MultiTurnEnv, self._env)
         episode = Episode(prompt.tokens, ask, self.sampling)
-        score = await env.play(prompt, episode)
-        if not isinstance(score, Score):
-            raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
-        if not episode.sampled_tokens:
-            raise GroupFailed("the episode ended before the policy sampled a token")
-        return episode.rollout(score, text=env.render(episode.tokens))
+        try:
+            score = await env.play(prompt, episode)
+            if not isinstance(score, Score):
+                raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
+            if not episode.sampled_tokens:
+                raise GroupFailed("the episode ended before the policy sampled a token")
+            return episode.rollout(score, text=env.render(episode.tokens))
+        except Exception as error:
+            error.episode = episode  # type: ignore[attr-defined]
+            raise
 
     async def _made(self, prompt: Prompt, ask: Ask) -> Rollout:
         env = cast(WholeRolloutEnv, self._env)
         rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
-        if not rollout.loss_tokens:
+        if not rollout.loss_tokens and not rollout.failure:
             raise GroupFailed("the env made a rollout of which no token is trained")
         return rollout
 
@@ -286,8 +301,19 @@ class GroupMaker:
         except Exception as error:  # a reward that is no number, a `render` that fails
             return error
 
-    def _group(self, ticket: Ticket, prompt: Prompt, rollouts: Sequence[Rollout], missing: Mapping[str, int]) -> Group:
-        metadata = {**prompt.metadata, **{name: count for name, count in missing.items() if count}}
+    def _failed(self, prompt: Prompt, error: BaseException, version: int) -> Rollout:
+        """An attempt that failed, with what was sampled until then, for people; `version` sampled beside it."""
+        kind, message = kind_of(type(error).__name__), in_words(error, self._settings)
+        failure = Failure(kind, message.removeprefix(f"{kind}: "))
+        episode: Episode | None = getattr(error, "episode", None)
+        if episode is not None and episode.sampled_tokens:
+            with suppress(InvalidRollout):  # that may be why it failed
+                return replace(episode.rollout(Score(reward=0.0)), failure=failure)
+        turns = [{"role": "user", "tokens": prompt.tokens}]
+        return Rollout.from_turns(turns, reward=None, policy_version=version, failure=failure)
+
+    def _group(self, ticket: Ticket, prompt: Prompt, rollouts: Sequence[Rollout], unfinished: int) -> Group:
+        metadata = {**prompt.metadata, **({"unfinished_rollouts": unfinished} if unfinished else {})}
         if self.sampling.top_p != 1:
             metadata["top_p"] = self.sampling.top_p
         return Group(
@@ -298,7 +324,7 @@ class GroupMaker:
             planned_size=len(rollouts),
             answer=prompt.answer,
             metadata=metadata,
-            needs=tuple(need for need in self._needs if not _has_all(rollouts, need)),
+            needs=tuple(need for need in self._needs if not _has_all([r for r in rollouts if not r.failure], need)),
             worker=self._worker,
             created=time.time(),
         )
@@ -307,7 +333,12 @@ class GroupMaker:
         """With a column of it where a sequence has none, unless the trainer takes this very one for granted, wherever
         it stands: 1."""
         temperature = self.sampling.temperature
-        if _have_all(rollout, "temperatures") or not temperature or temperature == self._assumed == 1:
+        if (
+            rollout.failure
+            or _have_all(rollout, "temperatures")
+            or not temperature
+            or temperature == self._assumed == 1
+        ):
             return rollout
         columns = [
             sequence.columns.get("temperatures", np.full(len(sequence.tokens), temperature, np.float32))

@@ -11,6 +11,7 @@ import pytest
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ServerRefused
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.worker.difficulty import Difficulty
@@ -55,6 +56,14 @@ def group(*rewards: float) -> Group:
 def test_a_prompt_is_skipped_when_its_last_visits_all_had_equal_rewards(marks: str, is_skipped: bool) -> None:
     said = reasons(difficulty(Marks(p=marks)), 0, 1)
     assert list(map(bool, said)) == [is_skipped] * 2
+
+
+def test_a_failed_attempt_is_no_other_reward() -> None:
+    marks, teaching = Marks(), Teaching(BatcherConfig(64, flat_by="right"))
+    scored = [replace(r, rewards={"right": 1.0}) for r in group(1.0, 0.0, 0.0).rollouts]
+    mixed = replace(group(1.0, 0.0, 0.0), rollouts=(*scored[:2], replace(scored[2], failure=Failure("tool"))))
+    difficulty(marks, teaching).note(mixed)
+    assert marks == {"p": "e"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import Aborted, GroupFailed, PromptTooLong, SamplerUnavailable
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout, TokenSequence
@@ -152,10 +153,60 @@ def test_a_rollout_that_failed_is_tried_again() -> None:
     assert group.metadata == {}
 
 
-def test_a_group_of_more_than_half_of_its_rollouts_is_whole_without_the_others() -> None:
+def test_a_group_of_more_than_half_of_its_rollouts_has_the_others_as_failed_attempts() -> None:
     env = Tools(ValueError("tool is down"), 0.5)
     group = made(env, Scripted(completion([3])), retries=0)
-    assert (len(group.rollouts), group.planned_size, group.metadata) == (2, 2, {"failed_rollouts": 1})
+    assert (group.planned_size, [rollout.reward for rollout in group.rollouts]) == (3, [0.5, 0.5, None])
+    failed = group.rollouts[2]
+    assert failed.failure == Failure("ValueError", "tool is down")
+    assert failed.tokens.tolist() == group.rollouts[0].tokens.tolist()  # what was sampled until then
+
+
+def test_what_failed_needs_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_maker, "RETRIES", 0)
+    options = WorkerSettings(env="tools", group_size=3)
+    sampler: Any = Scripted(completion([3]))
+    maker = GroupMaker(Tools(ValueError("no"), 0.5), sampler, options, worker="w", needs=("reward", "rewards.right"))
+    assert asyncio.run(maker.make(TICKET, PROMPT)).needs == ()
+
+
+def test_an_attempt_that_failed_before_anything_was_sampled_has_its_prompt() -> None:
+    class Early(Tools):
+        async def play(self, prompt: Prompt, episode: Episode) -> Score:
+            if isinstance(self.outcomes[0], Exception):
+                raise self.outcomes.pop(0)  # type: ignore[misc]
+            return await super().play(prompt, episode)
+
+    group = made(Early(ValueError("no sandbox"), 0.5), Scripted(completion([3])), retries=0)
+    failed = group.rollouts[2]
+    assert (failed.failure, failed.tokens.tolist(), failed.loss_tokens) == (
+        Failure("ValueError", "no sandbox"),
+        PROMPT.tokens.tolist(),
+        0,
+    )
+
+
+def test_an_env_may_say_itself_that_an_attempt_failed() -> None:
+    class Whole(Tools):
+        play = None
+
+        async def rollout(self, prompt: Prompt, policy: Any) -> Rollout:
+            failure = Failure("sandbox", "gone") if len(self.outcomes) > 1 else None
+            return Rollout.from_turns(
+                [{"role": "user", "tokens": prompt.tokens}, {"role": "assistant", "tokens": [3], "logprobs": [-0.5]}],
+                reward=self.outcomes.pop() if len(self.outcomes) > 1 else 1.0,  # type: ignore[arg-type]
+                policy_version=4,
+                failure=failure,
+            )
+
+    group = made(Whole(0.0, 0.0), Scripted(completion([3])), retries=0)
+    assert [(r.reward, r.failure) for r in group.rollouts] == [
+        (None, Failure("sandbox", "gone")),
+        (1.0, None),
+        (1.0, None),
+    ]
+    with pytest.raises(GroupFailed, match=r"^sandbox: gone$"):
+        made(Whole(0.0, 0.0, 0.0), Scripted(completion([3])), retries=0)
 
 
 def test_a_group_of_half_of_its_rollouts_is_given_up_with_the_first_reason() -> None:

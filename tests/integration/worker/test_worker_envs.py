@@ -14,9 +14,10 @@ from worker_stage import Counting, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Wait
-from rlbuffer.worker import difficulty
+from rlbuffer.worker import difficulty, group_maker
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
 
 
@@ -195,6 +196,34 @@ def test_no_more_episodes_are_played_at_once_than_the_env_bears(stage: Stage) ->
     stage.finish()
     assert env.most == 2
     assert env.closed
+
+
+class Breaking(Slow):
+    """Env whose first episode fails."""
+
+    async def play(self, prompt: Prompt, episode: Any) -> Score:
+        await episode.sample()
+        self.now += 1
+        if self.now == 1:
+            raise ConnectionError("the sandbox is gone")
+        return Score(reward=1.0)
+
+
+def test_a_rollout_that_failed_is_pushed_with_its_group_and_counted(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_maker, "RETRIES", 0)
+    stage.env = Breaking()
+    stage.allow(1)
+    stage.announce(0)
+    stage.start(group_size=4)
+    eventually(lambda: stage.groups() == ["counting.0"])
+    stage.finish()
+    (rollouts,) = stage.rollouts()
+    failure = Failure("ConnectionError", "the sandbox is gone")
+    assert [(r.reward, r.failure) for r in rollouts] == [(1.0, None)] * 3 + [(None, failure)]
+    assert all(r.loss_tokens for r in rollouts)
+    assert stage.heartbeat()["failed_rollouts"] == {"ConnectionError": 1}
 
 
 class Straggling(Slow):
