@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rlbuffer.traces.attempt import Attempt, Failure
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 

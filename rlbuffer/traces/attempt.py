@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.failure import Failure, kind_of
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces.values import Value
-
-
-class Failure(NamedTuple):
-    """Why an attempt cannot be trained: it failed, and its reward is not 0 but none."""
-
-    kind: str
-    """One word of the producer, such as the type of its error."""
-    message: str
-    """What it said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +38,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt: a rollout, once its sequences are there and it has not failed."""
+    """One attempt: a rollout, once its sequences are there."""
 
     at: Value
     """The record that it comes from."""
@@ -67,13 +59,13 @@ class Attempt:
     is_truncated: bool = False
     """A limit ended it."""
     failure: Failure | None = None
-    """Why it is no rollout."""
+    """Why it cannot be trained; `sequences` has what there is of its tokens. The kind is the producer's word."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What else is worth keeping."""
 
 
 def rollout_of(attempt: Attempt, *, policy_version: int | None) -> Rollout:
-    """The rollout of an attempt that has not failed.
+    """The rollout of an attempt that has sequences.
 
     Raises:
         InvalidRollout: what the record refuses, or neither the producer nor the caller names a policy version.
@@ -88,10 +80,21 @@ def rollout_of(attempt: Attempt, *, policy_version: int | None) -> Rollout:
             rewards=attempt.rewards,
             finish_reason=attempt.finish_reason,
             is_truncated=attempt.is_truncated or attempt.finish_reason == "length",
+            failure=attempt.failure and attempt.failure._replace(kind=kind_of(attempt.failure.kind)),
             metadata=attempt.metadata,
         )
     except InvalidRollout as error:
         raise attempt.at.wrong(str(error)) from None
+
+
+def as_far_as_read(failure: Failure | None, read: Callable[[], Sequence[Stretch]]) -> tuple[Stretch, ...]:
+    """The sequences that `read` gives; of an attempt that failed none where they are damaged or not there."""
+    try:
+        return tuple(read())
+    except InvalidRollout:
+        if failure is None:
+            raise
+        return ()
 
 
 def _fields(attempt: Attempt, stretch: Stretch, version: int | None) -> dict[str, Any]:

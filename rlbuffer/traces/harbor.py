@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from rlbuffer.traces.attempt import Attempt, Failure, Stretch
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 
@@ -36,11 +38,15 @@ def trials(records: Sequence[Value]) -> Iterator[Attempt]:
             group=record["task_name"].text(),
             prompt=record["task_name"].text(),
             env=record.get("source").text(),
-            sequences=() if failure else sequences_of([path for one in segments for path in line(_turns(one))]),
+            sequences=as_far_as_read(failure, partial(_of_segments, segments)),
             rewards=rewards,
             failure=failure,
             metadata={"trial": record.get("trial_name").text()},
         )
+
+
+def _of_segments(segments: Sequence[Value]) -> Sequence[Stretch]:
+    return sequences_of([path for one in segments for path in line(_turns(one))])
 
 
 def _turns(segment: Value) -> list[Call]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from rlbuffer.traces.attempt import Attempt, Failure
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read
 from rlbuffer.traces.calls import Call, call_of, line, parents_of, paths_of, sequences_of
 from rlbuffer.traces.values import Value
 
@@ -84,23 +86,24 @@ def _chains(records: Sequence[Value]) -> tuple[list[list[Call]], list[str]]:
     return [[calls[n] for n in path] for path in paths], unresolved
 
 
+def _of_output(items: Sequence[Value]) -> Sequence[Stretch]:
+    names = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+    return sequences_of(line([call_of(*(item[name] for name in names)) for item in items]))
+
+
 def rollouts(records: Sequence[Value]) -> Iterator[Attempt]:
     """An attempt per finished rollout, whose response has the ids on what was generated."""
     for record in records:
         items = [item for item in record["response"]["output"] if item.get("generation_token_ids").value is not None]
-        calls = [
-            call_of(item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"])
-            for item in items
-        ]
         task = record.get("_ng_task_index").text()
         failure = Failure("masked", "mask_sample") if record.get("mask_sample").flag() else None
-        if not failure and not calls:
+        if not failure and not items:
             raise record["response"]["output"].wrong("no item has generation_token_ids")
         yield Attempt(
             at=record,
             group=task,
             prompt=task,
-            sequences=() if failure else sequences_of(line(calls)),
+            sequences=as_far_as_read(failure, partial(_of_output, items)),
             reward=record["reward"].number(),
             failure=failure,
             metadata={"rollout": record.first("_ng_rollout_id", "_ng_rollout_index").text()},

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlbuffer.traces.attempt import Attempt, Failure
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt
 from rlbuffer.traces.calls import Call, call_of, sequences_of
 from rlbuffer.traces.values import Value
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlbuffer.traces.attempt import Attempt, Failure
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt
 from rlbuffer.traces.calls import Call, call_of, sequences_of, tree
 from rlbuffer.traces.values import Value
 

@@ -6,17 +6,19 @@ import hashlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import ENV_NAME, GROUP_ID
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout
 from rlbuffer.state.text import plural
-from rlbuffer.traces.attempt import Attempt, Failure, rollout_of
+from rlbuffer.traces.attempt import Attempt, rollout_of
 from rlbuffer.traces.formats import Format, is_known, recognised
 from rlbuffer.traces.values import Value
 from rlbuffer.wire.jsonl import values_of_line
@@ -26,7 +28,7 @@ PARQUET, ZIP = b"PAR1", b"PK\x03\x04"
 
 
 class LeftOut(NamedTuple):
-    """An attempt that is no rollout: it failed, or nothing of it is trained."""
+    """An attempt that is no rollout: it failed and its tokens are not there, or nothing of it is trained."""
 
     place: str
     """File and line."""
@@ -92,12 +94,16 @@ def read(
     for attempt in found.attempts(records):
         name = env or _env_name(attempt.env) or found.name
         group_id = _group_id(name, attempt)
-        failure = attempt.failure or _beyond(attempt)
-        if failure:
-            left_out.append(LeftOut(attempt.at.place, group_id, failure))
-        else:
+        rollout = None
+        if not (failure := attempt.failure or _beyond(attempt)):
             rollout = rollout_of(_rewarded(attempt, reward), policy_version=policy_version)
+        elif attempt.sequences and not _beyond(attempt):
+            with suppress(InvalidRollout):  # there is not all of it
+                rollout = rollout_of(attempt, policy_version=policy_version)
+        if rollout is not None:
             members.setdefault(group_id, []).append((attempt, rollout))
+        elif failure:
+            left_out.append(LeftOut(attempt.at.place, group_id, failure))
     groups = tuple(
         _group(group_id, env or _env_name(pairs[0][0].env) or found.name, pairs) for group_id, pairs in members.items()
     )
@@ -232,12 +238,18 @@ def _group(group_id: str, env: str, members: Sequence[tuple[Attempt, Rollout]]) 
 def _said(found: Format, groups: Sequence[Group], left_out: Sequence[LeftOut]) -> str:
     rollouts = sum(len(group.rollouts) for group in groups)
     said = f"{found.is_called}: {plural(rollouts, 'rollout')} in {plural(len(groups), 'group')} by {found.grouped_by}"
-    bare = sum(rollout.reward is None for group in groups for rollout in group.rollouts)
+    every = [rollout for group in groups for rollout in group.rollouts]
+    bare = sum(rollout.reward is None and not rollout.failure for rollout in every)
+    failed = [rollout.failure for rollout in every if rollout.failure]
     if bare:
         said += f"; {plural(bare, 'rollout')} of them without a reward"
+    if failed:
+        said += f"; {plural(len(failed), 'rollout')} of them failed ({_by_kind(failed)})"
     if left_out:
-        counts = Counter(one.failure.kind for one in left_out)
-        first = {one.failure.kind: " ".join(one.failure.message.split())[:80] for one in reversed(left_out)}
-        kinds = ", ".join(f"{count} {kind}: {first[kind]}" for kind, count in counts.items())
-        said += f"; {plural(len(left_out), 'attempt')} left out ({kinds})"
+        said += f"; {plural(len(left_out), 'attempt')} left out ({_by_kind([one.failure for one in left_out])})"
     return f"{said}. {found.note[:1].upper()}{found.note[1:]}" if found.note else said
+
+
+def _by_kind(failures: Sequence[Failure]) -> str:
+    first = {one.kind: " ".join(one.message.split())[:80] for one in reversed(failures)}
+    return ", ".join(f"{count} {kind}: {first[kind]}" for kind, count in Counter(one.kind for one in failures).items())

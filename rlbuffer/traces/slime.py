@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.records.failure import Failure
 from rlbuffer.records.spans import Turn
-from rlbuffer.traces.attempt import Attempt, Failure, Stretch, spans_of
+from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read, spans_of
 from rlbuffer.traces.values import Value
 
 NOT_FINISHED = frozenset(("pending", "aborted", "failed"))
@@ -50,7 +51,7 @@ def _attempt(found: Sequence[Value]) -> Attempt:
         at=first,
         group=prompt,
         prompt=prompt,
-        sequences=() if failure else tuple(map(_sequence, found)),
+        sequences=as_far_as_read(failure, lambda: [_sequence(one) for one in found]),
         reward=reward.number() if _is_number(reward.value) else None,
         rewards=named,
         finish_reason="length" if truncated else "stop",

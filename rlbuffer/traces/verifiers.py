@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlbuffer.traces.attempt import Attempt, Failure
+from rlbuffer.records.failure import Failure
+from rlbuffer.traces.attempt import Attempt, as_far_as_read
 from rlbuffer.traces.values import Value
 from rlbuffer.traces.verifiers_messages import Spans, sequences_of
 
@@ -63,7 +64,7 @@ def attempt(
         is_plain = isinstance(reward.value, int | float)
         rewards[name] = reward.number() if is_plain else reward["score"].number()
         weighted += rewards[name] * (1.0 if is_plain else reward.get("weight").number_or(1.0))
-    sequences = () if failure else sequences_of(trace, version, spans)
+    sequences = as_far_as_read(failure, lambda: sequences_of(trace, version, spans))
     if not failure and not sequences:
         failure = Failure("empty", "nothing was sampled, or without token ids")
     answered = [call for call in trace.get("calls").listed() if call.get("error").value is None]

@@ -57,7 +57,7 @@ def test_traces_of_verifiers_train_what_prime_rl_trains_of_them(name: str) -> No
     )
     assert failed.failure is not None
     assert (failed.failure.kind, failed.failure.message) == ("TimeoutError", "the sandbox is gone")
-    assert not failed.sequences
+    assert failed.sequences, "for people to look at"
 
 
 def test_calls_of_openenv_become_the_sequences_of_its_own_graph() -> None:
@@ -184,13 +184,18 @@ def test_samples_of_slime_keep_their_mask_their_versions_and_their_rollout(tmp_p
         file_of(tmp_path / "a.jsonl", slime(1), one, slime(0, status="aborted", index=9), slime(0, group_index=8))
     )
     assert groups.format == "slime"
-    (first, second), (other,) = (group.rollouts for group in groups)
+    (first, second, stopped), (other,) = (group.rollouts for group in groups)
     assert first.loss_mask.astype(int).tolist() == mask(5, 1, 1, 1)
     assert first.logprobs.tolist() == [0, 0, 0, 0, *LB]
     assert (first.is_truncated, first.finish_reason, first.version_spans) == (True, "length", (VersionSpan(5, 5, 8),))
     assert not second.loss_mask.any(), "taken out of the loss, and its reward counts"
     assert (second.reward, other.is_truncated) == (1.0, False)
-    assert [one.failure.kind for one in groups.left_out] == ["aborted"]
+    assert (stopped.failure, stopped.reward, stopped.tokens.tolist()) == (
+        ("aborted", "the sample is not finished"),
+        None,
+        second.tokens.tolist(),
+    )
+    assert groups.left_out == ()
     (split,) = attempts([Value(slime(0, rollout_id=3)), Value(slime(1, rollout_id=3))])
     assert len(split.sequences) == 2
     assert read({"rollout_id": 1, "samples": [slime(0), slime(1)]}).groups[0].planned_size == 2
@@ -208,6 +213,15 @@ def test_a_trial_of_harbor_is_a_rollout_of_its_segments() -> None:
     )
     assert (first.prompt, first.rewards) == ("hello", {"reward": 1.0, "style": 0.5})
     assert failed.failure == ("AgentTimeoutError", "900 s")
+    assert len(failed.sequences) == 3
+    groups = read(
+        [harbor(0), harbor(1, exception_info=lost), harbor(0, exception_info=lost, agent_result={})],
+        policy_version=1,
+        reward="style",
+    )
+    assert [rollout.failure for group in groups for rollout in group.rollouts] == [None, failed.failure]
+    assert [one.failure for one in groups.left_out] == [failed.failure], "no token of it is there"
+    assert groups.said.count("1 AgentTimeoutError: 900 s") == 2
     detail = {"prompt_token_ids": [P], "completion_token_ids": [A], "logprobs": [LA]}
     single = harbor(0, agent_result={"rollout_details": [detail]})
     with pytest.raises(InvalidRollout, match="reward, style"):
@@ -255,9 +269,9 @@ def test_a_finished_rollout_of_nemo_gym_is_what_its_output_holds() -> None:
     record = {"response": {"output": output}, "reward": 0.5, "_ng_task_index": 3, "_ng_rollout_index": 0}
     groups = read([record, record | {"mask_sample": True}, record | {"_ng_rollout_index": 1}], policy_version=2)
     (group,) = groups
-    assert (group.prompt_id, len(group.rollouts)) == ("3", 2)
+    assert (group.prompt_id, len(group.rollouts)) == ("3", 3)
     assert group.rollouts[0].loss_mask.astype(int).tolist() == mask(4, 1, 1, 1, 0, 1, 1, 1, 1)
-    assert [one.failure.kind for one in groups.left_out] == ["masked"]
+    assert [rollout.failure and rollout.failure.kind for rollout in group.rollouts] == [None, "masked", None]
 
 
 def test_parquet_of_prime_rl_is_grouped_by_problem_or_by_prompt(tmp_path: Path) -> None:
