@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -154,7 +155,8 @@ class Account:
             self.dropped += dropped
             for ref in plan.rollouts:
                 if ref.entry_id == use.entry_id:
-                    assert info.rollouts[ref.index].rollout_id == ref.rollout_id
+                    its = info.rollouts[ref.index]
+                    assert (its.rollout_id, its.failure) == (ref.rollout_id, "")
         assert sum(u.packed_rollouts for u in plan.entries) == len(plan.rollouts)
         for ref in plan.rollouts:
             assert 0 <= plan.step - 1 - ref.min_version <= config.max_age
@@ -176,6 +178,9 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
     for number, (kind, which, lengths, first, version) in enumerate(moves):
         if kind == "add":
             info = group_info(f"g{which}", f"e{which % 2}", lengths, version, planned_size=4, first=first)
+            if (which + first) % 3 == 0:
+                *others, last = info.rollouts
+                info = replace(info, rollouts=(*others, replace(last, failure="tool", reward=None)))
             account.push(f"{number}-0", info)
             batcher.add(info, entry_id=f"{number}-0", now=now)
         elif kind == "wait":

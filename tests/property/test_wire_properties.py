@@ -81,6 +81,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         ),
         text=draw(st.none() | st.text(max_size=40)),
         metadata=draw(plain_maps),
+        failure=draw(st.none() | st.tuples(st.sampled_from(["timeout", "Tool.Error-2"]), texts)),
     )
 
 
@@ -162,6 +163,7 @@ def as_described(rollout: Rollout) -> bytes:
         0,  # place among the sequences of its rollout
         1,  # how many those are
         rollout.name,
+        *([list(rollout.failure)] if rollout.failure else []),
     ]
     parts = [a.tobytes() for a in arrays] + ([] if text is None else [text])
     return framed(b"RLBR", len(arrays), rollout.length, details, parts)
@@ -189,14 +191,19 @@ def metadata_as_described(group: Group, payloads: list[bytes]) -> bytes:
     names = dict.fromkeys(name for r in members for name in r.rewards)
     ids = [r.rollout_id for r in members]
     kinds = {(name, a.dtype.str, a.shape[1:]) for r in members for name, a in r.columns.items()}
+    failures: dict[str, list[int]] = {}
+    for place, rollout in enumerate(members):
+        if rollout.failure:
+            failures.setdefault(rollout.failure.kind, []).append(place)
     values = [
-        "P2",
+        "P2F" if failures else "P2",
         *(getattr(group, key) for key in ("group_id", "env", "prompt_id", "adapter", "planned_size")),
         *(getattr(group, key) for key in ("needs", "worker", "created")),
         None if ids == [f"{group.group_id}/{i}" for i in range(len(ids))] else ids,
         b"".join(rows),
         {name: [r.rewards.get(name) for r in members] for name in names},
         sorted(kinds),
+        *([failures] if failures else []),
     ]
     data = bytes(msgpack.packb(values))
     return data + struct.pack(">I", zlib.crc32(data))

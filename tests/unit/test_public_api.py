@@ -257,6 +257,7 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
                 "attachments": {},
                 "text": None,
                 "metadata": {},
+                "failure": None,
             },
         ),
         (

@@ -100,6 +100,7 @@ rollout_fields = {
     | st.tuples(texts, numbers, maps).map(lambda turn: [(turn[0], 0, LENGTH, *turn[1:])]),
     "finish_reason": texts,
     "is_truncated": st.booleans() | numbers,
+    "failure": st.tuples(texts, texts) | st.tuples(st.just("tool"), texts) | numbers,
     "columns": columns,
     "attachments": columns,
     "text": texts,
