@@ -34,9 +34,9 @@ LAST_GAP = 64
 """Most steps between two checkpoints that are asked for without effect."""
 
 
-def stored_bytes(*, payload_bytes: int, rollouts: int) -> int:
-    """Bytes that a committed step takes on the server: its payloads and :data:`STORED_BYTES` per rollout."""
-    return payload_bytes + STORED_BYTES * rollouts
+def stored_bytes(*, payload_bytes: int, sequences: int) -> int:
+    """Bytes that a committed step takes on the server: its payloads and :data:`STORED_BYTES` per sequence."""
+    return payload_bytes + STORED_BYTES * sequences
 
 
 class Pressure:

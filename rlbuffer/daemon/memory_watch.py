@@ -172,7 +172,7 @@ class MemoryWatch:
         return (Problem(kind=Trouble.MEMORY, detail=full),)
 
     def _note(self, header: StepHeader) -> None:
-        size = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
+        size = stored_bytes(payload_bytes=header.bytes, sequences=header.sequences)
         self._pressure.committed(header.step, size, asks=header.checkpoint_now)
 
     def _look(self) -> None:

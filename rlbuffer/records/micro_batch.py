@@ -390,6 +390,7 @@ def _plain_header(step: Step) -> StepHeader:
         world_size=step.world_size,
         normalizers=asdict(step.normalizers),
         rollouts=step.rollouts,
+        sequences=len(samples),
         tokens=sum(sample.length for sample in samples),
         group_ids=tuple(dict.fromkeys(sample.group_id for sample in samples)),
         closed_by=ClosedBy.GROUPS,

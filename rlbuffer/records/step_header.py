@@ -29,6 +29,8 @@ class StepHeader:
     """Counts over all ranks: loss_tokens, rollouts, groups."""
     rollouts: int
     """Rollouts of all ranks."""
+    sequences: int
+    """Their sequences."""
     tokens: int
     """Tokens of all rollouts."""
     group_ids: tuple[str, ...]

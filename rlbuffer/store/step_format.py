@@ -105,6 +105,8 @@ def header_record(
             "groups": plan.normalizers.groups,
         },
         "rollouts": len(planned.numbers),
+        # Where each rollout has one, as nearly everywhere, the header is what it always was.
+        **({"sequences": len(planned.rows)} if len(planned.rows) > len(planned.numbers) else {}),
         "tokens": plan.tokens,
         "bytes": int(planned.numbers["size"].sum(dtype=np.int64)),
         "group_ids": list(plan.group_ids),
@@ -225,6 +227,7 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
 
     def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
         limits = dict(record.pop("age_limits"))
+        record.setdefault("sequences", record["rollouts"])
         group_ids = tuple(record.pop("group_ids"))
         closed_by = ClosedBy(record.pop("closed_by"))
         columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}

@@ -18,6 +18,7 @@ def header_of(**fields: object) -> StepHeader:
         world_size=1,
         normalizers={},
         rollouts=8,
+        sequences=8,
         tokens=1,
         group_ids=("a", "b"),
         closed_by=ClosedBy.GROUPS,

@@ -94,6 +94,7 @@ def test_trees_are_packed_once_counted_once_and_weigh_as_one(run: Run) -> None:
         for key, (_, *arrays) in segments(dealt):
             assert all(np.array_equal(a, b) for a, b in zip(arrays, again[key][1:], strict=True))
         assert (one.rollouts, one.normalizers.rollouts, one.groups) == (GROUPS * SIZE, GROUPS * SIZE, GROUPS)
+        assert one.header.sequences == sum(len(r.sequences) for r in rollouts.values())
         assert one.header.tokens == sum(r.length for r in rollouts.values())
         assert one.normalizers.loss_tokens == sum(r.loss_tokens for r in rollouts.values())
         ledger = run.store.ledger().envs["a"]

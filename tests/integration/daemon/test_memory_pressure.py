@@ -240,7 +240,7 @@ def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -
     make(1, 2)  # the server keeps the scripts, too
     before = run.store.server()["used_memory"]
     make(3, 32)
-    said = sum(stored_bytes(payload_bytes=h.bytes, rollouts=h.rollouts) for h in run.store.headers(first=3))
+    said = sum(stored_bytes(payload_bytes=h.bytes, sequences=h.sequences) for h in run.store.headers(first=3))
     assert run.store.server()["used_memory"] - before == pytest.approx(said, rel=0.15)
 
 
