@@ -81,7 +81,7 @@ def _dropped_view(group: ArchivedGroup, dropped: DroppedGroup, members: Sequence
 
 
 def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> RolloutView:
-    from rlbuffer.client.views import RolloutView, StepPlace
+    from rlbuffer.client.views import RolloutView, StepPlace, logprob_mean
     from rlbuffer.errors import PayloadError
 
     row, rows_of = archived.row, archived.rows
@@ -90,7 +90,6 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
         rollout = archived.rollout
     except PayloadError:
         rollout = None
-    trained = rollout.logprobs[rollout.loss_mask] if rollout is not None else ()
     return RolloutView(
         rollout_id=row["rollout_id"],
         reward=row["reward"],
@@ -103,7 +102,7 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
         max_version=max(its["max_version"] for its in rows_of),
         is_truncated=row["is_truncated"],
         finish_reason=row["finish_reason"],
-        logprob_mean=float(sum(trained) / len(trained)) if len(trained) else None,
+        logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
         text=row["text"],
         rollout=rollout,
         step=row["step"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
@@ -14,7 +14,7 @@ from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.lenses import advantages_of
 from rlbuffer_cli.table import View, of_tuples
-from rlbuffer_cli.tables import as_json, worst_rows
+from rlbuffer_cli.tables import as_json, shared_words, worst_rows
 from rlbuffer_cli.text import cut, utc
 
 if TYPE_CHECKING:
@@ -105,16 +105,17 @@ def _prompt_ids(members: Sequence[RolloutView]) -> str:
 
 
 def answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
-    """The beginning of a rollout's text; behind its prompt where that is shown for all."""
+    """The beginning of a rollout's text; behind its prompt where that is shown for all, or a sequence has its own."""
     if member.rollout is None:
         return ""
-    first = member.prompt_tokens if is_prompt_shown else 0
+    first = member.prompt_tokens if is_prompt_shown or member.sequence is not None else 0
     part = texts.part(member.rollout, first, first + MAX_TEXT + 1)  # what is cut from it shows that there is more
     return (member.text or "")[: MAX_TEXT + 1] if part is None else part
 
 
 def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
-    """The rollout of a group by its id, by its index (``<group>/<index>``), or by a unique beginning of its id.
+    """The rollout of a group, or one of its sequences, by its id, by its index (``<group>/<index>``), or by a unique
+    beginning of its id.
 
     Raises:
         NotFound: none of those that can be read fits, or several do.
@@ -123,8 +124,9 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
 
     head, _, tail = identifier.rpartition("/")
     is_its = detail.view.group_id.startswith(head)  # an index alone, too; of another group there is nothing here
-    members = detail.members if is_its else ()
-    fitting = [m for m in detail.members if m.rollout_id == identifier]
+    tree = detail.tree()
+    members = tree if is_its else ()
+    fitting = [m for m in tree if m.rollout_id == identifier]
     fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
     fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
     if len(fitting) != 1:
@@ -143,16 +145,49 @@ def verdict(member: RolloutView) -> list[str]:
         *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
         "" if member.advantage is None else f"advantage {member.advantage:+.4f}",
         plural(member.length, "token"),
+        f"{len(member.rollout.further) + 1} sequences" if member.rollout is not None and member.rollout.further else "",
+        member.name,
         member.finish_reason,
     ]
     return [fact for fact in facts if fact]
 
 
+class Section(NamedTuple):
+    """Tokens in a row that are shown under one heading."""
+
+    start: int
+    end: int
+    title: str
+    rule: str = ""
+    """What stands above the heading: where a beginning that is shared starts and ends."""
+
+
+def sections(member: RolloutView) -> list[Section]:
+    """The tokens by turn, or without turns the prompt and what was sampled after it; cut where the beginning ends that
+    the sequence shares with an earlier one."""
+    rollout: Rollout = member.rollout
+    turns = [turn for turn in rollout.turns if turn.end > turn.start]
+    shared = 0 if member.shared is None else member.shared.tokens
+    firsts = [turn.start for turn in turns] if turns else [rollout.prompt_tokens]
+    edges = sorted({0, *firsts, *(turn.end for turn in turns), shared, rollout.length})
+    rules = {0: shared_words(member), shared: "its own from here"} if shared else {}
+    return [Section(a, b, _title(rollout, a, b), rules.get(a, "")) for a, b in pairwise(edges)]
+
+
+def _title(rollout: Rollout, start: int, end: int) -> str:
+    turn = next((turn for turn in rollout.turns if turn.start <= start < turn.end), None)
+    role = turn.role if turn else "" if rollout.turns else "prompt" if end <= rollout.prompt_tokens else "sampled"
+    reward = f"reward {turn.reward:g}" if turn is not None and turn.reward is not None and turn.start == start else ""
+    return " · ".join(filter(None, (role, plural(end - start, "token"), reward)))
+
+
 def life(view: GroupView, member: RolloutView) -> list[str]:
     """The rollout's life from sampling to training, as far as it came."""
     rollout: Rollout | None = member.rollout
-    spans = [] if rollout is None else rollout.version_spans
-    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"
+    spans = [] if rollout is None or rollout.further else rollout.version_spans
+    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or "-".join(
+        f"v{v}" for v in sorted({member.min_version, member.max_version})
+    )
     stop = ""
     if rollout is not None:
         is_said = not rollout.is_truncated or rollout.finish_reason == "length"
@@ -203,7 +238,7 @@ def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
 
 def first_difference(one: RolloutView, other: RolloutView) -> int | None:
     """Position of the first token that differs, or that one of them lacks; None: they are the same."""
-    a, b = one.rollout.tokens, other.rollout.tokens
+    a, b = one.main.rollout.tokens, other.main.rollout.tokens
     both = min(len(a), len(b))
     differs = (a[:both] != b[:both]).nonzero()[0]
     if len(differs):
@@ -225,6 +260,7 @@ def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> 
     """Rows of :func:`pair_view`, for `most` tokens from a little before they part; a mark where they differ."""
     if one.rollout is None or other.rollout is None:
         return
+    one, other = one.main, other.main
     parts = first_difference(one, other)
     first = max(0, (parts or 0) - SHOWN_BEFORE)
     end = min(max(one.length, other.length), first + most)
@@ -265,10 +301,11 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     when = f"committed {str(utc(header.committed_ms / 1000))[11:19]} UTC"
     state = "trained" if header.step <= trained else "packed"
     why = WHY_CLOSED.get(header.closed_by, "")
+    sequences = f", {plural(header.sequences, 'sequence')}" if header.sequences > header.rollouts else ""
     lines = [
         f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
-            f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')} · "
+            f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')}{sequences} · "
             f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {reward} · "
             f"age {header.age:.1f} max {header.max_age} · {plural(header.world_size, 'rank')}"
         ),
@@ -298,7 +335,7 @@ def env_marks(step: StepView) -> Mapping[str, str]:
 
 def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
     """Rank, rows, tokens and cost of each rank; `cost` (a, b): a rollout of L tokens costs a L + b L^2."""
-    lengths = {member.info.rollout_id: member.info.length for _, member in step.rollouts}
+    lengths = {member.name: member.info.length for _, member in step.rollouts}
     out = []
     for rank, micro_steps in enumerate(step.rows):
         rows = [row for micro_step in micro_steps for row in micro_step]
@@ -312,7 +349,7 @@ def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[Te
     """A bar for each row of each rank: the tokens of its envs, then what is empty."""
     marks = env_marks(step)
     shades = {mark: f"e{min(4, at)}" for at, mark in enumerate(marks.values(), 1)}
-    rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
+    rollouts: dict[str, Any] = {member.name: member for _, member in step.rollouts}
     capacity = max(1, step.row_tokens)
     room = max(8, width - 26)
     legend = [part for env, mark in marks.items() for part in ((mark, shades[mark]), f" {printable(env)}  ")]

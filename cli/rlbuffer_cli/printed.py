@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -23,6 +24,7 @@ from rlbuffer_cli.tables import (
     detail_record,
     member_rows,
     rollout_record,
+    shared_words,
     step_record,
 )
 from rlbuffer_cli.text import columns_of
@@ -108,7 +110,7 @@ def show_group(detail: GroupDetail, texts: Texts, *, is_json: bool) -> None:
 
 
 def show_rollout(detail: GroupDetail, member: RolloutView, texts: Texts, *, is_json: bool) -> None:
-    """Prints a rollout: verdict, life, then one row for each of its first tokens."""
+    """Prints a rollout: verdict, life, then one row for each of its first tokens, or for each of its sequences."""
     if is_json:
         show_json(rollout_record(member, detail.view))
         return
@@ -120,6 +122,13 @@ def show_rollout(detail: GroupDetail, member: RolloutView, texts: Texts, *, is_j
     if rollout is None:
         echo("  its payload is no longer kept")
         return
+    if rollout.further:
+        its = member_rows(replace(detail, members=(member,)), lambda m: facts.answer(m, texts, False))
+        look.show("", Printed(MEMBERS, its))
+        echo(f"\none sequence: rlbuffer inspect {member.rollout_id}.1")
+        return
+    if member.shared is not None:
+        echo(f"  {shared_words(member)}")
     text = texts.whole(rollout)
     if text is not None:
         echo(f"  text {printable(text)}")

@@ -79,7 +79,7 @@ class Printed:
         every = [(column, [look.plain(column.cell(item)) for item in self._items]) for column in self._view.columns]
         shown = [(column, cells) for column, cells in every if column.at <= width]
         widths = [max([cell_len(column.title), *(cell.cell_len for cell in cells)]) for column, cells in shown]
-        while len(shown) > 2 and sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], LEAST_TEXT) > width:
+        while len(shown) > 2 and sum(widths[:-1]) + 2 * (len(widths) - 1) + min(widths[-1], LEAST_TEXT) > width:
             del shown[-2], widths[-2]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="faint")
         for at, (column, _) in enumerate(shown, 1):

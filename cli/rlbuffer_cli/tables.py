@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
 from rlbuffer.errors import RlbufferError
+from rlbuffer.records.info import folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.state.text import amount, duration, percent, printable
-from rlbuffer.store.records import PartRollout
+from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
 from rlbuffer_cli.table import Column, View, figure, number, or_least
@@ -24,8 +25,8 @@ from rlbuffer_cli.text import WIDE, cut, utc
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
-SHOWN_ANSWER = 60
-"""Columns of an answer in a row."""
+SHOWN_ANSWER, SHOWN_NAME = 60, 20
+"""Columns of an answer, and of a sequence's name, in a row."""
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -71,7 +72,8 @@ def detail_record(detail: GroupDetail) -> dict[str, Any]:
 
 
 def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
-    """``rlbuffer.rollout/1``; the payload's fields are there while the payload is."""
+    """``rlbuffer.rollout/1``; the payload's fields are there while the payload is, of several sequences in `sequences`,
+    a record each."""
     record: dict[str, Any] = {
         "schema": "rlbuffer.rollout/1",
         "rollout_id": member.rollout_id,
@@ -95,19 +97,25 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
         "rank": member.place.rank if member.place else None,
         "row": member.place.row if member.place else None,
         "text": member.text,
+        "name": member.name,
+        "sequence": member.sequence,
+        "shared_with": member.shared.rollout_id if member.shared else None,
+        "shared_tokens": member.shared.tokens if member.shared else 0,
+        "shared_trained": member.shared.trained if member.shared else 0,
+        "sequences": [rollout_record(its, view) for its in member.sequences()],
     }
     rollout: Rollout | None = member.rollout
     if rollout is not None:
+        record |= {"successes": dict(rollout.successes), "metadata": as_json(rollout.metadata)}
+    if rollout is not None and not rollout.further:
         record |= {
             "tokens": rollout.tokens.tolist(),
             "loss_mask": rollout.loss_mask.tolist(),
             "logprobs": rollout.logprobs.tolist(),
             "version_spans": [list(span) for span in rollout.version_spans],
             "turns": [as_json(tuple(turn)) for turn in rollout.turns],
-            "successes": dict(rollout.successes),
             "columns": {name: values.tolist() for name, values in rollout.columns.items()},
             "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
-            "metadata": as_json(rollout.metadata),
         }
     return record
 
@@ -178,8 +186,17 @@ GROUPS = View(
 
 
 # -- a group's rollouts ------------------------------------------------------------------------------------------------
+def shared_words(member: RolloutView) -> str:
+    """What the sequence shares with an earlier one of its rollout; "" for nothing."""
+    shared = member.shared
+    if shared is None:
+        return ""
+    words = f"{plural(shared.tokens, 'token')} shared with {shared.rollout_id.rpartition('/')[2]}"
+    return f"{words}, {shared.trained:,} trained before" if shared.trained else words
+
+
 class MemberRow(NamedTuple):
-    """A rollout of a group, and the scales of its table."""
+    """A rollout of a group, or a sequence of it, and the scales of its table."""
 
     group: GroupView
     member: RolloutView
@@ -187,8 +204,42 @@ class MemberRow(NamedTuple):
     """Of a whole bar: 1, or more where one of the group has more, so that bars of two groups can be compared."""
     most_advantage: float
     answer: str = ""
+    """Of a sequence behind what it shares with an earlier one."""
     is_match: bool = False
     """The filter's terms about rollouts hold."""
+    under: MemberRow | None = None
+    """The row of its rollout, where it is a sequence."""
+    is_last: bool = False
+    """Of the sequences."""
+
+    @property
+    def top(self) -> MemberRow:
+        """By which rows are sorted: sequences stay with their rollout."""
+        return self.under or self
+
+    @property
+    def title(self) -> Text:
+        """The rollout's id, or the number of its sequence."""
+        name = printable(self.member.rollout_id)
+        if self.member.sequence is None:
+            return Text.assemble(("* " * self.is_match, "accent"), name)
+        return Text.assemble(("└─ " if self.is_last else "├─ ", "line"), name.rpartition("/")[2])
+
+    @property
+    def text(self) -> Text:
+        """The sequence's name, what it shares with an earlier one, and what was answered."""
+        name = cut(printable(self.member.name), SHOWN_NAME)
+        return Text.assemble(name, " · " if name and self.answer else "", (self.answer, "label"))
+
+    @property
+    def reward(self) -> float | None:
+        """None of a sequence: it is the rollout's."""
+        return self.member.reward if self.member.sequence is None else None
+
+    @property
+    def advantage(self) -> float | None:
+        """None of a sequence: it is the rollout's."""
+        return self.member.advantage if self.member.sequence is None else None
 
     @property
     def age(self) -> int | None:
@@ -200,6 +251,8 @@ class MemberRow(NamedTuple):
     def stop(self) -> Text:
         """Why it ended."""
         member = self.member
+        if member.sequence is not None:
+            return Text()
         if member.failure:
             return Text(f"failed: {printable(member.failure.kind)}", "dropped")
         if member.rollout is None:
@@ -215,20 +268,25 @@ def member_rows(
     answer: Callable[[RolloutView], str] = lambda member: "",
     matches: Callable[[RolloutView], bool] = lambda member: False,
 ) -> list[MemberRow]:
-    """The rollouts of a group."""
+    """The rollouts of a group, each followed by its sequences where it has several."""
     rewards = [abs(m.reward) for m in detail.members if m.reward is not None]
     advantages = [abs(m.advantage) for m in detail.members if m.advantage is not None]
     most = max([1.0, *rewards]), max([1.0, *advantages])
-    return [
-        MemberRow(
-            detail.view,
-            m,
-            *most,
-            cut(printable(m.failure.message if m.failure else answer(m)), SHOWN_ANSWER),
-            matches(m),
-        )
-        for m in detail.members
-    ]
+    rows = []
+    for member in detail.members:
+        its = member.sequences()
+        said = member.failure.message if member.failure else "" if its else answer(member)
+        top = MemberRow(detail.view, member, *most, cut(printable(said), SHOWN_ANSWER), matches(member))
+        rows.append(top)
+        for one in its:
+            said = cut(printable(" · ".join(filter(None, (shared_words(one), answer(one))))), SHOWN_ANSWER)
+            rows.append(MemberRow(detail.view, one, *most, said, under=top, is_last=one is its[-1]))
+    return rows
+
+
+def _of_member(title: str, of: Callable[[RolloutView], Any], form: str, at: int = 0) -> Column:
+    """A column of numbers that sequences have, too."""
+    return Column(title, lambda row: number(of(row.member), form), lambda row: or_least(of(row.top.member)), True, at)
 
 
 MEMBERS = View(
@@ -242,33 +300,44 @@ MEMBERS = View(
         f"- 0 +: a half one is an advantage of {rows[0].most_advantage:.3g}"
     ),
     columns=(
-        Column("rollout", lambda row: Text.assemble(("* " * row.is_match, "accent"), printable(row.member.rollout_id))),
-        figure("reward", lambda row: row.member.reward),
+        Column("rollout", lambda row: row.title, lambda row: row.top.member.rollout_id),
+        Column("reward", lambda row: number(row.reward), lambda row: or_least(row.top.reward), True),
         Column(
             "of 1+",
-            lambda row: "" if row.member.reward is None else look.meter(row.member.reward / row.most_reward),
-            lambda row: or_least(row.member.reward),
+            lambda row: "" if row.reward is None else look.meter(row.reward / row.most_reward),
+            lambda row: or_least(row.top.reward),
         ),
-        figure("advantage", lambda row: row.member.advantage, "+.3f"),
+        Column(
+            "advantage",
+            lambda row: number(row.advantage, "+.3f"),
+            lambda row: or_least(row.top.advantage),
+            True,
+        ),
         Column(
             "- 0 +",
-            lambda row: "" if row.member.advantage is None else look.signed(row.member.advantage, row.most_advantage),
-            lambda row: or_least(row.member.advantage),
+            lambda row: "" if row.advantage is None else look.signed(row.advantage, row.most_advantage),
+            lambda row: or_least(row.top.advantage),
             at=WIDE,
         ),
-        figure("tokens", lambda row: row.member.length, ","),
-        Column("stop", lambda row: row.stop),
-        figure("trained", lambda row: row.member.loss_tokens, ",", WIDE),
-        figure("age", lambda row: row.age, "d", WIDE),
+        _of_member("tokens", lambda member: member.length, ","),
+        Column("stop", lambda row: row.stop, lambda row: row.top.stop.plain),
+        _of_member("trained", lambda member: member.loss_tokens, ","),
+        Column(
+            "age",
+            lambda row: number(row.age, "d"),
+            lambda row: or_least(row.top.age),
+            True,
+            WIDE,
+        ),
         Column(
             "version",
             lambda row: "-".join(f"v{v}" for v in sorted({row.member.min_version, row.member.max_version})),
-            lambda row: row.member.min_version,
+            lambda row: row.top.member.min_version,
             False,
             WIDE,
         ),
-        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE),
-        Column("text", lambda row: Text(row.answer, "label")),
+        _of_member("logprob", lambda member: member.logprob_mean, ".2f", WIDE),
+        Column("text", lambda row: row.text, lambda row: row.top.text.plain),
     ),
 )
 
@@ -333,12 +402,18 @@ class WorstRow(NamedTuple):
     """A rollout of a step."""
 
     member: PartRollout
+    """Its first sequence, with the numbers of all."""
     rank: int
 
 
 def worst_rows(step: StepView) -> list[WorstRow]:
     """The scored rollouts of the step by their reward, then by their advantage."""
-    scored = [WorstRow(member, rank) for rank, member in step.rollouts if member.info.reward is not None]
+    ranks = {(member.payload_key, member.index): rank for rank, member in step.rollouts}
+    rollouts = [
+        WorstRow(replace(its[0], info=folded([one.info for one in its])), ranks[its[0].payload_key, its[0].index])
+        for its in by_rollout(member for _, member in step.rollouts)
+    ]
+    scored = [row for row in rollouts if row.member.info.reward is not None]
     return sorted(
         scored, key=lambda r: (r.member.info.reward or 0.0, r.member.advantage, r.member.group_id, r.member.index)
     )

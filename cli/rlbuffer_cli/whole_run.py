@@ -57,13 +57,7 @@ class WholeRun:
         return self._read[1]
 
     def group(self, identifier: str) -> GroupDetail:
-        """A group whole, each sequence of its rollouts by itself, by its id, a rollout's id, or a unique prefix.
-
-        Raises NotFound.
-        """
-        return self._group(identifier).in_sequences()
-
-    def _group(self, identifier: str) -> GroupDetail:
+        """A group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
         from rlbuffer.errors import NotFound
         from rlbuffer_cli.archived import detail_of
 
@@ -123,8 +117,8 @@ class WholeRun:
         store, text_of, count = self.buffer.store, self.buffer.texts.decoded, 0
         for detail in list_details(store, where=where, limit=limit, problems=problems, text_of=text_of):
             count += 1
-            yield detail.in_sequences()
-        yield from (detail.in_sequences() for detail in islice(self._older(where), limit - count))
+            yield detail
+        yield from islice(self._older(where), limit - count)
 
     def _older(self, where: str) -> Iterator[GroupDetail]:
         """Groups of archived steps that the server does not have, the newest first. A filter that names no step would

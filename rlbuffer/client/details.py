@@ -9,9 +9,6 @@ from itertools import chain, count, islice
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.views import (
     GroupDetail,
@@ -22,6 +19,7 @@ from rlbuffer.client.views import (
     every_group,
     left_out_in_words,
     left_out_of,
+    logprob_mean,
 )
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.columns import trained_advantage
@@ -185,19 +183,13 @@ def _view_of(
         max_version=info.max_version,
         is_truncated=info.is_truncated,
         finish_reason=rollout.finish_reason if rollout is not None else "",
-        logprob_mean=None if rollout is None else logprob_mean(rollout.logprobs, rollout.loss_mask),
+        logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
         text=rollout.text if rollout is not None else None,
         rollout=rollout,
         step=step,
         place=place,
         failure=rollout.failure if rollout is not None else Failure(info.failure) if info.failure else None,
     )
-
-
-def logprob_mean(logprobs: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> float | None:
-    """Mean over the trained tokens of a rollout, both [T]; None without any."""
-    trained = logprobs[loss_mask]
-    return float(trained.mean()) if len(trained) else None
 
 
 def _group_payload(store: Viewer, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from rlbuffer.client.details import detail_of, logprob_mean, rollout_view, stand_ins
+from rlbuffer.client.details import detail_of, rollout_view, stand_ins
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
 from rlbuffer.client.texts import HasTokens
-from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group, logprob_mean
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.info import folded
@@ -179,7 +179,7 @@ def _by_payloads(
             surviving = [
                 (refs, its)
                 for refs, its in zip(rollouts, payloads, strict=True)
-                if _may_match(its[0], glance, text_of, refs[0].advantage)
+                if len(its) > 1 or _may_match(its[0], glance, text_of, refs[0].advantage)
             ]
             members = (rollout_view(refs, step, None, its) for refs, its in surviving)
             if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
@@ -209,7 +209,7 @@ class _Glance:
     @property
     def logprob_mean(self) -> float | None:
         """Mean over the trained tokens."""
-        return logprob_mean(self._parts.logprobs, self._parts.loss_mask)
+        return logprob_mean([self._parts])
 
 
 def _may_match(data: bytes | None, glance: Filter, text_of: TextOf | None, planned: float) -> bool:

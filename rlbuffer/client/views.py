@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.failure import Failure
-from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.rollout import Rollout, TokenArrays, TokenSequence
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
@@ -75,9 +77,20 @@ class StepPlace(NamedTuple):
     """Row of that rank, from 0, over all its micro-batches."""
 
 
+class SharedBeginning(NamedTuple):
+    """What a sequence begins with that an earlier one of its rollout begins with, too: the same token ids."""
+
+    rollout_id: str
+    """That sequence, ``g/0.1``: the first of those with which most is shared."""
+    tokens: int
+    """Tokens of the longest common beginning."""
+    trained: int
+    """Tokens of it that earlier sequences train, and this one does not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
-    """One rollout of a group; `rollout` is its payload, None when it is gone or damaged."""
+    """One rollout of a group, or one of its sequences; `rollout` is its payload, None when it is gone or damaged."""
 
     rollout_id: str
     reward: float | None
@@ -103,30 +116,74 @@ class RolloutView:
     left_out: str = ""
     """Reason for which its group was trained without it."""
 
+    sequence: int | None = None
+    """Its place among the sequences of its rollout; None: it is the whole rollout."""
+    shared: SharedBeginning | None = None
+    """None of a whole rollout, and of a sequence that begins with a token of its own."""
+
+    @property
+    def name(self) -> str:
+        """The name of the sequence; "" where it has none, and of a rollout of several."""
+        return "" if self.rollout is None or self.rollout.further else self.rollout.name
+
+    @property
+    def main(self) -> RolloutView:
+        """What stands for it where one row of tokens is shown: the first of several sequences, else itself."""
+        whole: Rollout | None = self.rollout
+        return self if whole is None or not whole.further else self._of(whole, 0)
+
     def sequences(self) -> tuple[RolloutView, ...]:
-        """A view of each of its sequences, for people to look at; sequence 2 of ``g/0`` is named ``g/0.2``."""
-        whole = self.rollout
+        """A view of each of its sequences, where it has several; sequence 2 of ``g/0`` is named ``g/0.2``."""
+        whole: Rollout | None = self.rollout
         if whole is None or not whole.further:
-            return (self,)
+            return ()
         return tuple(self._of(whole, number) for number in range(len(whole.sequences)))
 
     def _of(self, whole: Rollout, number: int) -> RolloutView:
-        its, name = whole.sequences[number], f"{self.rollout_id}.{number}" if number else self.rollout_id
+        its, name = whole.sequences[number], f"{self.rollout_id}.{number}"
         values = {f.name: getattr(its, f.name) for f in fields(TokenSequence)}
-        trained = its.logprobs[its.loss_mask]
         return replace(
             self,
             rollout_id=name,
             length=len(its.tokens),
-            loss_tokens=len(trained),
+            loss_tokens=int(np.count_nonzero(its.loss_mask)),
             prompt_tokens=its.prompt_tokens,
             min_version=min(its.version_spans).policy_version,
             max_version=max(its.version_spans).policy_version,
-            logprob_mean=float(trained.mean()) if len(trained) else None,
+            logprob_mean=logprob_mean([its]),
             text=None if number else self.text,
             rollout=replace(whole, **values, rollout_id=name, text=None if number else whole.text, further=()),
             place=None if number else self.place,
+            sequence=number,
+            shared=_shared_beginning(self.rollout_id, whole.sequences[: number + 1]),
         )
+
+
+def logprob_mean(sequences: Iterable[TokenArrays]) -> float | None:
+    """Mean over the trained tokens of a rollout's sequences; None without any."""
+    trained = np.concatenate([its.logprobs[its.loss_mask] for its in sequences])
+    return float(trained.mean()) if len(trained) else None
+
+
+def _shared_beginning(rollout_id: str, sequences: Sequence[TokenSequence]) -> SharedBeginning | None:
+    """What the last of these sequences shares with those before it."""
+    *earlier, its = sequences
+    lengths = [_alike(its, other) for other in earlier]
+    most = max(lengths, default=0)
+    if not most:
+        return None
+    trained = np.zeros(most, np.bool_)
+    for other, length in zip(earlier, lengths, strict=True):
+        trained[:length] |= other.loss_mask[:length]
+    trained &= ~its.loss_mask[:most]
+    return SharedBeginning(f"{rollout_id}.{lengths.index(most)}", most, int(np.count_nonzero(trained)))
+
+
+def _alike(a: TokenSequence, b: TokenSequence) -> int:
+    """Tokens of the longest common beginning."""
+    most = min(len(a.tokens), len(b.tokens))
+    differs = a.tokens[:most] != b.tokens[:most]
+    return int(differs.argmax()) if differs.any() else most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +195,27 @@ class GroupDetail:
     answer: Any
     metadata: Mapping[str, Any]
 
-    def in_sequences(self) -> GroupDetail:
-        """The group with a member for each sequence of its rollouts."""
-        return replace(self, members=tuple(its for member in self.members for its in member.sequences()))
+    def tree(self) -> tuple[RolloutView, ...]:
+        """Its rollouts, each followed by its sequences where it has several."""
+        return tuple(its for member in self.members for its in (member, *member.sequences()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """A committed step: its header, and every rollout with its place."""
+    """A committed step: its header, and every sequence of its rollouts with its place."""
 
     header: StepHeader
     rollouts: tuple[tuple[int, PartRollout], ...]
-    """(planned rank, rollout)."""
+    """(planned rank, sequence of a rollout)."""
     rows: tuple[tuple[tuple[tuple[str, ...], ...], ...], ...] = field(default=())
-    """``rows[rank][micro_step]``: each row's rollout ids."""
+    """``rows[rank][micro_step]``: each row's rollouts by their ids, sequences of several as ``g/0.2``."""
     row_tokens: int = 0
     """Tokens that a row can hold."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
         """Every rollout of the step."""
-        return tuple(r.info.rollout_id for _, r in self.rollouts)
+        return tuple(dict.fromkeys(r.info.rollout_id for _, r in self.rollouts))
 
 
 GroupSource = Sequence[PoolEntry] | Sequence[PartRollout]
@@ -406,7 +463,7 @@ def step_view(header: StepHeader, parts: Sequence[StepPart]) -> StepView:
         header=header,
         rollouts=tuple((part.rank, member) for part in parts for member in part.rollouts),
         rows=tuple(
-            tuple(tuple(tuple(part.rollouts[i].info.rollout_id for i in row) for row in step) for step in part.rows)
+            tuple(tuple(tuple(part.rollouts[i].name for i in row) for row in step) for step in part.rows)
             for part in parts
         ),
         row_tokens=parts[0].row_tokens,

@@ -242,6 +242,11 @@ class PartRollout:
     pushed_ms: int = 0
     """Server time of its push."""
 
+    @property
+    def name(self) -> str:
+        """The rollout's id; of a sequence of several ``g/0.2``."""
+        return f"{self.info.rollout_id}.{self.sequence}" if self.sequences > 1 else self.info.rollout_id
+
 
 def by_rollout(refs: Iterable[PartRollout]) -> list[list[PartRollout]]:
     """The sequences of each rollout, in the order of their pushes."""

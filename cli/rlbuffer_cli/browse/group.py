@@ -56,7 +56,8 @@ class Group(Listing):
         if self.detail is None or not self.chosen.rollout_terms:
             return f"group {self.group_id}"
         matches = sum(row.is_match for row in self.items)
-        return f"group {self.group_id}: {matches} of {plural(len(self.items), 'rollout')} match {self.looking.where}"
+        count = plural(len(self.detail.members), "rollout")
+        return f"group {self.group_id}: {matches} of {count} match {self.looking.where}"
 
     def read(self) -> tuple[Sequence[Any], RenderableType]:
         """The rollouts, and what they share."""

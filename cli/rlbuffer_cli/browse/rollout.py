@@ -3,7 +3,7 @@ cursor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
@@ -14,14 +14,14 @@ from textual.widgets import Static
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
-from rlbuffer.state.text import plural
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.facts import life, member_of, short, verdict
 from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
-from rlbuffer_cli.tables import rollout_record
-from rlbuffer_cli.text import cell_len
+from rlbuffer_cli.tables import rollout_record, shared_words
+from rlbuffer_cli.text import cell_len, cut
 
 FACTS_WIDTH = 32
 COLUMN = len(NAMES)
@@ -43,6 +43,8 @@ class OneRollout(Look):
         self.rollout_id, self.group_id = rollout_id, group_id
         self.detail: GroupDetail | None = None
         self.member: RolloutView | None = None
+        self.drawn: RolloutView | None = None
+        """What has the tokens: the rollout, or the first of its sequences."""
         self.number = 1
         self.column = ""
         self.kept: dict[str, TrainerValues] = {}
@@ -55,9 +57,14 @@ class OneRollout(Look):
     def heading(self) -> str:
         place = ""
         if self.detail is not None and self.member is not None:
-            number, count = self.detail.members.index(self.member) + 1, len(self.detail.members)
-            place = f" ({number} of {count} of its group) · {' · '.join(verdict(self.member))}"
+            number, count = self.place(self.detail.members), len(self.detail.members)
+            of = f"{number} of {count} of its group" if number else f"sequence {self.member.sequence} of its rollout"
+            place = f" ({of}) · {' · '.join(verdict(self.member))}"
         return f"rollout {self.rollout_id}{place}"
+
+    def place(self, members: Sequence[RolloutView]) -> int:
+        """Its number among these, from 1; 0 where it is none of them."""
+        return next((n for n, member in enumerate(members, 1) if member.rollout_id == self.rollout_id), 0)
 
     async def fetch(self) -> None:
         detail = await self.ask(self.read)
@@ -74,7 +81,7 @@ class OneRollout(Look):
         """The group, with the tokenizer and the trainer's file read beside it."""
         buffer = self.looking.buffer
         detail, _ = self.looking.run.group(self.group_id), buffer.texts.lacks
-        rollouts = [m.rollout for m in detail.members if m.rollout is not None]
+        rollouts = [m.rollout for m in detail.tree() if m.rollout is not None and not m.rollout.further]
         self.kept = {r.rollout_id: self.looking.kept.of(detail.view.group_id, r) for r in rollouts}
         return detail
 
@@ -83,7 +90,8 @@ class OneRollout(Look):
         member = self.member
         if member is None or self.detail is None:
             return
-        rollout = member.rollout
+        self.drawn = drawn = member.main
+        rollout = drawn.rollout
         tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
         texts = self.looking.buffer.texts
         has_text = rollout is not None and rollout.text is not None and not texts.has_pieces(rollout)
@@ -96,11 +104,11 @@ class OneRollout(Look):
             tokens.put(None, None, texts)
             self.say("! its payload is no longer kept")
         else:
-            kept = self.kept.get(member.rollout_id, NONE)
+            kept = self.kept.get(drawn.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
-            through = lens(group, member, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
+            through = lens(group, drawn, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
             tokens.kind = self.looking.colours
-            tokens.put(rollout, through, texts)
+            tokens.put(drawn, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
             self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))
         self.show_facts()
@@ -108,10 +116,10 @@ class OneRollout(Look):
 
     def show_facts(self) -> None:
         """Shows the right half."""
-        if self.detail is not None and self.member is not None:
+        if self.detail is not None and self.member is not None and self.drawn is not None:
             tokens = self.query_one("#tokens", Tokens)
-            kept = self.kept.get(self.member.rollout_id, NONE)
-            here = token_lines(self.member, tokens, kept) if tokens.display else []
+            kept = self.kept.get(self.drawn.rollout_id, NONE)
+            here = token_lines(self.drawn, tokens, kept) if tokens.display else []
             self.query_one("#facts", Prose).put([*here, *fact_lines(self.detail, self.member)])
 
     def on_pane_moved(self, event: Pane.Moved) -> None:
@@ -146,13 +154,13 @@ class OneRollout(Look):
         self.show_member()
 
     def action_other(self, by: int) -> None:
-        """Goes to the next rollout of the group."""
+        """Goes to the next rollout of the group, or the next of its sequences."""
         if self.detail is None or self.member is None:
             return
-        members = self.detail.members
-        at = members.index(self.member) + by
-        if 0 <= at < len(members):
-            self.member = members[at]
+        tree = self.detail.tree()
+        at = self.place(tree) - 1 + by
+        if 0 <= at < len(tree):
+            self.member = tree[at]
             self.rollout_id = self.member.rollout_id
             if self.column not in (columns_of(self.member.rollout) if self.member.rollout is not None else []):
                 self.number = 1 if self.number == COLUMN else self.number
@@ -218,10 +226,18 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
         _fact("  prompt", f"{member.prompt_tokens:,}"),
         _fact("  trained", f"{member.loss_tokens:,}"),
     ]
-    if member.rollout is not None and member.rollout.turns:
-        lines.append(_fact("  turns", f"{len(member.rollout.turns):,}"))
+    if member.rollout is not None and any(its.turns for its in member.rollout.sequences):
+        lines.append(_fact("  turns", f"{sum(len(its.turns) for its in member.rollout.sequences):,}"))
     if member.logprob_mean is not None:
         lines.append(_fact("  logprob mean", f"{member.logprob_mean:.3f}"))
+    if member.shared is not None:
+        lines.append(f"  {shared_words(member)}")
+    if its := member.sequences():
+        lines += ["", _fact("SEQUENCES", f"{len(its)}, shown is 0")]
+    for one in its:
+        size = f"{one.length:,}, {one.loss_tokens:,} trained"
+        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(size) - 7)}".rstrip(), size))
+        lines += [f"    {shared_words(one)}"] if one.shared is not None else []
     lines += ["", "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
         lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))

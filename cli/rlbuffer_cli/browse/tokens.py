@@ -12,9 +12,11 @@ from rich.text import Text
 from textual.binding import BindingType
 
 from rlbuffer.client.texts import Texts
+from rlbuffer.client.views import RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
+from rlbuffer_cli.facts import Section, sections
 from rlbuffer_cli.lenses import Lens
 from rlbuffer_cli.look import TINTS, tint_style
 from rlbuffer_cli.text import cut
@@ -24,6 +26,7 @@ MAX_LABEL = 60
 """Columns of one token."""
 SHOWN_TEXT = 32_000
 """Characters of a text that is shown as a whole."""
+DIM = Style(dim=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ class Tokens(Pane):
         super().__init__(**given)
         self.rollout: Rollout | None = None
         self.lens: Lens | None = None
+        self.sections: list[Section] = []
+        self.given = 0
+        """Tokens that it shares with an earlier sequence of the rollout."""
         self._lines: list[_Line] = []
         self._labels: dict[int, str] = {}
         self._window = -1
@@ -58,11 +64,14 @@ class Tokens(Pane):
         self._has_pieces = False
         """Every token has a text of its own."""
 
-    def put(self, rollout: Rollout | None, lens: Lens | None, texts: Texts) -> None:
+    def put(self, member: RolloutView | None, lens: Lens | None, texts: Texts) -> None:
         """Shows a rollout through a lens; the cursor stays where the rollout is the same."""
+        rollout: Rollout | None = None if member is None else member.rollout
         if self.rollout is None or rollout is None or rollout.rollout_id != self.rollout.rollout_id:
             self.cursor = self.top = 0
         self.rollout, self.lens, self._window = rollout, lens, -1
+        self.sections = sections(member) if member is not None and rollout is not None else []
+        self.given = member.shared.tokens if member is not None and member.shared is not None else 0
         self._texts, self._has_pieces = texts, rollout is not None and texts.has_pieces(rollout)
         self.move_to(self.cursor)
 
@@ -97,16 +106,17 @@ class Tokens(Pane):
             return
         if first:
             self._lines.append(_Line(f"... {plural(first, 'token')} before"))
-        edges = headings(rollout)
+        edges = {section.start: section for section in self.sections}
         start, room = first, max(1, self.size.width)
         used = 0
         pieces = self._texts.pieces(rollout, first, end)
         for position in range(first, end):
-            if (heading := edges.get(position)) is not None:
+            if (section := edges.get(position)) is not None:
                 if position > start:
                     self._lines.append(_Line("", start, position))
                 start, used = position, 0
-                self._lines.append(_Line(f"── {heading} ──"))
+                self._lines += [_Line(f"══ {section.rule} ══")] if section.rule else []
+                self._lines.append(_Line(f"── {section.title} ──"))
             piece = pieces[position - first]
             self._labels[position] = label = self._cell(cut(printable(piece), min(room, MAX_LABEL)))
             if used + cell_len(label) > room and position > start:
@@ -144,6 +154,9 @@ class Tokens(Pane):
         if self.lens is not None and self.lens.levels is not None:
             tints = styles_of(self.lens, self.kind)
             styles = [tints[level] for level in self.lens.levels[row.first : row.end].tolist()]
+        if self.rollout is not None and row.first < self.given:
+            theirs = ~self.rollout.loss_mask[row.first : min(row.end, self.given)]
+            styles = [s + DIM if at < len(theirs) and theirs[at] else s for at, s in enumerate(styles)]
         if row.first <= self.cursor < row.end:
             styles[self.cursor - row.first] = CURSOR
         return [Segment(self._labels[row.first + at], style) for at, style in enumerate(styles)]
@@ -188,16 +201,3 @@ def legend_of(lens: Lens, number: int, kind: str) -> Text:
     for level, label in lens.labels:
         text.append(" Aa ", styles[level]).append(f" {printable(label)}  ")
     return text.append(printable(lens.note))
-
-
-def headings(rollout: Rollout) -> dict[int, str]:
-    """Position -> what begins there: a turn, or without turns the prompt and what was sampled after it."""
-    headings = {}
-    for turn in rollout.turns:
-        reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
-        headings[turn.start] = f"{turn.role} · {plural(turn.end - turn.start, 'token')}{reward}"
-    first = rollout.prompt_tokens
-    if not headings and 0 < first < rollout.length:
-        sampled = plural(rollout.length - first, "token")
-        headings = {0: f"prompt · {plural(first, 'token')}", first: f"sampled · {sampled}"}
-    return headings

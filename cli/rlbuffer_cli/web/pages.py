@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby, pairwise
@@ -25,7 +25,7 @@ from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.facts import answer, headline, life, shared_prompt, verdict
+from rlbuffer_cli.facts import answer, headline, life, sections, shared_prompt, verdict
 from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
@@ -165,14 +165,20 @@ def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) ->
     """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens."""
     facts = verdict(member)
     shown: dict[str, Any] = {
+        "id": member.rollout_id,
         "title": f"{member.rollout_id}   {' · '.join(facts)}",
         "facts": facts,
         "life": " → ".join(life(detail.view, member)),
         "legends": [],
+        "rows": [],
+        "sequences": [],
     }
     rollout: Rollout | None = member.rollout
     if rollout is None:
         return shown
+    if rollout.further:
+        rows = member_rows(replace(detail, members=(member,)), lambda one: answer(one, sources.texts, False))
+        return shown | {"rows": rows, "sequences": [shown_rollout(detail, one, sources) for one in member.sequences()]}
     texts, kept = sources.texts, sources.kept(detail.view.group_id, rollout)
     lenses = [lens(detail.view, member, name, origin=texts.origin(rollout), kept=kept) for name in LENSES]
     has_pieces = texts.has_pieces(rollout)
@@ -195,28 +201,23 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
     for span in rollout.version_spans:
         is_sampled[span.start : span.end] = True
     titles = _titles(member, kept) if rollout.length <= TITLED_TOKENS else None
-    known = {turn.start: turn for turn in rollout.turns if turn.end > turn.start}
-    edges = sorted({0, *known, rollout.length, *([] if known else [rollout.prompt_tokens])})
+    given = member.shared.tokens if member.shared is not None else 0
 
     def marks(at: int) -> str:
-        return " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
+        own = " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
+        return f"{own} given".strip() if at < given and not rollout.loss_mask[at] else own
 
     def alike(at: int) -> Any:
         return (marks(at), at if titles is not None and is_sampled[at] else -1)
 
-    for start, end in pairwise(edges):
-        turn = known.get(start)
-        role = (
-            turn.role if turn is not None else "" if known else "prompt" if end <= rollout.prompt_tokens else "sampled"
-        )
-        reward = f" · reward {turn.reward:g}" if turn is not None and turn.reward is not None else ""
+    for start, end, title, rule in sections(member):
         tokens = []
         for (classes, _), run in groupby(range(start, end), key=alike):
             first, *rest = run
             text = blank.join([pieces[first], *(pieces[at] for at in rest)]) + blank
             numbers = titles(first) if titles is not None and is_sampled[first] else ""
             tokens.append((text, classes, numbers))
-        yield {"title": f"{role} · {plural(end - start, 'token')}{reward}", "tokens": tokens}
+        yield {"title": title, "rule": rule, "tokens": tokens}
 
 
 def _titles(member: RolloutView, kept: TrainerValues) -> Callable[[int], str]:

@@ -144,10 +144,11 @@ def _group(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
 def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     member = member_of(detail, query.get("rollout", ""))
-    at, group_id = detail.members.index(member), detail.view.group_id
-    near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(detail.members)]
+    names, group_id = [one.rollout_id for one in detail.tree()], detail.view.group_id
+    at = names.index(member.rollout_id)
+    near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(names)]
     ways = [(f"group {group_id}", link("group", id=group_id))]
-    ways += [(word, link("rollout", id=group_id, rollout=detail.members[n].rollout_id)) for word, n in near]
+    ways += [(word, link("rollout", id=group_id, rollout=names[n])) for word, n in near]
     has_pieces = member.rollout is not None and sources.texts.has_pieces(member.rollout)
     return _page(
         run,
@@ -156,6 +157,7 @@ def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
         f"rollout {member.rollout_id}",
         group=shown_group(detail, sources),
         shown=shown_rollout(detail, member, sources),
+        view=MEMBERS,
         ways=ways,
         lenses=LENSES,
         lens="logprob" if has_pieces else "plain",
@@ -168,7 +170,7 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
     if number < 1:
         raise NotFound("a step has a number from 1: step?n=40")
     view, cost = run.step(number), cost_of(run.buffer)
-    members: dict[str, Any] = {member.info.rollout_id: member for _, member in view.rollouts}
+    members: dict[str, Any] = {member.name: member for _, member in view.rollouts}
     envs = list(dict.fromkeys([*view.header.envs, *(member.env for member in members.values())]))
     marks = {env: f"e{min(4, at)}" for at, env in enumerate(envs, 1)}
     capacity, ranks = max(1, view.row_tokens), rank_figures(view, cost)

@@ -72,7 +72,7 @@ def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, 
         {
             "schema": SAMPLE_SCHEMA,
             "group_id": sample.group_id,
-            "rollout_id": f"{sample.rollout_id}.{sample.sequence}" if sample.sequence else sample.rollout_id,
+            "rollout_id": f"{sample.rollout_id}.{sample.sequence}" if sample.sequences > 1 else sample.rollout_id,
             "step": step,
             "logprobs": logprobs[first:end],
             "entropy": entropy[first:end],

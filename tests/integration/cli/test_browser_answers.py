@@ -14,8 +14,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.testing import make_group
-from rlbuffer_cli.browse.tokens import headings
+from rlbuffer_cli.facts import sections
 from rlbuffer_cli.main import main
 
 
@@ -251,14 +250,15 @@ def test_a_rollout_is_seen_beside_what_was_asked(run: Run, buffer: rlbuffer.Buff
     browse(buffer, tour, size=(140, 40), identifier="a.0")
 
 
-def test_a_rollout_without_turns_shows_where_its_prompt_ends() -> None:
-    rollout = make_group(env="a", lengths=[20]).rollouts[0]
-    prompt = rollout.prompt_tokens
-    assert headings(replace(rollout, turns=())) == {
-        0: f"prompt · {prompt} tokens",
-        prompt: f"sampled · {20 - prompt} tokens",
-    }
-    assert headings(rollout)[0] == f"user · {prompt} tokens"
+def test_a_rollout_without_turns_shows_where_its_prompt_ends(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0", lengths=[20])
+    member = buffer.group("a.0").members[0]
+    prompt = member.prompt_tokens
+    assert sections(replace(member, rollout=replace(member.rollout, turns=()))) == [
+        (0, prompt, f"prompt · {prompt} tokens", ""),
+        (prompt, 20, f"sampled · {20 - prompt} tokens", ""),
+    ]
+    assert sections(member)[0] == (0, prompt, f"user · {prompt} tokens", "")
 
 
 def test_raw_says_whose_record_it_is(run: Run, buffer: rlbuffer.Buffer) -> None:
