@@ -30,12 +30,12 @@ def ways(rng: np.random.Generator, leaves: int) -> list[Way]:
 
 
 def sequence(way: Way, version: int = 0) -> TokenSequence:
-    """The sequence of a leaf."""
+    """The sequence of a leaf, named after who spoke last."""
     turns: list[dict[str, Any]] = [
         {"role": role, "tokens": tokens} | ({} if logprobs is None else {"logprobs": logprobs})
         for role, tokens, logprobs in way
     ]
-    return TokenSequence.from_turns(turns, policy_version=version)
+    return TokenSequence.from_turns(turns, policy_version=version, name=way[-1][0])
 
 
 def rollout(rng: np.random.Generator, version: int = 0) -> Rollout:
