@@ -65,7 +65,7 @@ def test_a_wrapped_policy_trains_publishes_and_checkpoints_what_the_plain_one_do
     assert relative(parameters, expected) <= tolerance
     state = model_state(trainee.policy, inside="model", dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
-    place = Checkpoint(step=2, reader={}, world_size=1, run="r")
+    place = Checkpoint(step=2, reader={}, run="r", learning_rate=1e-2)
     save(tmp_path, place, trainee.policy, optimizer, keep=1)
     before = digest_parameters(trainee.policy)
     with torch.no_grad():

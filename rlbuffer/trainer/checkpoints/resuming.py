@@ -39,22 +39,19 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
     if step == 0:
         return Place()
     loaded = checkpoints.load(folder, step, run=session.settings.run)
-    path = checkpoints.path_of(folder, step)
-    checkpoints.restore(path, session.policy, session.optimizer, ranks=session.ranks)
     session.reader.load_state_dict(loaded.reader)
-    checkpoints.restore_random_state(path, loaded, rank=session.ranks.rank)
-    if change := _change_of_rate(session, step):
+    checkpoints.restore(checkpoints.path_of(folder, step), session.policy, session.optimizer, rank=session.ranks.rank)
+    if change := _change_of_rate(session, loaded):
         warn(change)
     return Place(step=loaded.step, checkpointed=loaded.step, resumed_from=loaded.step)
 
 
-def _change_of_rate(session: TrainerSession, step: int) -> str:
-    """Says how the learning rate changes after `step`, where its schedule is another one now; else "".
+def _change_of_rate(session: TrainerSession, loaded: Checkpoint) -> str:
+    """Says how the learning rate changes after a checkpoint, where its schedule is another one now; else "".
 
     A run that has ended is given more steps, and its rate is no longer at its end.
     """
-    trainer = session.settings.trainer
-    was = float(session.optimizer.param_groups[0]["lr"])
+    trainer, step, was = session.settings.trainer, loaded.step, loaded.learning_rate
     planned, goes_on = (learning_rate_at(planned_updates(trainer, step) + further, trainer) for further in (0, 1))
     if step >= trainer.steps or math.isclose(was, planned, rel_tol=1e-6):
         return ""
@@ -72,8 +69,8 @@ def checkpoint(session: TrainerSession, place: Place) -> Path:
         Checkpoint(
             step=place.step,
             reader=session.reader.state_dict(),
-            world_size=session.ranks.world_size,
             run=session.settings.run,
+            learning_rate=float(session.optimizer.param_groups[0]["lr"]),
         ),
         session.policy,
         session.optimizer,

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import random
 from collections.abc import Mapping
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from safetensors.torch import save_file
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
-from rlbuffer.process.files import sha256_of
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
@@ -29,7 +26,6 @@ from rlbuffer.trainer.checkpoints.checkpoint import (
     restore,
     save,
 )
-from rlbuffer.trainer.checkpoints.reading import _Index
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.attention import ATTENTION
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
@@ -41,8 +37,8 @@ def made(step: int, **fields: Any) -> Checkpoint:
     values: dict[str, Any] = {
         "step": step,
         "reader": {"step": step, "epoch": 1, "digest": "ab"},
-        "world_size": 1,
         "run": "r",
+        "learning_rate": 1e-3,
     }
     return Checkpoint(**(values | fields))
 
@@ -70,7 +66,7 @@ Trained = tuple[PackedPolicy, torch.optim.Optimizer]
 def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path, policy: Trained) -> None:
     assert save(tmp_path, made(7), *policy, keep=2) == [7]
     loaded = load(tmp_path, 7, run="r")
-    assert (loaded.step, loaded.world_size) == (7, 1)
+    assert (loaded.step, loaded.learning_rate) == (7, 1e-3)
     assert loaded.reader == {"step": 7, "epoch": 1, "digest": "ab"}
     other, optimizer = trained(seed=1)
     restore(path_of(tmp_path, 7), other, optimizer)
@@ -97,7 +93,7 @@ def test_the_newest_whole_ones_are_kept_and_count(tmp_path: Path, policy: Traine
     assert [save(tmp_path, made(step), *policy, keep=2) for step in (3, 6, 9)] == [[3], [3, 6], [6, 9]]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
     (tmp_path / "step-00000012").mkdir()
-    (tmp_path / "step-00000012" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000012" / "rank-0.safetensors").write_bytes(b"half")
     assert newest(tmp_path) == (9, [])
     assert save(tmp_path, made(4), *policy, keep=2) == [4], "later ones are of an attempt that was replaced"
 
@@ -116,9 +112,9 @@ def test_a_checkpoint_of_another_run_or_format_is_refused(
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, policy: Trained) -> None:
     for step in (3, 6, 9):
         save(tmp_path, made(step), *policy, keep=3)
-    longer = path_of(tmp_path, 9) / "__0_0.distcp"
+    longer = path_of(tmp_path, 9) / "rank-0.safetensors"
     longer.write_bytes(longer.read_bytes() + b"x")
-    flipped = path_of(tmp_path, 6) / ".metadata"
+    flipped = path_of(tmp_path, 6) / "rank-0.safetensors"
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 1
     flipped.write_bytes(data)
@@ -134,67 +130,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, policy: Traine
         restore(path_of(tmp_path, 3), *trained(dict(TINY_QWEN3) | change))
 
 
-class Trap:
-    """An object that creates a file where it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
-
-
-@pytest.mark.parametrize("place", ["the index", "in the index", "a value"])
-def test_a_checkpoint_that_holds_code_is_refused_and_runs_nothing(tmp_path: Path, policy: Trained, place: str) -> None:
-    """The folder may be of somebody else; sizes and checksums are as that one wrote them."""
-    save(tmp_path / "checkpoints", made(3), *policy, keep=1)
-    path, trap = path_of(tmp_path / "checkpoints", 3), Trap(tmp_path / "trapped")
-    files = {name: path / name for name in (".metadata", "__0_0.distcp", "meta.json")}
-    index: Any = pickle.loads(files[".metadata"].read_bytes())
-    if place == "the index":
-        index = trap
-    elif place == "in the index":
-        index.planner_data["policy"] = trap
-    else:
-        value = io.BytesIO()
-        torch.save(trap, value)
-        key = next(key for key in index.storage_data if key.fqn.endswith(".lr"))
-        index.storage_data[key].offset = files["__0_0.distcp"].stat().st_size
-        index.storage_data[key].length = len(value.getvalue())
-        with files["__0_0.distcp"].open("ab") as shard:
-            shard.write(value.getvalue())
-    files[".metadata"].write_bytes(pickle.dumps(index))
-    meta = json.loads(files["meta.json"].read_text())
-    for name in meta["files"]:
-        meta["files"][name] = {"size": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
-    files["meta.json"].write_text(json.dumps(meta))
-    assert newest(path.parent) == (3, [])
-    with pytest.raises(CheckpointError):
-        restore(path, *trained(seed=1))
-    if place != "a value":
-        with pytest.raises(CheckpointError):
-            load_parameters(tmp_path, 3)
-    assert not trap.file.exists()
-
-
-class Asks:
-    """An object that is pickled as a call of `getattr`."""
-
-    def __init__(self, of: object, name: str) -> None:
-        self.asked = of, name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, self.asked
-
-
-def test_an_index_may_ask_for_members_of_its_enums_as_some_pythons_write_them_and_for_nothing_else() -> None:
-    member = Asks(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
-    assert _Index(io.BytesIO(pickle.dumps(member))).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    for other in (Asks(PosixPath, "touch"), Asks(_MEM_FORMAT_ENCODING, "mro"), Asks(torch.Size, "__reduce__")):
-        with pytest.raises((pickle.UnpicklingError, KeyError)):
-            _Index(io.BytesIO(pickle.dumps(other))).load()
-
-
 def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained) -> None:
     torch.manual_seed(5)
     np.random.seed(5)
@@ -208,33 +143,24 @@ def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained)
 
     expected = draw()
     draw()
-    checkpoint.restore_random_state(path_of(tmp_path, 1), load(tmp_path, 1, run="r"), rank=0)
+    restore(path_of(tmp_path, 1), *trained(seed=1))
     assert draw() == expected
 
 
 def test_each_rank_goes_on_with_its_states_and_at_another_world_size_with_those_of_its_rank_modulo_the_old_one(
     tmp_path: Path, policy: Trained
 ) -> None:
-    save(tmp_path, made(1, world_size=2), *policy, keep=1)
-    path, expected = path_of(tmp_path, 1), {}
-    for rank in (0, 1):
-        torch.manual_seed(rank)
-        (path / f"random-{rank}.json").write_text(json.dumps(checkpoint.random_state()))
-        expected[rank] = float(torch.rand(1))
+    torch.manual_seed(0)
+    save(tmp_path, made(1), *policy, keep=1)
+    path, expected = path_of(tmp_path, 1), [float(torch.rand(1))]
+    torch.manual_seed(1)
+    save_file({}, path / "rank-1.safetensors", {"random": json.dumps(checkpoint.random_state())})
+    expected.append(float(torch.rand(1)))
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | {"files": dict.fromkeys(("rank-0", "rank-1"))}))
     for rank, of in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        checkpoint.restore_random_state(path, load(tmp_path, 1, run="r"), rank=rank)
+        restore(path, *policy, rank=rank)
         assert float(torch.rand(1)) == expected[of]
-
-
-def test_a_checkpoint_whose_random_states_are_damaged_is_not_whole(tmp_path: Path, policy: Trained) -> None:
-    for step in (3, 6):
-        save(tmp_path, made(step), *policy, keep=3)
-    file = path_of(tmp_path, 6) / "random-0.json"
-    loaded = load(tmp_path, 6, run="r")
-    file.write_text("{}")
-    assert newest(tmp_path)[0] == 3
-    with pytest.raises(CheckpointError, match=r"random-0\.json cannot be read: 'torch'$"):
-        checkpoint.restore_random_state(path_of(tmp_path, 6), loaded, rank=0)
 
 
 def settings(output: Path, **trainer: Any) -> RunSettings:
@@ -270,7 +196,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence
     wanted = settings(tmp_path)
     assert train(wanted, rank=0, world_size=1, fake_data=True)
     expected = load_parameters(tmp_path, 6)
-    damaged = path_of(tmp_path / "checkpoints", 6) / "__0_0.distcp"
+    damaged = path_of(tmp_path / "checkpoints", 6) / "rank-0.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
@@ -287,7 +213,7 @@ def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(
 ) -> None:
     once = settings(tmp_path, steps=1)
     assert train(once, rank=0, world_size=1, fake_data=True)
-    damaged = path_of(tmp_path / "checkpoints", 1) / "__0_0.distcp"
+    damaged = path_of(tmp_path / "checkpoints", 1) / "rank-0.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert train(once, rank=0, world_size=1, fake_data=True)
     [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]

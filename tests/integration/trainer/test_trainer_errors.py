@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -113,13 +112,7 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
     with pytest.raises(CheckpointError, match=str(place)):
         checkpoint.save(tmp_path / "file", made(1), *trained(), keep=1)
 
-    missing = checkpoint.path_of(tmp_path, 4)
     with pytest.raises(CheckpointError):
-        checkpoint.load(tmp_path, 4, run="r")
-
-    missing.mkdir()
-    (missing / "meta.json").write_text(json.dumps({"format": checkpoint.CHECKPOINT_FORMAT, "files": {}, "step": 4}))
-    with pytest.raises(CheckpointError, match=str(missing / "meta.json")):
         checkpoint.load(tmp_path, 4, run="r")
 
 
@@ -129,7 +122,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) ->
         rank=1,
         world_size=2,
         first=lambda value: 7,
-        gather=lambda mine: torch.stack([torch.ones_like(mine), mine]),
+        gather_text=lambda mine: ['{"error": "rank 0: no space"}', mine],
     )
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="rank 0: no space"):
         checkpoint.save(tmp_path, made(1), *trained(), keep=1, ranks=ranks)
