@@ -85,4 +85,4 @@ def test_nothing_is_pickled() -> None:
         and isinstance(node.value, ast.Name)
         and node.value.id in {"pickle", "cloudpickle", "dill", "marshal"}
     ]
-    assert [call.partition(":")[0] for call in calls] == ["rlbuffer/trainer/checkpoints/reading.py"]
+    assert calls == []
