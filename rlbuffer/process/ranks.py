@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+MOST_SLEEP_SECONDS = 0.05
 
 
 class Ranks:
@@ -23,13 +28,22 @@ class Ranks:
         self.world_size = world_size
         self.device = device
 
-    def gather(self, values: Tensor) -> Tensor:
-        """[k] -> [world size, k]: everybody's values, to everybody. On the CPU."""
+    def gather(self, values: Tensor, *, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """[k] -> [world size, k]: everybody's values, to everybody. On the CPU.
+
+        `meanwhile` is called again and again while others are waited for; what it raises ends the wait.
+        """
         if self.world_size == 1:
             return values[None].cpu()
         local = values.to(self.device)
         received = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(received, local)
+        exchange = dist.all_gather(received, local, async_op=True)
+        sleep = 1e-4
+        while meanwhile is not None and not exchange.is_completed():
+            time.sleep(sleep)
+            sleep = min(2 * sleep, MOST_SLEEP_SECONDS)
+            meanwhile()
+        exchange.wait()
         return torch.stack(received).cpu()
 
     def gather_digests(self, hex_digest: str) -> list[str]:
@@ -37,10 +51,10 @@ class Ranks:
         rows = self.gather(torch.tensor(list(bytes.fromhex(hex_digest)), dtype=torch.uint8))
         return [bytes(row.tolist()).hex() for row in rows]
 
-    def gather_text(self, text: str) -> list[str]:
-        """Everybody's text."""
+    def gather_text(self, text: str, *, meanwhile: Callable[[], None] | None = None) -> list[str]:
+        """Everybody's text; `meanwhile` as in :meth:`gather`."""
         data = text.encode()
-        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64))[:, 0].tolist()
+        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64), meanwhile=meanwhile)[:, 0].tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self.gather(padded)

@@ -17,7 +17,6 @@ from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.announcing import Announcer
 from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.ranks.stalls import OnStall
 from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.reports import Reports
 from rlbuffer.trainer.reports.tally import Stopwatch, Tally
@@ -30,7 +29,6 @@ def train(
     *,
     rank: int,
     world_size: int,
-    on_stall: OnStall | None = None,
     stop: StopRequest | None = None,
     fake_data: bool = False,
     debug_samples: int = 0,
@@ -38,21 +36,19 @@ def train(
     """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
     With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
-    sets it). `on_stall` is called in a thread when another rank hangs (default: says so and ends the process).
+    sets it).
 
     Returns:
         True when the planned steps are trained, or the run has ended; False when it was asked to stop before (with a
         checkpoint written).
 
     Raises:
-        BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
-            `Reader.steps`, `agree`, `prepare`.
+        BatchTimeout: no step came in time, or another rank hangs in its data. RankFailed: another rank could not go
+            on. Further rlbuffer errors: see `Reader.steps`, `agree`, `prepare`.
     """
     trainer = settings.trainer
     with (
-        open_session(
-            settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data, on_stall=on_stall
-        ) as session,
+        open_session(settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data) as session,
         Reports(session) as reports,
     ):
         place = resume(session, warn=reports.warn)
@@ -74,7 +70,7 @@ def train(
                 pulled = pulls.next(place.step + 1)  # the reader made it while the last step trained
             if pulled is None:
                 break
-            step = pulled.step
+            step, damaged_tokens = pulled
             if debug_samples and place.step == place.resumed_from:
                 show_samples(session, step, debug_samples)
 
@@ -89,7 +85,7 @@ def train(
                     ratios=tally.ratios,
                     pass_times=tally.pass_times,
                 )
-            tally.updates, tally.damaged_tokens = len(updates.parts), pulled.damaged_tokens
+            tally.updates, tally.damaged_tokens = len(updates.parts), damaged_tokens
             for number, part in enumerate(updates.parts, start=1):
                 with watch.measure("train"):
                     tally.sums += updates.accumulate(part)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 from rlbuffer.errors import RlbufferError, StepDamaged
@@ -21,15 +19,6 @@ MOST_DAMAGED_STEPS = 8
 payloads from the first damaged one on, so no producer alone gets that far: the server has lost its payloads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pulled:
-    """A step that every rank holds."""
-
-    step: Step
-    damaged_tokens: int
-    """Trained tokens of the step that no rank could read, over all ranks."""
-
-
 class Pulls:
     """The steps of one rank, one after the other. While one trains, the reader pulls and assembles the next."""
 
@@ -41,9 +30,9 @@ class Pulls:
         self._damaged = 0
         """Steps in a row of which more than MOST_DAMAGED could not be read."""
 
-    def next(self, number: int) -> Pulled | None:
-        """Step `number`, as all ranks agreed on it; None: one of them was asked to stop, or the run has
-        ended (`has_ended`).
+    def next(self, number: int) -> tuple[Step, int] | None:
+        """Step `number`, as all ranks agreed on it, and its trained tokens that no rank could read; None: one of them
+        was asked to stop, or the run has ended (`has_ended`).
 
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
@@ -57,7 +46,7 @@ class Pulls:
                 return None
             if agreement.verdict is Verdict.TRAIN and step is not None:
                 self._count(step, agreement.damaged_tokens)
-                return Pulled(step=step, damaged_tokens=agreement.damaged_tokens)
+                return step, agreement.damaged_tokens
             self.close()
         raise RlbufferError(
             f"the ranks pulled different steps {MAX_PULLS} times: {'; '.join(agreement.held)}. "
@@ -98,13 +87,9 @@ class Pulls:
             failure = error
         if step is not None and step.number != number:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {number}")
-        with (
-            nullcontext() if step is None else session.stalls.holding(number, partial(session.reader.still_there, step))
-        ):
-            return step, agree(
-                session.ranks,
-                step,
-                failure=failure,
-                is_stopping=session.stop.is_set,
-                has_ended=session.reader.has_ended,
-            )
+        session.stalls.has(number)
+        meanwhile = None
+        if step is not None:
+            meanwhile = partial(session.stalls.look, number, partial(session.reader.still_there, step))
+        stops = session.stop.is_set
+        return step, agree(session.ranks, step, failure=failure, is_stopping=stops, meanwhile=meanwhile)

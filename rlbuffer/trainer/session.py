@@ -35,7 +35,7 @@ from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.publishing import write_base
 from rlbuffer.trainer.ranks.parallel import distribute
-from rlbuffer.trainer.ranks.stalls import STALL_SECONDS, OnStall, StallWatch
+from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.model import build_model, narrow_dtype
 
@@ -88,7 +88,6 @@ def open_session(
     world_size: int,
     stop: StopRequest | None,
     fake_data: bool,
-    on_stall: OnStall | None = None,
 ) -> Iterator[TrainerSession]:
     """Joins the other ranks, builds or loads the policy, and connects.
 
@@ -120,29 +119,28 @@ def open_session(
             base = write_base(settings, policy) if rank == 0 else None
             add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
-        with StallWatch(ranks, store, seconds=STALL_SECONDS, on_stall=on_stall) as stalls:
-            reader = buffer.reader(
-                rank,
-                world_size,
-                timeout_seconds=settings.trainer.timeout_seconds,
-                pad_to_multiple_of=64 if device.type == "cuda" else 1,
-                vocabulary=vocabulary,
-                adapters=False,
-                columns=columns_of(settings.trainer.loss),
-            )
-            reader.warns = False  # the command's own lines say what is waited for
-            yield TrainerSession(
-                settings=settings,
-                ranks=ranks,
-                policy=policy,
-                module=module,
-                optimizer=make_optimizer(policy, settings.trainer.optimizer),
-                buffer=buffer,
-                reader=reader,
-                stop=stop or StopRequest(),
-                stalls=stalls,
-                base=base,
-            )
+        reader = buffer.reader(
+            rank,
+            world_size,
+            timeout_seconds=settings.trainer.timeout_seconds,
+            pad_to_multiple_of=64 if device.type == "cuda" else 1,
+            vocabulary=vocabulary,
+            adapters=False,
+            columns=columns_of(settings.trainer.loss),
+        )
+        reader.warns = False  # the command's own lines say what is waited for
+        yield TrainerSession(
+            settings=settings,
+            ranks=ranks,
+            policy=policy,
+            module=module,
+            optimizer=make_optimizer(policy, settings.trainer.optimizer),
+            buffer=buffer,
+            reader=reader,
+            stop=stop or StopRequest(),
+            stalls=StallWatch(ranks, store),
+            base=base,
+        )
     if device.type == "cuda" and world_size > 1:
         dist.destroy_process_group()
     elif world_size > 1:

@@ -23,7 +23,7 @@ from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
 from rlbuffer.trainer.launch.processes import INTERRUPTED
 from rlbuffer.trainer.launch.rank_end import RankEnd
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.ranks.stalls import OnStall, is_lost_peer
+from rlbuffer.trainer.ranks.stalls import is_lost_peer
 
 
 def report_of(rank: int, error: Exception) -> RankEnd:
@@ -58,7 +58,6 @@ def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, d
             display=display,
             fake_data=fake_data,
             debug_samples=debug_samples,
-            on_stall=leave,
         )
     except Exception as error:
         leave(error)
@@ -73,7 +72,6 @@ def run_rank(
     display: str = "plain",
     fake_data: bool = False,
     debug_samples: int = 0,
-    on_stall: OnStall | None = None,
 ) -> bool:
     """Trains as the rank that the environment names. -> whether the planned steps were made."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -96,7 +94,6 @@ def run_rank(
             settings,
             rank=rank,
             world_size=world_size,
-            on_stall=on_stall,
             stop=stop,
             fake_data=fake_data,
             debug_samples=debug_samples,

@@ -7,22 +7,21 @@ all of them, so that none waits in a gradient exchange for a rank that has left.
 from __future__ import annotations
 
 import enum
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from rlbuffer.errors import RankFailed, RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 
 
-class Verdict(enum.Enum):
+class Verdict(enum.StrEnum):
     """The next action of all ranks."""
 
     TRAIN = "train"
     PULL_AGAIN = "pull again"
-    """The ranks hold different steps: everybody discards theirs."""
+    """The ranks hold different steps, or only some of them one: everybody discards theirs."""
     STOP = "stop"
     END = "end"
     """The run has ended: no step comes any more."""
@@ -45,60 +44,40 @@ def agree(
     *,
     failure: RlbufferError | None = None,
     is_stopping: bool = False,
-    has_ended: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Agreement:
     """Compares what each rank holds: digest, outcome, readable tokens.
 
     Args:
         step: what this rank would train; None when it failed or stops, or the run has ended.
+        meanwhile: called again and again while other ranks are waited for.
 
     Raises:
         RlbufferError: `failure`, if this rank has one.
         RankFailed: another rank has one; with that rank's exit code.
     """
-    rows = ranks.gather(_encode(step, failure, is_stopping, has_ended))
+    wish = Verdict.STOP if is_stopping else Verdict.END if step is None else Verdict.TRAIN
+    held = None if step is None else (step.number, step.epoch, step.digest, len(step))
+    readable = 0 if step is None else sum(int(micro_batch.loss_mask.sum()) for micro_batch in step)
+    own = [0 if failure is None else failure.exit_code, wish, held, readable]
+    everybody = [json.loads(text) for text in ranks.gather_text(json.dumps(own), meanwhile=meanwhile)]
+    exit_codes, wishes, steps, tokens = zip(*everybody, strict=True)
     if failure is not None:
         raise failure
-    failed = [r for r in range(len(rows)) if rows[r, 0] == _FAILED]
-    if failed:
-        error = RankFailed(f"rank {failed[0]} could not go on; its own message says why")
-        error.exit_code = int(rows[failed[0], 1])
-        raise error
-    if (rows[:, 0] == _STOPPING).any():
+    for rank, code in enumerate(exit_codes):
+        if code:
+            error = RankFailed(f"rank {rank} could not go on; its own message says why")
+            error.exit_code = code
+            raise error
+    if Verdict.STOP in wishes:
         return Agreement(verdict=Verdict.STOP)
-    if (rows[:, 0] == _ENDED).all():
-        return Agreement(verdict=Verdict.END)
-    if (rows[:, 0] == _ENDED).any():  # it goes on: more was pushed at this very moment
-        return Agreement(verdict=Verdict.PULL_AGAIN, held=tuple(_OUTCOMES[int(row[0])] for row in rows))
+    if any(theirs != steps[0] for theirs in steps):
+        lines = (f"rank {rank}: {_line(theirs)}" for rank, theirs in enumerate(steps))
+        return Agreement(verdict=Verdict.PULL_AGAIN, held=tuple(lines))
     if step is None:
-        raise RlbufferError("agree() was called with neither a step nor a reason for having none")
-    if not (rows[:, 2:_LOSS_TOKENS] == rows[0, 2:_LOSS_TOKENS]).all():
-        by_rank = tuple(
-            f"rank {r}: step {int(row[2])} of epoch {int(row[3])}, digest {_digest_text(row)}"
-            for r, row in enumerate(rows)
-        )
-        return Agreement(verdict=Verdict.PULL_AGAIN, held=by_rank)
-    damaged = max(0, step.normalizers.loss_tokens - int(rows[:, _LOSS_TOKENS].sum()))
-    return Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)
+        return Agreement(verdict=Verdict.END)
+    return Agreement(verdict=Verdict.TRAIN, damaged_tokens=max(0, step.normalizers.loss_tokens - sum(tokens)))
 
 
-_READY, _STOPPING, _FAILED, _ENDED = 0, 1, 2, 3
-_OUTCOMES = ("a step", "stopping", "failed", "the end of the run")
-_LOSS_TOKENS = 9
-"""Place of the rank's readable trained tokens: everything from place 2 up to it must be equal on all ranks."""
-
-
-def _encode(step: Step | None, failure: RlbufferError | None, is_stopping: bool, has_ended: bool) -> Tensor:
-    """[10] int64: outcome, exit code, step, epoch, four words of its digest, micro-batches, readable trained tokens."""
-    if failure is not None or step is None:
-        outcome = _FAILED if failure is not None else _ENDED if has_ended and not is_stopping else _STOPPING
-        return torch.tensor([outcome, getattr(failure, "exit_code", 0)] + [0] * 8, dtype=torch.int64)
-    words = bytes.fromhex(step.digest).ljust(32, b"\0")[:32]
-    digest = [int.from_bytes(words[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    readable = sum(int(micro_batch.loss_mask.sum()) for micro_batch in step)
-    outcome = _STOPPING if is_stopping else _READY
-    return torch.tensor([outcome, 0, step.number, step.epoch, *digest, len(step), readable], dtype=torch.int64)
-
-
-def _digest_text(row: Tensor) -> str:
-    return b"".join(int(word).to_bytes(8, "big", signed=True) for word in row[4:8]).hex()[:12]
+def _line(held: tuple[int, int, str, int] | None) -> str:
+    return "the end of the run" if held is None else f"step {held[0]} of epoch {held[1]}, digest {held[2][:12]}"

@@ -23,19 +23,19 @@ class Table:
     """Table on which simulated ranks lay down what they bring, and pick up everybody's."""
 
     def __init__(self, world_size: int) -> None:
-        self.rows: list[torch.Tensor] = [torch.empty(0)] * world_size
+        self.texts = [""] * world_size
         self.barrier = threading.Barrier(world_size)
 
 
 class SimulatedRanks(Ranks):
     def __init__(self, rank: int, table: Table) -> None:
-        super().__init__(rank, len(table.rows), torch.device("cpu"))
+        super().__init__(rank, len(table.texts), torch.device("cpu"))
         self._table = table
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        self._table.rows[self.rank] = values
+    def gather_text(self, text: str, **_: Any) -> list[str]:
+        self._table.texts[self.rank] = text
         self._table.barrier.wait(timeout=10)
-        return torch.stack(self._table.rows)
+        return self._table.texts
 
 
 def step(number: int = 4, *, content: str = "x", trained: int = 10, expected: int = 20) -> Step:
@@ -83,6 +83,13 @@ def test_ranks_with_different_steps_pull_again() -> None:
             assert isinstance(result, Agreement)
             assert result.verdict is Verdict.PULL_AGAIN
             assert result.held[0].startswith("rank 0: step 4 of epoch 1, digest 2d711642b726")
+
+
+def test_a_run_has_ended_when_all_ranks_have_seen_it() -> None:
+    for others, verdict in (([], Verdict.END), ([{"step": step()}], Verdict.PULL_AGAIN)):
+        for result in decide([{"step": None}, {"step": None}, *others]):
+            assert isinstance(result, Agreement)
+            assert result.verdict is verdict
 
 
 def test_one_that_stops_stops_all() -> None:

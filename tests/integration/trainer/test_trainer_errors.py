@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
+from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.session import TrainerSession, device_of
 from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.model import build_model
@@ -69,21 +69,17 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
-class Noting:
-    """In place of the watch over other ranks: there are none."""
-
-    def pulling(self, step: int) -> None:
-        pass
-
-    def holding(self, step: int, is_there: Any) -> Any:
-        return nullcontext()
-
-
 def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     """Pulls from a reader that gives `steps`: the refusals need no model."""
     bare: Any = object.__new__(TrainerSession)
     reader = SimpleNamespace(steps=lambda start, until: iter(steps), has_ended=False, still_there=lambda step: True)
-    given = {"ranks": ranks, "stop": StopRequest(), "settings": RunSettings(), "reader": reader, "stalls": Noting()}
+    given = {
+        "ranks": ranks,
+        "stop": StopRequest(),
+        "settings": RunSettings(),
+        "reader": reader,
+        "stalls": StallWatch(ranks, None),
+    }
     for name, value in given.items():
         object.__setattr__(bare, name, value)
     return Pulls(bare)
@@ -96,13 +92,11 @@ def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[
 
 
 def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
-    def gather(mine: torch.Tensor) -> torch.Tensor:
-        other = mine.clone()
-        other[4:8] = 0  # the words of its digest
-        return torch.stack([mine, other])
+    def gather_text(mine: str, **_: Any) -> list[str]:
+        return [mine, mine.replace(step(4).digest, "another")]
 
-    with pytest.raises(RlbufferError):
-        pulls([step(4)], SimpleNamespace(gather=gather)).next(4)
+    with pytest.raises(RlbufferError, match="rank 1: step 4 of epoch 1, digest another"):
+        pulls([step(4)], SimpleNamespace(gather_text=gather_text)).next(4)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
