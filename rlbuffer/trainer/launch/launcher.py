@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from rlbuffer.client.buffer import URL_VARIABLE
@@ -26,8 +23,7 @@ from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.state.text import plural, printable
-from rlbuffer.trainer.launch.processes import INTERRUPTED, run_ranks
-from rlbuffer.trainer.launch.rank_end import RankEnd, read_ends
+from rlbuffer.trainer.launch.processes import run_ranks
 from rlbuffer.weights.places import load_serving
 
 MOST_RESTARTS = 10
@@ -75,89 +71,35 @@ def launch(
     context = forkserver.start(["rlbuffer.trainer.launch.rank", *model_modules(settings.model.config)])
     stop = threading.Event()
 
-    def start() -> _End:
-        with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports:
-            arguments = (to_json(settings), reports, display, fake_data, debug_samples)
-            codes, killed = run_ranks(context, _run_rank, arguments, world_size=world_size, stop=stop)
-            if stop.is_set():
-                return _End(INTERRUPTED, is_final=True)
-            return _cause(read_ends(Path(reports)), codes, killed)
+    arguments = (to_json(settings), display, fake_data, debug_samples)
 
+    all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
+    restarts = 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
-        return _run(start, world_size, max_restarts, tell, say_last or tell)
+        while True:
+            began = time.monotonic()
+            end = run_ranks(context, _run_rank, arguments, world_size=world_size, stop=stop)
+            restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
+            given_up = f"\nGiving up after {plural(max_restarts, 'restart')}." if restarts > max_restarts else ""
+            if end.exit_code == 0 or end.is_final or given_up:
+                if end.text:
+                    (say_last or tell)(end.text if end.is_final else end.text + given_up)
+                return end.exit_code
+            tell(
+                f"{end.text}\nStarting {all_ranks} again from the newest checkpoint "
+                f"(restart {restarts} of {max_restarts})."
+            )
 
 
-def _run(
-    start: Callable[[], _End],
-    world_size: int,
-    max_restarts: int,
-    tell: Callable[[str], None],
-    tell_last: Callable[[str], None],
-) -> int:
-    """Starts the ranks until they have trained, or may not be started again. -> exit code."""
-    restarts = 0
-    while True:
-        began = time.monotonic()
-        end = start()
-        if end.exit_code == 0 or end.is_final:
-            if end.text:
-                tell_last(end.text)
-            return end.exit_code
-        restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
-        if restarts > max_restarts:
-            given = plural(max_restarts, "restart")
-            tell_last(f"{end.text}\nGiving up after {given}.")
-            return end.exit_code
-        all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
-        tell(
-            f"{end.text}\nStarting {all_ranks} again from the newest checkpoint (restart {restarts} of {max_restarts})."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The end of one start of the ranks."""
-
-    exit_code: int
-    text: str = ""
-    is_final: bool = False
-
-
-def _run_rank(settings_json: str, reports: str, display: str, fake_data: bool, debug_samples: int) -> None:
+def _run_rank(settings_json: str, display: str, fake_data: bool, debug_samples: int) -> None:
     """The rank's own process alone imports transformers, seconds of CPU; the launcher never needs it."""
     from rlbuffer.trainer.launch.rank import rank_main
 
-    rank_main(settings_json, reports, display, fake_data, debug_samples)
-
-
-def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], ended: Collection[int]) -> _End:
-    """The sentence about an end, and what to do: the first rank that failed by itself counts, not those that lost it.
-
-    `codes` are the exit codes by rank; `ended` are ranks that had to be killed, because they did not end by themselves
-    when another one had.
-    """
-    if INTERRUPTED in codes.values():
-        return _End(INTERRUPTED, is_final=True)
-    own = [report for report in reports if not report.is_consequence]
-    for report in sorted(own, key=lambda report: not report.is_final):
-        if report.is_final:
-            return _End(report.exit_code, f"Error: {report.message}", is_final=True)
-        return _End(1, f"Rank {report.rank} failed:\n{report.trace.rstrip()}")
-    silent = {rank: code for rank, code in codes.items() if code and rank not in ended}
-    for report in reports:
-        silent.pop(report.rank, None)
-    for rank, code in silent.items():
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return _End(1, f"Rank {rank} {how}.")
-    if ended:
-        return _End(1, f"Rank {min(ended)} did not answer: the others waited for it in an exchange, and it was ended.")
-    if reports:
-        return _End(reports[0].exit_code, f"Rank {reports[0].rank} failed:\n{reports[0].trace or reports[0].message}")
-    return _End(0)
+    rank_main(settings_json, display, fake_data, debug_samples)
 
 
 def _print(text: str) -> None:

@@ -1,18 +1,25 @@
 """The ranks' processes: started together, ended together.
 
 A rank that hangs in an exchange, in its data or halted does not answer when it is asked to end, and has nothing to
-save: a checkpoint takes all ranks.
+save: a checkpoint takes all ranks. Nothing here imports what ranks train with.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+
+from rlbuffer.process.files import write_whole
 
 END_SECONDS = 4.0
 """Time that ranks have to end by themselves once one has failed: to see the lost connection, and to report it."""
@@ -21,6 +28,25 @@ LEAVE_SECONDS = 15.0
 LOOK_SECONDS = 0.2
 INTERRUPTED = 130
 """Exit code of a rank that was asked to stop, and did after a checkpoint."""
+_FOLDER = "RANK_ENDS_FOLDER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The end of a rank, or of all of them."""
+
+    exit_code: int
+    text: str = ""
+    """The message about it."""
+    is_final: bool = False
+    """Starting again would end the same way: the error is one of rlbuffer's own, or they were asked to stop."""
+    is_consequence: bool = False
+    """Another rank's end caused this one."""
+    at: float = field(default_factory=time.time)
+
+    def leave(self) -> None:
+        """Leaves word for the launcher, which waits for this process's end."""
+        write_whole(Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json", json.dumps(asdict(self)))
 
 
 def run_ranks(
@@ -30,48 +56,66 @@ def run_ranks(
     *,
     world_size: int,
     stop: threading.Event,
-) -> tuple[dict[int, int], set[int]]:
+) -> End:
     """Runs `main` in a process for each rank, with torchrun's environment, and waits until all have ended.
 
-    They are asked to leave when `stop` is set, and killed some seconds after one of them failed.
-
-    Returns:
-        rank -> exit code, and the ranks that were killed here.
+    They are asked to leave when `stop` is set, and killed some seconds after one of them failed. -> what ended them.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ranks meet there, as torchrun's do
-    environment = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    ranks = []
-    for rank in range(world_size):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(context.Process(target=_main, args=(main, own, *arguments), name=f"rank-{rank}"))
-        ranks[-1].start()
-    killed: set[int] = set()
-    deadline: float | None = None
-    is_told = False
-    while left := {rank: process for rank, process in enumerate(ranks) if process.exitcode is None}:
-        wait([process.sentinel for process in left.values()], LOOK_SECONDS)
-        if stop.is_set() and not is_told:
-            is_told, deadline = True, time.monotonic() + LEAVE_SECONDS
-            for process in left.values():
-                process.terminate()
-        elif deadline is None and any(process.exitcode not in (None, 0, INTERRUPTED) for process in ranks):
-            deadline = time.monotonic() + END_SECONDS
-        if deadline is not None and time.monotonic() >= deadline:
-            for rank, process in left.items():
-                if process.is_alive():
-                    killed.add(rank)
-                    process.kill()
-            deadline = float("inf")
-    return {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}, killed
+    with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as folder:
+        environment = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            _FOLDER: folder,
+        }
+        ranks = []
+        for rank in range(world_size):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(context.Process(target=_main, args=(main, own, *arguments), name=f"rank-{rank}"))
+            ranks[-1].start()
+        killed: set[int] = set()
+        deadline: float | None = None
+        is_told = False
+        while left := {rank: process for rank, process in enumerate(ranks) if process.exitcode is None}:
+            wait([process.sentinel for process in left.values()], LOOK_SECONDS)
+            if stop.is_set() and not is_told:
+                is_told, deadline = True, time.monotonic() + LEAVE_SECONDS
+                for process in left.values():
+                    process.terminate()
+            elif deadline is None and any(process.exitcode not in (None, 0, INTERRUPTED) for process in ranks):
+                deadline = time.monotonic() + END_SECONDS
+            if deadline is not None and time.monotonic() >= deadline:
+                for rank, process in left.items():
+                    if process.is_alive():
+                        killed.add(rank)
+                        process.kill()
+                deadline = float("inf")
+        codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
+        if stop.is_set() or INTERRUPTED in codes.values():
+            return End(exit_code=INTERRUPTED, is_final=True)
+        words = {int(path.stem): End(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
+        return _cause(words, codes, killed)
+
+
+def _cause(words: Mapping[int, End], codes: Mapping[int, int], killed: set[int]) -> End:
+    """The first rank that failed by itself counts, not those that lost it, nor those that had to be killed then."""
+    ends = sorted(words.values(), key=lambda end: (end.is_consequence, not end.is_final, end.at))
+    if ends and not ends[0].is_consequence:
+        return ends[0]
+    for rank, code in codes.items():
+        if code and rank not in words and rank not in killed:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return End(exit_code=1, text=f"Rank {rank} {how}.")
+    if killed:
+        text = f"Rank {min(killed)} did not answer: the others waited for it in an exchange, and it was ended."
+        return End(exit_code=1, text=text)
+    return ends[0] if ends else End(exit_code=0)
 
 
 def _main(main: Callable[..., None], environment: Mapping[str, str], *arguments: Any) -> None:

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import traceback
-from pathlib import Path
 
 import torch
 
@@ -20,48 +19,35 @@ from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
-from rlbuffer.trainer.launch.processes import INTERRUPTED
-from rlbuffer.trainer.launch.rank_end import RankEnd
+from rlbuffer.trainer.launch.processes import INTERRUPTED, End
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import is_lost_peer
 
 
-def report_of(rank: int, error: Exception) -> RankEnd:
-    """The report to the launcher about an error."""
-    return RankEnd(
-        rank=rank,
-        message=text_of(error),
-        exit_code=error.exit_code if isinstance(error, RlbufferError) else 1,
-        is_final=isinstance(error, RlbufferError),
-        is_consequence=isinstance(error, RankFailed) or is_lost_peer(error),
-        trace="" if isinstance(error, RlbufferError) else "".join(traceback.format_exception(error)),
-    )
+def end_by(error: Exception) -> End:
+    """The end of this rank by an error."""
+    if isinstance(error, RlbufferError):
+        text, is_lost = f"Error: {text_of(error)}", isinstance(error, RankFailed)
+        return End(exit_code=error.exit_code, text=text, is_final=not is_lost, is_consequence=is_lost)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    text = f"Rank {os.environ.get('RANK', '0')} failed:\n{trace}"
+    return End(exit_code=1, text=text, is_consequence=is_lost_peer(error))
 
 
-def rank_main(settings_json: str, reports: str, display: str, fake_data: bool, debug_samples: int) -> None:
+def rank_main(settings_json: str, display: str, fake_data: bool, debug_samples: int) -> None:
     """Runs one rank in a process of the launcher, which sets rank and world size in the environment."""
     _end_with_launcher()
     if sys.platform == "linux":
         # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rank = int(os.environ["RANK"])
-
-    def leave(error: Exception) -> None:
-        report_of(rank, error).write(Path(reports))
+    try:
+        finished = run_rank(from_json(settings_json), display=display, fake_data=fake_data, debug_samples=debug_samples)
+    except Exception as error:
+        end = end_by(error)
+        end.leave()
         logs.stop()
         # The interpreter's own end would wait for threads that wait for a peer that is gone.
-        os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
-
-    try:
-        finished = run_rank(
-            from_json(settings_json),
-            display=display,
-            fake_data=fake_data,
-            debug_samples=debug_samples,
-        )
-    except Exception as error:
-        leave(error)
-        return
+        os._exit(end.exit_code)
     if not finished:
         os._exit(INTERRUPTED)
 

@@ -14,7 +14,7 @@ from test_several_updates import settings
 from torch import Tensor
 
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.trainer.launch.rank import report_of
+from rlbuffer.trainer.launch.rank import end_by
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.losses import TrainedTokens
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_not_finite_names_the_rollout_it_comes_from_and_how_t
 ) -> None:
     error = ends_with(broken_in_one, tmp_path)
     assert isinstance(error, RlbufferError)
-    text = report_of(0, error).message
+    text = end_by(error).text
     assert VOID in text
     named = [rollout for rollouts in SEEN for rollout in rollouts if f"{rollout}." in text or f"{rollout}," in text]
     assert named == [SEEN[0][1]]
@@ -74,10 +74,9 @@ def test_whatever_a_pass_raises_names_the_rollouts_in_it_and_how_to_take_the_ste
 ) -> None:
     RAISED[:] = [error]
     assert ends_with(raising, tmp_path) is error
-    end = report_of(0, error)
-    text = end.message if end.is_final else end.trace
-    assert VOID in text
-    assert all(rollout in text for rollout in SEEN[0][:3])
+    end = end_by(error)
+    assert VOID in end.text
+    assert all(rollout in end.text for rollout in SEEN[0][:3])
     assert end.is_final is isinstance(error, RlbufferError)
 
 
@@ -85,7 +84,7 @@ def test_whatever_a_pass_raises_names_the_rollouts_in_it_and_how_to_take_the_ste
 def test_a_step_is_not_blamed_for_a_setting_or_a_lost_rank(tmp_path: Path, error: Exception) -> None:
     RAISED[:] = [error]
     assert ends_with(raising, tmp_path) is error
-    assert VOID not in report_of(0, error).message + report_of(0, error).trace
+    assert VOID not in end_by(error).text
 
 
 RANK = """
