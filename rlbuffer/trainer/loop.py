@@ -19,8 +19,9 @@ from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.reports import Reports
-from rlbuffer.trainer.reports.tally import Stopwatch, Tally
+from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.session import open_session
+from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.update import Updates, take_step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlbuffer.config import losses
 from rlbuffer.config.losses import LossChoice
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry
-from rlbuffer.trainer.update.token_choice import Known, choose
+from rlbuffer.trainer.update.token_choice import choose
 
 FOLDER = Path(__file__).parent / "fixtures" / "losses"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -37,11 +38,9 @@ def computed(record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     settings = LossChoice(**record["settings"])
     leaves = [torch.tensor(record["inputs"][n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
     tokens = tokens_of(record, *leaves)
-    with torch.no_grad():
-        selected, uncertain = choose([tokens], settings, lambda values: values)
-    known = Known(old_logprobs=tokens.old_logprobs, is_selected=selected[0], is_uncertain=uncertain[0])
+    [chosen] = choose([tokens], settings, lambda values: values)
     counts = Normalizers(loss_tokens=sum(record["lengths"]), rollouts=len(record["lengths"]), groups=1)
-    loss = loss_of(known.add_to(tokens), settings, counts, longest=1)
+    loss = loss_of(replace(tokens, **chosen), settings, counts, longest=1)
     gradient, of_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), gradient, of_entropy
 

@@ -55,7 +55,7 @@ def test_a_loss_has_exactly_the_options_that_it_looks_at(name: str) -> None:
     loss.per_token(tokens(), told)
     if loss.score is not None:
         loss.score(tokens(), told, MEANS)
-        told.seen.add("cov_fraction")  # how many are selected: `collect_known.choose`
+        told.seen.add("cov_fraction")  # how many are selected: `token_choice.choose`
     # `loss_of` reads the constant of the divisor.
     assert told.seen == set(record.model_fields) - {"max_length"}
 

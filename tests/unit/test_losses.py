@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rlbuffer.trainer.losses import (
     kl_to_reference,
     loss_of,
 )
-from rlbuffer.trainer.update.token_choice import Known, choose
+from rlbuffer.trainer.update.token_choice import choose
 
 POLICY = [0.5, 0.9, 0.3, 0.1]
 INFERENCE = [0.4, 0.5, 0.35, 0.6]
@@ -52,7 +53,8 @@ def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
 
 
 def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
-    made = Known(starts_here=True).add_to(tokens(rollout=[0, 0, 1, 1]))
+    made = tokens(rollout=[0, 0, 1, 1])
+    made = replace(made, old_logprobs=made.logprobs.detach())
     both = settings(name="tis", correction={"geometric_mask": {}}, normalizer="tokens")
     weights = [1.25, 1.8, 0.0, 0.0]  # the mask leaves out the second rollout
     expected = -sum(w * a for w, a in zip(weights, ADVANTAGES, strict=True)) / 4  # the ratio to itself is 1
@@ -88,10 +90,10 @@ def test_weights_of_tokens_weigh_the_loss_and_its_kl_and_leave_the_divisor() -> 
 def test_the_loss_is_on_uncertain_tokens_only_and_kl_and_bonus_on_all() -> None:
     made = tokens(ref_logprobs=torch.full((4,), -1.0, dtype=torch.float64))
     chosen = settings(name="dapo", top_entropy=0.25, kl_beta=0.1, entropy_bonus=0.2)
-    _, (uncertain,) = choose([made], chosen, lambda values: values)
-    assert uncertain is not None
+    [fields] = choose([made], chosen, lambda values: values)
+    uncertain = fields["is_uncertain"]
     assert uncertain.tolist() == [False, False, False, True]  # the least likely one
-    value = loss_of(Known(is_uncertain=uncertain).add_to(made), chosen, counts(), longest=1)
+    value = loss_of(replace(made, is_uncertain=uncertain), chosen, counts(), longest=1)
     d = -1.0 - made.logprobs
     terms = 0.1 * float((d.exp() - d - 1).sum()) - 0.2 * float(made.entropy.sum())
     assert float(value) == pytest.approx((0.8 + terms) / 4)  # A < 0 and r below the clip: held at 0.8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, per_token_of
-from rlbuffer.trainer.update.token_choice import Known, choose
+from rlbuffer.trainer.update.token_choice import choose
 
 Place = tuple[int, int]
 """Rollout and sequence."""
@@ -72,11 +73,11 @@ def gradient(rollouts: Sequence[Rollout], dealt: Sequence[Sequence[Place]], choi
     """Of the loss over all micro-batches, which choose their tokens together."""
     weights = policy()
     parts = [tokens_of(weights, rollouts, places) for places in dealt if places]
-    with torch.no_grad():
-        chosen = zip(*choose(parts, choice, lambda values: values), strict=True)
+    chosen = choose(parts, choice, lambda values: values)
     counts = Normalizers(loss_tokens=sum(r.loss_tokens for r in rollouts), rollouts=len(rollouts), groups=1)
-    known = [Known(is_selected=selected, is_uncertain=uncertain) for selected, uncertain in chosen]
-    losses = [loss_of(its.add_to(part), choice, counts, longest=64) for its, part in zip(known, parts, strict=True)]
+    losses = [
+        loss_of(replace(part, **fields), choice, counts, longest=64) for fields, part in zip(chosen, parts, strict=True)
+    ]
     (out,) = torch.autograd.grad(torch.stack(losses).sum(), weights)
     return out
 

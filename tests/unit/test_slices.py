@@ -15,7 +15,7 @@ from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.update.slices import slices_of
-from rlbuffer.trainer.update.token_choice import _draws
+from rlbuffer.trainer.update.token_choice import draws
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WHOLE = Normalizers(loss_tokens=1000, rollouts=100, groups=10)
@@ -63,7 +63,7 @@ def test_a_slice_is_divided_by_its_own_counts() -> None:
         expected = Normalizers(
             loss_tokens=sum(int(m.loss_mask.sum()) for m in part.micro_batches),
             rollouts=2 * len(part.micro_batches),
-            groups=len(part.micro_batches),
+            groups=WHOLE.groups,
         )
         assert part.normalizers == expected
         assert all(m.normalizers == expected for m in part.micro_batches)
@@ -83,18 +83,18 @@ def test_a_step_of_no_micro_batches_has_no_updates() -> None:
 
 def test_the_chance_of_a_token_is_the_same_in_whatever_micro_batch() -> None:
     group = make_group(size=3, seed=1, rollout_ids=["g/0", "g/1", "g/2"])
-    together = _draws(pack(group.rollouts, row_tokens=256), torch.device("cpu"))
-    alone = torch.cat([_draws(pack([r], row_tokens=256), torch.device("cpu")) for r in reversed(group.rollouts)])
+    together = draws(pack(group.rollouts, row_tokens=256), torch.device("cpu"))
+    alone = torch.cat([draws(pack([r], row_tokens=256), torch.device("cpu")) for r in reversed(group.rollouts)])
     assert sorted(together.tolist()) == sorted(alone.tolist())
     assert len(set(together.tolist())) == len(together)
-    assert _draws(pack([], row_tokens=256), torch.device("cpu")).tolist() == []
+    assert draws(pack([], row_tokens=256), torch.device("cpu")).tolist() == []
 
 
 def test_chance_is_even() -> None:
     packed = pack([r for seed in range(40) for r in make_group(size=4, seed=seed).rollouts], row_tokens=10**5)
     samples = tuple(dataclasses.replace(s, rollout_id=f"r{i}") for i, s in enumerate(packed.samples))
     named = dataclasses.replace(packed, segments=dataclasses.replace(packed.segments, samples=lambda: samples))
-    counts, _ = np.histogram(_draws(named, torch.device("cpu")).numpy(), bins=10, range=(0.0, 1.0))
+    counts, _ = np.histogram(draws(named, torch.device("cpu")).numpy(), bins=10, range=(0.0, 1.0))
     assert counts.sum() == packed.normalizers.loss_tokens
     assert counts.min() > 0.8 * counts.mean()
     assert counts.max() < 1.2 * counts.mean()

@@ -22,7 +22,8 @@ from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.reports.mfu import Utilization
 from rlbuffer.trainer.reports.sinks import FILE_NAME, MetricsFile
-from rlbuffer.trainer.reports.tally import Stopwatch, Tally
+from rlbuffer.trainer.reports.tally import Tally
+from rlbuffer.trainer.update.stopwatch import Stopwatch
 
 EXAMPLES: dict[type, Any] = {int: 3, float: 0.5, NoneType: 0.25, str: "text", dict: {"math": 0.5}}
 

@@ -27,8 +27,9 @@ from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
 from rlbuffer.trainer.reports.mfu import Utilization
 from rlbuffer.trainer.reports.sinks import Sink, finite, sinks_of
-from rlbuffer.trainer.reports.tally import Stopwatch, Tally
+from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.session import TrainerSession
+from rlbuffer.trainer.update.stopwatch import Stopwatch
 
 UNSENT_RECORDS = 1000
 """Records that wait for a server that is away; the server keeps about as many."""

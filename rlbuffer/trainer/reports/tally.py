@@ -8,8 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,31 +18,9 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.reports.mfu import Utilization
-from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
+from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.update import SUMS
-
-
-class Stopwatch:
-    """Seconds per part of a step, and in all since it was made."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """Seconds since it was made, measured parts or not."""
-        return time.perf_counter() - self._began
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Adds the block's time to `part`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
 class Tally:
@@ -55,7 +32,7 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
-        self.pass_times = PassTimes(ranks.device)
+        self.pass_times = Stopwatch(ranks.device)
         self.updates = 1
         """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
         self.gradient_norm = 0.0
@@ -149,7 +126,7 @@ class Tally:
             for name, value in sample.rewards.items():
                 named[sample.env][name] += value
                 counts[sample.env][name] += 1
-        seconds = {"wait": watch.seconds.get("wait", 0.0), **self.pass_times.seconds()}
+        seconds = {"wait": watch.seconds.get("wait", 0.0), **self.pass_times.seconds}
         return {
             "envs": envs,
             "named": named,

@@ -6,7 +6,7 @@ place before it. Only trained tokens pass the head, so prompts and padding cost 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,13 @@ from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
-from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of, uses_old
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import Blame
-from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
-from rlbuffer.trainer.update.token_choice import Known, collect_known, old_logprobs
+from rlbuffer.trainer.update.stopwatch import Stopwatch
+from rlbuffer.trainer.update.token_choice import choose, chooses, draws
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
@@ -66,62 +65,15 @@ def trained_tokens(
     )
 
 
-def accumulate(
-    policy: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    settings: TrainerSettings,
-    normalizers: Normalizers,
-    *,
-    world_size: int,
-    longest: int,
-    device: torch.device,
-    blame: Blame,
-    version: int | None = None,
-    known: Sequence[Known] | None = None,
-    ratios: Ratios | None = None,
-    pass_times: PassTimes | None = None,
-) -> Tensor:
-    """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
-
-    Gradients are averaged over ranks, so the loss is multiplied by their number: what remains is the sum over all
-    ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
-    still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
-
-    `blame` takes in each rollout's gradient, and names the rollouts in what is raised. `version` is the policy version
-    that is trained; `known`, one per micro-batch, comes from
-    :func:`rlbuffer.trainer.update.token_choice.collect_known`; `ratios` takes in every trained token's ratio to the
-    inference policy, `pass_times` the time of the passes: ``forward``, ``backward``, and the last backward pass, in
-    which the ranks wait for each other, as ``exchange``.
-    """
-    pass_times = pass_times or PassTimes(device)
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    for i, host_batch in enumerate(micro_batches):
-        is_last = i == len(micro_batches) - 1
-        with blame.naming(host_batch), exchanging(policy, is_last):
-            micro_batch = host_batch.to(device)
-            with pass_times.measure("forward"):
-                tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
-                if known is not None:
-                    tokens = known[i].add_to(tokens)
-                # What wraps the policy acts when a gradient reaches its output, and one is asked for below.
-                tokens = replace(tokens, logprobs=tokens.logprobs.clone())
-                per_token = per_token_of(tokens, settings.loss)
-                clipped = clipped_of(tokens, per_token)
-                share = loss_of(tokens, settings.loss, normalizers, longest=longest, per_token=per_token)
-                tokens.logprobs.retain_grad()
-            with pass_times.measure("exchange" if is_last and world_size > 1 else "backward"):
-                (share * world_size).backward()  # type: ignore[no-untyped-call]
-            blame.add(tokens)
-            sums += _sums(tokens, share, clipped, micro_batch)
-        if ratios is not None:
-            ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
-    return sums
-
-
 class Updates:
     """The updates of one step: their slices, in order, and what must be known of the step before the first of them.
 
     All ranks make the same updates of the same step; making the object may run the policy, and exchange counts.
+    `ratios` takes in every trained token's ratio to the inference policy, `pass_times` the time of the passes:
+    ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each other, as ``exchange``.
+
+    Where a step has several updates, ratios may be against the policy that it started from: its logprobs come from a
+    pass without gradients. With one update they are those of the training pass itself, and cost nothing.
     """
 
     def __init__(
@@ -133,56 +85,84 @@ class Updates:
         *,
         longest: int,
         ratios: Ratios | None = None,
-        pass_times: PassTimes | None = None,
+        pass_times: Stopwatch | None = None,
     ) -> None:
         self._policy = policy
-        self._version = step.number - 1
+        self._number = step.number
         self.blame = Blame(step.number, ranks)
-        """Of the update that was accumulated last."""
+        """Of the update that was accumulated last: it took in each rollout's gradient."""
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
-        self._ratios = ratios
-        self._pass_times = pass_times
+        self._ratios = ratios or Ratios()
+        self._times = pass_times or Stopwatch(ranks.device)
         self.parts: tuple[Slice, ...] = (
             slices_of(step, ranks, settings.optimizer.updates_per_pass) * settings.optimizer.passes
         )
         """One per update."""
+        self._uses_old = uses_old(settings.loss)
         self._old: list[Tensor] | None = None
-        if uses_old(settings.loss) and len(self.parts) > 1:
-            self._old = old_logprobs(policy, tuple(step), self._forward, ranks.device)
+        if self._uses_old and len(self.parts) > 1:
+            self._old = [self._look(micro_batch, 0).logprobs for micro_batch in step]
 
     def accumulate(self, part: Slice) -> Tensor:
-        """Adds the gradients of one update, as :func:`accumulate` does. -> sums [SUMS]."""
-        self.blame = Blame(self._version + 1, self._ranks)
-        end = part.start + len(part.micro_batches)
-        known = collect_known(
-            self._policy,
-            part.micro_batches,
-            self._settings.loss,
-            old=None if self._old is None else self._old[part.start : end],
-            forward=self._forward,
-            total=self._ranks.sum,
-            device=self._ranks.device,
-        )
-        return accumulate(
-            self._policy,
-            part.micro_batches,
-            self._settings,
-            part.normalizers,
-            world_size=self._ranks.world_size,
-            longest=self._longest,
-            device=self._ranks.device,
-            blame=self.blame,
-            version=self._version,
-            known=known,
-            ratios=self._ratios,
-            pass_times=self._pass_times,
-        )
+        """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums
+        [SUMS].
 
-    def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:
+        Gradients are averaged over ranks, so the loss is multiplied by their number: what remains is the sum over all
+        ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that
+        is still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
+
+        What it raises names the rollouts that were in training.
+        """
+        loss, world_size = self._settings.loss, self._ranks.world_size
+        self.blame = Blame(self._number, self._ranks)
+        chosen = self._chosen(part)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        for i, host_batch in enumerate(part.micro_batches):
+            is_last = i == len(part.micro_batches) - 1
+            with self.blame.naming(host_batch), exchanging(self._policy, is_last):
+                micro_batch = host_batch.to(self._ranks.device)
+                with self._times.measure("forward"):
+                    tokens = self._tokens(micro_batch, part.start + i)
+                    # What wraps the policy acts when a gradient reaches its output, and one is asked for below.
+                    tokens = replace(tokens, logprobs=tokens.logprobs.clone(), **chosen[i])
+                    per_token = per_token_of(tokens, loss)
+                    clipped = clipped_of(tokens, per_token)
+                    share = loss_of(tokens, loss, part.normalizers, longest=self._longest, per_token=per_token)
+                    tokens.logprobs.retain_grad()
+                with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
+                    (share * world_size).backward()  # type: ignore[no-untyped-call]
+                self.blame.add(tokens)
+                sums += _sums(tokens, share, clipped, micro_batch)
+            self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
+        return sums
+
+    def _chosen(self, part: Slice) -> Sequence[Mapping[str, Any]]:
+        """Fields of each micro-batch's tokens that must be known of all the update's tokens before the first gradient.
+
+        All ranks choose together. Where nothing is chosen, nothing is run.
+        """
+        if not chooses(self._settings.loss):
+            return [{}] * len(part.micro_batches)
+        tokens = [
+            replace(self._look(micro_batch, part.start + i), draws=draws(micro_batch, self._ranks.device))
+            for i, micro_batch in enumerate(part.micro_batches)
+        ]
+        return choose(tokens, self._settings.loss, self._ranks.sum)
+
+    @torch.no_grad()
+    def _look(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
         with self.blame.naming(micro_batch):
-            return trained_tokens(policy, micro_batch, temperature=self._settings.temperature, version=self._version)
+            return self._tokens(micro_batch.to(self._ranks.device), index)
+
+    def _tokens(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
+        """The tokens of the step's micro-batch `index`, beside the logprobs that their ratios are against."""
+        settings = self._settings
+        tokens = trained_tokens(self._policy, micro_batch, temperature=settings.temperature, version=self._number - 1)
+        if not self._uses_old:
+            return tokens
+        return replace(tokens, old_logprobs=tokens.logprobs.detach() if self._old is None else self._old[index])
 
 
 def take_step(

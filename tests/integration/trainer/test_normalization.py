@@ -12,19 +12,17 @@ from rlbuffer.config.losses import LossChoice
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.process.ranks import Ranks
-from rlbuffer.records.micro_batch import MicroBatch, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
-from rlbuffer.trainer.update.blame import Blame
-from rlbuffer.trainer.update.update import accumulate
+from rlbuffer.trainer.update.update import Updates
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 SHAPES = ((3, 9), (5, 2), (1, 17), (4, 6), (2, 30), (7, 1), (3, 12))
 """(prompt tokens, sampled tokens) of the rollouts."""
 ROW_TOKENS = 96
 CPU = torch.device("cpu")
-BLAME = Blame(1, Ranks(0, 1, CPU))
 
 
 def rollouts() -> list[Rollout]:
@@ -86,7 +84,19 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     # Not of a copy: norms in float64 hold on to the module that they were made for, and would be left out in silence.
     made.zero_grad(set_to_none=True)
-    sums = accumulate(made, parts, settings, normalizers, world_size=ranks, longest=ROW_TOKENS, device=CPU, blame=BLAME)
+    step = Step(
+        number=1,
+        epoch=0,
+        digest="",
+        world_size=ranks,
+        micro_batches=tuple(parts),
+        normalizers=normalizers,
+        rollouts=len(SHAPES),
+        groups=1,
+    )
+    updates = Updates(made, step, settings, Ranks(0, ranks, CPU), longest=ROW_TOKENS)
+    (whole,) = updates.parts
+    sums = updates.accumulate(whole)
     gradients = [p.grad.reshape(-1) for p in made.parameters() if p.grad is not None]
     assert len(gradients) == len(list(made.parameters()))
     return torch.cat(gradients), sums
@@ -112,16 +122,7 @@ def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
     normalizers = Normalizers(loss_tokens=10, rollouts=1, groups=1)
     dummy = cut(Plan(rows=((((),),),), world_size=1, row_tokens=ROW_TOKENS), 0, normalizers)
     assert dummy[0].is_dummy
-    accumulate(
-        made,
-        dummy,
-        TrainerSettings(loss=LossChoice(entropy_bonus=0.1)),
-        normalizers,
-        world_size=1,
-        longest=1,
-        device=CPU,
-        blame=BLAME,
-    )
+    gradient(made, dummy, TrainerSettings(loss=LossChoice(entropy_bonus=0.1)), normalizers, 1)
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
