@@ -197,9 +197,9 @@ def _recorded(report: Report) -> None:
 def _copies(report: Report, settings: RunSettings) -> None:
     import torch
 
-    from rlbuffer.trainer.fake import FakeBuffer
+    from rlbuffer.trainer.fake import FakeRun
 
-    step = next(FakeBuffer(settings, vocabulary=MODEL["vocab_size"]).reader().steps())
+    step = next(FakeRun(settings, vocabulary=MODEL["vocab_size"]).reader().steps())
     micro_batch = max(step, key=lambda m: m.length)
 
     def copy() -> None:

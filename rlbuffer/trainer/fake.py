@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,101 +31,44 @@ GROUP_SIZE = 4
 """Rollouts of a group."""
 
 
-class FakeBuffer:
-    """Stands in for :class:`rlbuffer.client.buffer.Buffer` where the trainer needs it."""
+class FakeRun:
+    """Stands in for a run where the trainer needs it: for its buffer, for one rank's reader, and for the policy, of
+    which nobody samples. Nothing of what it is told is kept but the place."""
+
+    has_ended = False
+    warns = False
 
     def __init__(self, settings: RunSettings, *, vocabulary: int) -> None:
-        self.settings = settings
+        self._settings = settings
         self._vocabulary = vocabulary
+        self._trained = 0
 
     def reader(
         self,
         rank: int = 0,
         world_size: int = 1,
         *,
-        timeout_seconds: float = 300.0,
-        pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
-        vocabulary: int | None = None,
-        adapters: bool = True,
         columns: Sequence[str] = (),
-    ) -> FakeReader:
-        """A reader for one rank; its tokens are the model's own, and its rollouts have `columns`."""
-        return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of, columns)
-
-    def add_record(self, record: Mapping[str, Any]) -> None:
-        """Nobody keeps it."""
-
-    def policy(self) -> FakePolicy:
-        """A policy that nobody samples from."""
-        return FakePolicy()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def __enter__(self) -> FakeBuffer:
+        **_: Any,
+    ) -> FakeRun:
+        """Itself, for one rank; its tokens are the model's own, and its rollouts have `columns`."""
+        self._rank, self._world_size = rank, world_size
+        self._padded_to, self._columns = pad_to_multiple_of, columns
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class FakePolicy:
-    """Remembers nothing: every version may be announced."""
-
-    def current(self, adapter: str = "") -> PolicyVersion:
-        """None was announced yet."""
-        return PolicyVersion(version=-1)
-
-    def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
-        """Nobody listens."""
-        return True
-
-
-class FakeReader:
-    """Yields made-up steps as :class:`rlbuffer.client.reader.Reader` yields pulled ones."""
-
-    def __init__(
-        self, settings: RunSettings, rank: int, world_size: int, vocabulary: int, padded_to: int, columns: Sequence[str]
-    ) -> None:
-        self._settings = settings
-        self._rank = rank
-        self._world_size = world_size
-        self._vocabulary = vocabulary
-        self._padded_to = padded_to
-        self._columns = columns
-        self._trained = 0
-
-    has_ended = False
-    warns = False
-
-    def start(self, resume_step: int | None = None) -> None:
+    def start(self, resume_step: int) -> None:
         """Continues after `resume_step`."""
-        if resume_step is not None:
-            self._trained = resume_step
+        self._trained = resume_step
 
     def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
-        """Yields step after step without end: it never waits, and so never asks `until`."""
-        number = self._trained + 1 if start is None else start
-        while True:
-            yield self._step(number)
-            number += 1
-
-    def still_there(self, step: Step) -> bool:
-        """It can be made up again at any time."""
-        return True
+        """Yields step after step without end, as :class:`rlbuffer.client.reader.Reader` yields pulled ones: it never
+        waits, and so never asks `until`."""
+        return map(self._step, count(self._trained + 1 if start is None else start))
 
     def trained(self, step: Step) -> None:
         """Remembers the place."""
         self._trained = step.number
-
-    def finished(self) -> None:
-        """Nobody asks."""
-
-    def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
-        """Nothing is ever retired."""
 
     def state_dict(self) -> dict[str, Any]:
         """The place."""
@@ -135,72 +78,86 @@ class FakeReader:
         """Goes to the place."""
         self._trained = int(state["step"])
 
-    def _groups(self, number: int) -> tuple[list[Rollout], list[Sample]]:
-        """The rollouts of a step, group by group, and what each is worth."""
+    def still_there(self, step: Step) -> bool:
+        """Its steps can be made again at any time."""
+        return True
+
+    def policy(self) -> FakeRun:
+        """Itself: every version may be announced."""
+        return self
+
+    def current(self) -> PolicyVersion:
+        """None was announced yet."""
+        return PolicyVersion(version=-1)
+
+    def announce(self, version: int, *, location: str, size: int, checksum: str) -> bool:
+        """Nobody listens."""
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nobody asks."""
+
+    add_record = finished = checkpointed = close = _nothing
+
+    def _groups(self, number: int) -> Iterator[PackItem]:
+        """The rollouts of a step, group by group, each with what it is worth."""
         rng = np.random.default_rng((self._settings.seed, number))
         further = np.random.default_rng((self._settings.seed, number, 1))  # no column changes a token
-        row_tokens = self._settings.batcher.row_tokens
-        rollouts, samples = [], []
+        row_tokens, vocabulary = self._settings.batcher.row_tokens, self._vocabulary
         for g in range(GROUPS):
-            prompt = rng.integers(0, self._vocabulary, rng.integers(1, max(2, row_tokens // 16)))
-            made = [_rollout(rng, prompt, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
+            prompt = rng.integers(0, vocabulary, rng.integers(1, max(2, row_tokens // 16)))
+            made = [_rollout(rng, prompt, row_tokens, vocabulary, number) for _ in range(GROUP_SIZE)]
             made = [replace(r, columns={n: _column(n, r, further) for n in self._columns}) for r in made]
             rewards = [float(r.reward or 0.0) for r in made]
             credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.loss_tokens for r in made])
             for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
-                rollouts.append(rollout)
-                samples.append(_sample(rollout, f"fake.{number}.{g}", i, float(credit)))
-        return rollouts, samples
+                sample = Sample(
+                    rollout_id=f"fake.{number}.{g}/{i}",
+                    group_id=f"fake.{number}.{g}",
+                    env="fake",
+                    reward=rollout.reward,
+                    rewards={},
+                    advantage=float(credit),
+                    policy_versions=(number - 1, number - 1),
+                    answer=None,
+                    prompt_tokens=rollout.prompt_tokens,
+                    length=rollout.length,
+                )
+                yield PackItem(rollout=rollout, length=rollout.length, sample=sample)
 
     def _step(self, number: int) -> Step:
-        row_tokens = self._settings.batcher.row_tokens
-        rollouts, samples = self._groups(number)
+        batcher, items = self._settings.batcher, [*self._groups(number)]
         planned = plan(
-            [r.length for r in rollouts],
-            row_tokens=row_tokens,
+            [item.length for item in items],
+            row_tokens=batcher.row_tokens,
             world_size=self._world_size,
-            rows_per_micro_batch=self._settings.batcher.rows_per_micro_batch,
-            cost=self._settings.batcher.cost,
+            rows_per_micro_batch=batcher.rows_per_micro_batch,
+            cost=batcher.cost,
             pad_to_multiple_of=self._padded_to,
         )
-        normalizers = Normalizers(
-            loss_tokens=sum(r.loss_tokens for r in rollouts), rollouts=len(rollouts), groups=GROUPS
-        )
-        items = [
-            PackItem(rollout=r, length=r.length, sample=s, adapter="") for r, s in zip(rollouts, samples, strict=True)
-        ]
-        micro_batches = assemble(
-            [micro_step[self._rank] for micro_step in planned.rows],
-            items,
-            row_tokens=row_tokens,
-            normalizers=normalizers,
-            pad_to_multiple_of=self._padded_to,
-        )
-        tokens = sum(r.length for r in rollouts)
-        reward = float(np.mean([r.reward for r in rollouts]))
+        loss_tokens = sum(int(item.rollout.loss_mask.sum()) for item in items if item.rollout is not None)
+        normalizers = Normalizers(loss_tokens=loss_tokens, rollouts=len(items), groups=GROUPS)
         step = Step(
             number=number,
             epoch=0,
             digest=hashlib.sha256(f"{self._settings.seed}:{number}".encode()).hexdigest(),
             world_size=self._world_size,
-            micro_batches=micro_batches,
+            micro_batches=assemble(
+                [micro_step[self._rank] for micro_step in planned.rows],
+                items,
+                row_tokens=batcher.row_tokens,
+                normalizers=normalizers,
+                pad_to_multiple_of=self._padded_to,
+            ),
             normalizers=normalizers,
-            rollouts=len(rollouts),
+            rollouts=len(items),
             groups=GROUPS,
         )
-        rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
-        env = {
-            "rollouts": len(rollouts),
-            "tokens": tokens,
-            "groups": GROUPS,
-            "reward": reward,
-            "age": 0.0,
-            "max_age": 0,
-        }
-        header = replace(
-            step.header, tokens=tokens, fill=tokens / (row_tokens * rows), envs={"fake": env}, reward=reward
-        )
-        return replace(step, header=header)
+        tokens, rows = sum(item.length for item in items), sum(len(rank) for dealt in planned.rows for rank in dealt)
+        reward = float(np.mean([item.sample.reward for item in items]))
+        env = {"rollouts": len(items), "tokens": tokens, "groups": GROUPS, "reward": reward, "age": 0.0, "max_age": 0}
+        fill = tokens / (batcher.row_tokens * rows)
+        return replace(step, header=replace(step.header, tokens=tokens, fill=fill, envs={"fake": env}, reward=reward))
 
 
 def _rollout(
@@ -227,18 +184,3 @@ def _column(name: str, rollout: Rollout, rng: np.random.Generator) -> NDArray[An
     if dtype.kind == "f":
         return rng.random((rollout.length, *shape)).astype(dtype)
     return rng.integers(0, 2, (rollout.length, *shape)).astype(dtype)
-
-
-def _sample(rollout: Rollout, group_id: str, index: int, credit: float) -> Sample:
-    return Sample(
-        rollout_id=f"{group_id}/{index}",
-        group_id=group_id,
-        env="fake",
-        reward=rollout.reward,
-        rewards={},
-        advantage=credit,
-        policy_versions=(rollout.min_policy_version, rollout.max_policy_version),
-        answer=None,
-        prompt_tokens=rollout.prompt_tokens,
-        length=rollout.length,
-    )

@@ -5,8 +5,8 @@
 A crash anywhere in between loses nothing: until the checkpoint that contains it is written, a step can be pulled and
 trained again with the same bytes; what was announced before is not announced again.
 
-Each word is a room: `setup` (device, ranks, policy), `pulls` (one step that all ranks hold), `update` and `losses`,
-`announcing` (versions for the workers), `reports` (metrics, lines), `resuming` (checkpoints).
+Each word is a room: `session` (device, ranks, policy), `pulls` (one step that all ranks hold), `update` and `losses`,
+`publishing` (versions for the workers), `reports` (metrics, lines), `resuming` (checkpoints).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.trainer.announcing import Announcer
 from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
+from rlbuffer.trainer.publishing import publish, publish_if_due
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.reports import Reports
@@ -60,9 +60,8 @@ def train(
         session.reader.start(place.step)
         session.write_pids()
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
-        announcer = Announcer(session)
         # After a resume samplers have this version, or a newer one, unless the server lost what was newer.
-        announcer.publish(place.step)
+        publish(session, place.step)
 
         pulls = Pulls(session)
         watch = Stopwatch()
@@ -103,7 +102,7 @@ def train(
             place.step = step.number
 
             with watch.measure("publish"):
-                announcer.publish_if_due(step)
+                publish_if_due(session, step)
                 session.reader.trained(step)
             reports.step(step, tally, watch, place)
 

@@ -1,4 +1,8 @@
-"""The weights that samplers get: all of the policy's, or with LoRA the adapter beside a base that is written once.
+"""The policy versions that samplers get, and the rule by which one is written and announced.
+
+A version is all of the policy's weights, or with LoRA the adapter beside a base that is written once. The trainer only
+announces. Workers find out how good a version is: they evaluate announced versions (``[eval.NAME]``), so that no rank
+ever waits for an evaluation.
 
 A trainer of the user's own publishes its model through :mod:`rlbuffer.weights.publishing`.
 """
@@ -6,46 +10,55 @@ A trainer of the user's own publishes its model through :mod:`rlbuffer.weights.p
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from rlbuffer.config.settings import RunSettings
-from rlbuffer.process.ranks import Ranks
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state
-from rlbuffer.trainer.model.packed_policy import PackedPolicy
-from rlbuffer.weights.files import publish, publish_adapter, publish_base
+from rlbuffer.trainer.session import TrainerSession
+from rlbuffer.weights.files import publish as publish_model
+from rlbuffer.weights.files import publish_adapter
 from rlbuffer.weights.model import config_of, narrow_dtype
 from rlbuffer.weights.places import announced, kept_versions
-from rlbuffer.weights.publishing import weights_folder
-from rlbuffer.weights.state import model_state
+from rlbuffer.weights.publishing import announce_once, weights_folder
+from rlbuffer.weights.state import is_sharded, model_state
 
 
-def write_base(settings: RunSettings, policy: PackedPolicy) -> PolicyVersion:
-    """Writes the model as it is, before an adapter is put into it, for the versions of the adapter to name."""
-    dtype = narrow_dtype(settings.model)
-    return publish_base(
-        weights_folder(settings),
-        state=model_state(policy, inside="model", dtype=dtype),
-        config=config_of(policy.model, dtype=dtype),
+def publish_if_due(session: TrainerSession, step: Step) -> None:
+    """Publishes after `step` was trained: at every ``publish.every``, at the end, and where it is waited for."""
+    settings = session.settings.trainer
+    if step.number % settings.publish.every == 0 or step.number == settings.steps:
+        publish(session, step.number)
+    elif step.header.waiting_for_version is not None:
+        # Nothing that could be sampled with an older one would still be young enough for the next step.
+        publish(session, step.number, unless=step.header.waiting_for_version)
+
+
+def publish(session: TrainerSession, version: int, *, unless: int | None = None) -> None:
+    """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
+    announce_once(
+        session.buffer.policy(),
+        session.settings,
+        version,
+        ranks=session.ranks,
+        is_sharded=is_sharded(session.policy),
+        unless=unless,
+        write=partial(_write, session, version),
     )
 
 
-def write_version(
-    settings: RunSettings, policy: PackedPolicy, version: int, *, ranks: Ranks, base: PolicyVersion | None
-) -> PolicyVersion | None:
-    """Writes a version of the policy. Sharded: all ranks must call it. -> what to announce, on rank 0; else None.
-
-    Args:
-        base: what :func:`write_base` wrote, when only an adapter is trained; None on other ranks than the first.
-    """
+def _write(session: TrainerSession, version: int) -> PolicyVersion | None:
+    """Writes a version of the policy. Sharded: all ranks must call it. -> what to announce, on rank 0; else None."""
+    settings, policy = session.settings, session.policy
     lora = settings.trainer.lora.rank > 0
-    state = model_state(policy, inside="model", dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
-    if ranks.rank != 0:
+    dtype = narrow_dtype(settings.model)
+    state = model_state(policy, inside="model", dtype=None if lora else dtype, only_trained=lora)
+    if not session.is_first:
         return None
     folder, keep = weights_folder(settings), kept_versions(settings)
-    if base is None:
-        dtype = narrow_dtype(settings.model)
-        return publish(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)
-    located = replace(base, location=announced(settings, base.location))
+    if session.base is None:
+        return publish_model(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)
+    located = replace(session.base, location=announced(settings, session.base.location))
     return publish_adapter(
         folder,
         version,

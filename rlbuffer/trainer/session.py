@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,16 +28,18 @@ from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.trainer.fake import FakeBuffer, FakeReader
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
-from rlbuffer.trainer.publishing import write_base
 from rlbuffer.trainer.ranks.parallel import distribute
 from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
-from rlbuffer.weights.model import build_model, narrow_dtype
+from rlbuffer.weights.files import publish_base
+from rlbuffer.weights.model import build_model, config_of, narrow_dtype
+from rlbuffer.weights.publishing import weights_folder
+from rlbuffer.weights.state import model_state
 
 EXCHANGE_GRACE_SECONDS = 60.0
 """Seconds that a rank waits for the other ranks in an exchange, beyond the wait for a step."""
@@ -60,8 +62,8 @@ class TrainerSession:
     module: nn.Module
     """Entry of the forward pass: `policy`, shared over the ranks."""
     optimizer: torch.optim.Optimizer
-    buffer: Buffer | FakeBuffer
-    reader: Reader | FakeReader
+    buffer: Buffer | FakeRun
+    reader: Reader | FakeRun
     stop: StopRequest
     stalls: StallWatch
     base: PolicyVersion | None = None
@@ -105,7 +107,7 @@ def open_session(
     _seed(settings.seed)
     model = _model_of(settings, device)
     vocabulary = vocabulary_of(model)
-    with _source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data) as buffer:
+    with closing(_source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data)) as buffer:
         policy = prepare(
             model,
             layout=settings.trainer.layout,
@@ -116,7 +118,13 @@ def open_session(
         )
         base = None
         if settings.trainer.lora.rank:
-            base = write_base(settings, policy) if rank == 0 else None
+            if rank == 0:  # as it is, before an adapter is put into it, for the versions of the adapter to name
+                dtype = narrow_dtype(settings.model)
+                base = publish_base(
+                    weights_folder(settings),
+                    state=model_state(policy, inside="model", dtype=dtype),
+                    config=config_of(policy.model, dtype=dtype),
+                )
             add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
         reader = buffer.reader(
@@ -155,10 +163,10 @@ def _model_of(settings: RunSettings, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def _source_of(settings: RunSettings, *, rank: int, vocabulary: int, fake_data: bool) -> Buffer | FakeBuffer:
+def _source_of(settings: RunSettings, *, rank: int, vocabulary: int, fake_data: bool) -> Buffer | FakeRun:
     """The run that the rank pulls from, or one that is made up."""
     if fake_data:
-        return FakeBuffer(settings, vocabulary=vocabulary)
+        return FakeRun(settings, vocabulary=vocabulary)
     return connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
 
 

@@ -21,7 +21,7 @@ from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
-from rlbuffer.trainer.fake import FakeBuffer
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
@@ -43,7 +43,7 @@ class Reports:
         self._session = session
         self._sinks: list[Sink] = []
         if session.is_first:
-            created = 0 if isinstance(session.buffer, FakeBuffer) else session.buffer.store.meta().created
+            created = 0 if isinstance(session.buffer, FakeRun) else session.buffer.store.meta().created
             self._sinks = sinks_of(session.settings, created=created)
         self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
@@ -159,7 +159,7 @@ class Reports:
         """The leader's numbers of the envs as it last said them, on rank 0; {} where it has said none, or the server is
         away."""
         buffer = self._session.buffer
-        if not self._session.is_first or isinstance(buffer, FakeBuffer):
+        if not self._session.is_first or isinstance(buffer, FakeRun):
             return {}
         try:
             return buffer_record(buffer.store.heartbeats("batcher").get(LEADER, {}))

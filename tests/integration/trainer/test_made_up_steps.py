@@ -12,7 +12,7 @@ import pytest
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.state.step_record import StepRecord
-from rlbuffer.trainer.fake import FakeBuffer
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
 
@@ -48,7 +48,7 @@ def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
 
 
 def test_further_columns_change_no_token_of_a_made_up_step() -> None:
-    buffer = FakeBuffer(RunSettings(batcher={"row_tokens": 64}), vocabulary=13)
+    buffer = FakeRun(RunSettings(batcher={"row_tokens": 64}), vocabulary=13)
     with_columns = next(buffer.reader(columns=("ref_logprobs", "entropy")).steps())
     without = next(buffer.reader().steps())
     for mine, theirs in zip(with_columns, without, strict=True):
