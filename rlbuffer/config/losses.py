@@ -126,6 +126,8 @@ class DriftOptions(Options):
 class LossFacts:
     """Facts about a loss that are known before it is computed."""
 
+    function: str = ""
+    """``module:name`` in :mod:`rlbuffer.trainer.losses`, of a built-in one."""
     options: type[Options] | None = None
     """None: any, a table."""
     divisor: Divisor = "tokens"
@@ -150,19 +152,26 @@ class CorrectionFacts:
 
 
 LOSSES: dict[str, LossFacts] = {
-    "clip": LossFacts(options=ClipOptions, divisor="rollouts"),
-    "dapo": LossFacts(options=ClipOptions),
-    "dr_grpo": LossFacts(options=LongestOptions, divisor="longest"),
-    "ratio": LossFacts(options=RatioOptions),
-    "kl_cov": LossFacts(options=KlCovOptions),
-    "clip_cov": LossFacts(options=ClipCovOptions),
-    "gspo": LossFacts(options=SequenceClipOptions, divisor="rollouts", auto_corrections={"tis": CapOptions()}),
-    "cispo": LossFacts(options=CispoOptions),
-    "masked_ratio": LossFacts(options=MaskOptions),
-    "dppo_tv": LossFacts(options=DppoOptions),
-    "tis": LossFacts(options=ClipOptions, divisor="rollouts", corrections={"tis": CapOptions()}),
-    "icepop": LossFacts(options=ClipOptions, corrections={"icepop": MaskOptions()}),
-    "decoupled": LossFacts(options=ClipOptions, corrections={"tis": CapOptions(cap=5.0)}),
+    "clip": LossFacts(function="clipping:clipped", options=ClipOptions, divisor="rollouts"),
+    "dapo": LossFacts(function="clipping:clipped", options=ClipOptions),
+    "dr_grpo": LossFacts(function="clipping:clipped", options=LongestOptions, divisor="longest"),
+    "ratio": LossFacts(function="weighting:capped_ratio", options=RatioOptions),
+    "kl_cov": LossFacts(function="weighting:kl_cov", options=KlCovOptions),
+    "clip_cov": LossFacts(function="clipping:clip_cov", options=ClipCovOptions),
+    "gspo": LossFacts(
+        function="clipping:sequence_clipped",
+        options=SequenceClipOptions,
+        divisor="rollouts",
+        auto_corrections={"tis": CapOptions()},
+    ),
+    "cispo": LossFacts(function="weighting:cispo", options=CispoOptions),
+    "masked_ratio": LossFacts(function="weighting:masked_ratio", options=MaskOptions),
+    "dppo_tv": LossFacts(function="weighting:dppo_tv", options=DppoOptions),
+    "tis": LossFacts(
+        function="clipping:clipped", options=ClipOptions, divisor="rollouts", corrections={"tis": CapOptions()}
+    ),
+    "icepop": LossFacts(function="clipping:clipped", options=ClipOptions, corrections={"icepop": MaskOptions()}),
+    "decoupled": LossFacts(function="clipping:clipped", options=ClipOptions, corrections={"tis": CapOptions(cap=5.0)}),
 }
 """Every loss by its name in ``trainer.loss.name``."""
 

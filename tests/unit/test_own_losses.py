@@ -1,11 +1,10 @@
-"""Losses from outside: registered by name, or named by a dotted path; and how long ours are."""
+"""Losses from outside: registered by name, or named by a dotted path."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,9 +15,6 @@ from rlbuffer.config.losses import LossChoice, columns_of
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, register_loss
-
-LOSSES = Path(__file__).parents[2] / "rlbuffer" / "trainer" / "losses"
-MOST_LINES = 30
 
 
 # What a newcomer writes, whole:

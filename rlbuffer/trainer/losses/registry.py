@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor
 from rlbuffer.config import losses
 from rlbuffer.config.imports import load, refused
 from rlbuffer.config.losses import Divisor, LossFacts, Options
-from rlbuffer.trainer.losses.clipping import clip_cov, clipped, sequence_clipped
-from rlbuffer.trainer.losses.selection import Score, covariance, drawn_covariance
+from rlbuffer.trainer.losses.selection import SCORES, Score
 from rlbuffer.trainer.losses.tokens import TrainedTokens
-from rlbuffer.trainer.losses.weighting import capped_ratio, cispo, dppo_tv, kl_cov, masked_ratio
 
 TokenLoss = Callable[[TrainedTokens, Any], Tensor]
 """(tokens, options) -> [N] loss per token, differentiable."""
@@ -26,7 +23,6 @@ TokenLoss = Callable[[TrainedTokens, Any], Tensor]
 class Loss:
     """A registered loss."""
 
-    name: str
     per_token: TokenLoss
     facts: LossFacts = field(default_factory=LossFacts)
     """Its options, its divisor, its corrections."""
@@ -35,6 +31,7 @@ class Loss:
 
 
 _LOSSES: dict[str, Loss] = {}
+"""Those that were asked for, or registered."""
 
 
 def register_loss(
@@ -54,7 +51,7 @@ def register_loss(
     """
     facts = LossFacts(options=options, divisor=divisor, columns=columns)
     losses.declare(name, facts)
-    _LOSSES[name] = Loss(name=name, per_token=_checked(per_token, name), facts=facts, score=score)
+    _LOSSES[name] = Loss(per_token=_checked(per_token, name), facts=facts, score=score)
 
 
 def get_loss(name: str) -> Loss:
@@ -63,19 +60,16 @@ def get_loss(name: str) -> Loss:
     Raises:
         ConfigError: there is none.
     """
-    if name in _LOSSES:
-        return _LOSSES[name]
-    return _own(name)
-
-
-@cache
-def _own(path: str) -> Loss:
-    """A loss of the user's own, named by its path."""
-    return Loss(name=path, per_token=_checked(load("trainer.loss.name", path, "(tokens, options)"), path))
+    if name not in _LOSSES:
+        facts = losses.LOSSES.get(name, LossFacts())
+        path = f"rlbuffer.trainer.losses.{facts.function}" if facts.function else name
+        function = load("trainer.loss.name", path, "(tokens, options)")
+        _LOSSES[name] = Loss(per_token=_checked(function, name), facts=facts, score=SCORES.get(name))
+    return _LOSSES[name]
 
 
 def _checked(own: TokenLoss, name: str) -> TokenLoss:
-    """A loss of the user's own; what it gives is checked, because a wrong shape would broadcast in silence."""
+    """Checks what a loss gives, which may be the user's own: a wrong shape would broadcast in silence."""
 
     def checked(tokens: TrainedTokens, options: Any) -> Tensor:
         given = own(tokens, options)
@@ -89,21 +83,3 @@ def _checked(own: TokenLoss, name: str) -> TokenLoss:
         return given
 
     return checked
-
-
-for _name, _per_token, _score in (
-    ("clip", clipped, None),
-    ("dapo", clipped, None),
-    ("dr_grpo", clipped, None),
-    ("ratio", capped_ratio, None),
-    ("kl_cov", kl_cov, covariance),
-    ("clip_cov", clip_cov, drawn_covariance),
-    ("gspo", sequence_clipped, None),
-    ("cispo", cispo, None),
-    ("masked_ratio", masked_ratio, None),
-    ("dppo_tv", dppo_tv, None),
-    ("tis", clipped, None),
-    ("icepop", clipped, None),
-    ("decoupled", clipped, None),
-):
-    _LOSSES[_name] = Loss(name=_name, per_token=_per_token, facts=losses.LOSSES[_name], score=_score)

@@ -58,6 +58,10 @@ def drawn_covariance(tokens: TrainedTokens, options: ClipCovOptions, means: Mean
     return torch.where(is_candidate, draws, torch.full_like(value, -torch.inf))
 
 
+SCORES: dict[str, Score] = {"kl_cov": covariance, "clip_cov": drawn_covariance}
+"""Of the losses that choose tokens."""
+
+
 def means_of(parts: Sequence[TrainedTokens], total: Total) -> Means:
     """Means over `parts` of all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
