@@ -24,7 +24,7 @@ from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
 from rlbuffer.trainer.model.norms import norms_in_float64
-from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test, shared_self_test
+from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
 from rlbuffer.trainer.model.shared_prompts import shared_tokens
 
 Layout = Literal["packed", "padded"]
@@ -179,14 +179,11 @@ def prepare(
 
 def _prove(policy: PackedPolicy, *, longest: int | None, share_prompts: bool) -> None:
     """Self-tests the policy as it is now; with `share_prompts` it shares them from here on."""
-    forward, compute, policy.shares_prompts = packed_forward(policy), policy.compute, False
-    self_test(policy.model, forward, longest=longest, compute=compute, keeps_rows=policy.layout == "padded")
-    if not share_prompts:
-        return
-    if policy.attention != ATTENTION:
+    if share_prompts and policy.attention != ATTENTION:
         raise PackedForwardError("trainer.share_prompts needs the segment attention")
-    policy.shares_prompts = True
-    shared_self_test(policy.model, forward, compute=compute)
+    keeps_rows = policy.layout == "padded"
+    for policy.shares_prompts in (False, True)[: 1 + share_prompts]:
+        self_test(policy.model, packed_forward(policy), longest=longest, compute=policy.compute, keeps_rows=keeps_rows)
 
 
 def packed_forward(policy: PackedPolicy) -> PackedForward:

@@ -6,29 +6,25 @@ refuses nothing and ignores nothing), and its own head. Everything faster has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.model.logprobs import LogitShape
 
-SELF_TEST_LENGTHS = (7, 1, 19, 5, 33, 12)
-"""Tokens of the self-test's segments: a lone token, and both sides of the smallest batch of the segment attention."""
-
-BEYOND_WINDOW = 33
-"""Tokens by which one more segment is longer than a sliding window."""
-
-SHARED_PROMPTS = (17, 3)
+PROMPTS = (17, 3, 1)
 """Tokens of the prompts that the self-test's rollouts share."""
-SHARED_ROLLOUTS = ((0, 6), (1, 19), (0, 1), (0, 33), (1, 2), (0, 0))
-"""The rollouts that share them, in the order of their row: (prompt, tokens of its own)."""
+ROLLOUTS = ((0, 6), (2, 0), (1, 2), (0, 0), (1, 30))
+"""The rollouts in the order of their row, (prompt, tokens of its own): a lone token among them, and both sides of the
+smallest batch of the segment attention."""
+BEYOND_WINDOW = 33
+"""Tokens by which one more rollout is longer than a sliding window."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Nats that packed and separate logprobs may differ by at most. float64 is not tighter because the models' norms and
@@ -47,9 +43,12 @@ def self_test(
     compute: torch.dtype | None = None,
     keeps_rows: bool = False,
 ) -> None:
-    """Runs a few segments packed by `forward` and one by one by the library, and compares.
+    """Runs a few rollouts packed by `forward` and one by one by the library, and compares.
 
-    With a sliding window one segment is longer than it, and the window must be seen: without it the library's own
+    Then puts other tokens to the end of the first rollout and of the row, and looks whether what lies between notices:
+    that finds a leak even in a model whose weights are still too small for attention to matter.
+
+    With a sliding window one rollout is longer than it, and the window must be seen: without it the library's own
     logprobs must be others, or nothing would have been proven.
 
     Args:
@@ -60,72 +59,45 @@ def self_test(
     Raises:
         PackedForwardError: with the largest difference and what it means.
     """
-    window = acting_window(model, longest)
-    lengths = SELF_TEST_LENGTHS if window is None else (*SELF_TEST_LENGTHS, tested_tokens(model, window, longest))
-    vocabulary, rng = vocabulary_of(model), np.random.default_rng(0)
-    rollouts = [rng.integers(0, vocabulary, n) for n in lengths]
-    others, first, last = [*range(lengths[0]), -1], lengths[0], lengths[-1]
-    separate, tolerance = _compare(model, forward, rollouts, others, slice(first, -1), compute=compute)
-    if window is not None and compute is None and not keeps_rows:
-        with _without_window(model):
-            tokens = torch.from_numpy(rollouts[-1]).to(separate.device)
-            seen = float((separate_logprobs(model, tokens) - separate[-last:]).abs().max())
-        if not seen > tolerance:
-            raise PackedForwardError(
-                f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
-                f"{last} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
-            )
-
-
-@torch.no_grad()
-def shared_self_test(model: PreTrainedModel, forward: PackedForward, *, compute: torch.dtype | None = None) -> None:
-    """The same with rollouts that begin alike, for a `forward` that computes what they share once."""
-    vocabulary, rng = vocabulary_of(model), np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, n) for n in SHARED_PROMPTS]
+    parameter = next(model.parameters())
+    device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
+    vocabulary, window, rng = vocabulary_of(model), acting_window(model, longest), np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, n) for n in PROMPTS]
     rollouts = []
-    for i, (prompt, own) in enumerate(SHARED_ROLLOUTS):
+    for i, (prompt, own) in enumerate(ROLLOUTS):
         first = [i % vocabulary][:own]  # unlike the others', so that they share the prompt and no more
         parts = (prompts[prompt], first, rng.integers(0, vocabulary, own - len(first)))
         rollouts.append(np.concatenate(parts).astype(np.int64))
-    own_of_first = [*range(SHARED_PROMPTS[0] + 1, len(rollouts[0]))]
-    _compare(model, forward, rollouts, own_of_first, slice(len(rollouts[0]), None), compute=compute)
-
-
-def _compare(
-    model: PreTrainedModel,
-    forward: PackedForward,
-    rollouts: Sequence[NDArray[np.int64]],
-    others: list[int],
-    still: slice,
-    *,
-    compute: torch.dtype | None,
-) -> tuple[Tensor, float]:
-    """Compares packed logprobs with separate ones. -> [T] the separate ones, and the difference that is allowed.
-
-    Then puts other tokens to the places `others` of the row, and looks whether the places `still` notice: that finds a
-    leak even in a model whose weights are still too small for attention to matter.
-    """
-    parameter = next(model.parameters())
-    device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
+    if window is not None:
+        rollouts.append(rng.integers(0, vocabulary, tested_tokens(model, window, longest)))
     lengths = [len(rollout) for rollout in rollouts]
     tokens = torch.from_numpy(np.concatenate(rollouts)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
     packed = forward(tokens, positions, cu_seqlens)
-    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)])
-    difference = float((packed - separate).abs().max())
+    separate = [separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)]
+    difference = float((packed - torch.cat(separate)).abs().max())
     if not difference <= tolerance:
         raise PackedForwardError(
             f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
         )
-    tokens[others] = (tokens[others] + 1) % vocabulary_of(model)
-    leak = float((forward(tokens, positions, cu_seqlens) - packed).abs()[still].max())
+    changed = tokens.clone()
+    others = [*range(PROMPTS[0] + 1, lengths[0]), -1]
+    changed[others] = (tokens[others] + 1) % vocabulary
+    leak = float((forward(changed, positions, cu_seqlens) - packed).abs()[lengths[0] : -1].max())
     if not leak <= tolerance / 100:
         raise PackedForwardError(
             f"changing a rollout, or a later token, moves other logprobs by {leak:.2g} nats: rollouts see each other, "
             "or the model is not causal"
         )
-    return separate, tolerance
+    if window is not None and compute is None and not keeps_rows:
+        with _without_window(model):
+            seen = float((separate_logprobs(model, tokens[-lengths[-1] :]) - separate[-1]).abs().max())
+        if not seen > tolerance:
+            raise PackedForwardError(
+                f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
+                f"{lengths[-1]} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
+            )
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

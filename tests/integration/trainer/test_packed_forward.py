@@ -71,7 +71,7 @@ def test_a_leak_too_small_to_change_a_fresh_models_logprobs_is_still_found() -> 
     honest = packed_forward(policy)
 
     def leaking(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return honest(input_ids, position_ids, cu_seqlens) + 5e-5 * (input_ids[0] % 2)
+        return honest(input_ids, position_ids, cu_seqlens) + 5e-5 * (input_ids[int(cu_seqlens[1]) - 1] % 2)
 
     with pytest.raises(PackedForwardError):
         self_test(model, leaking)

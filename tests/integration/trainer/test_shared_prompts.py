@@ -19,7 +19,7 @@ from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model import packed_policy
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
-from rlbuffer.trainer.model.selftest import shared_self_test
+from rlbuffer.trainer.model.selftest import self_test
 from rlbuffer.trainer.model.shared_prompts import SharedTokens, shared_tokens
 
 LLAMA4 = dict(LLAMA) | {
@@ -101,17 +101,17 @@ def test_a_forward_pass_that_shares_too_much_fails_the_self_test() -> None:
 
     def off(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         ids = input_ids.clone()
-        ids[int(cu_seqlens[2])] = ids[0] + 1  # a prompt that is not quite the others'
+        ids[int(cu_seqlens[3])] = ids[0] + 1  # a prompt that is not quite the others'
         return honest(ids, position_ids, cu_seqlens)
 
     with pytest.raises(PackedForwardError):
-        shared_self_test(model, off)
+        self_test(model, off)
 
     def leaking(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         return honest(input_ids, position_ids, cu_seqlens) + 5e-5 * (input_ids[int(cu_seqlens[1]) - 1] % 2)
 
     with pytest.raises(PackedForwardError):
-        shared_self_test(model, leaking)
+        self_test(model, leaking)
 
 
 def test_what_cannot_share_is_refused() -> None:
