@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
@@ -21,7 +22,7 @@ from rlbuffer.state.metric import metric
 from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.reports.mfu import Utilization
-from rlbuffer.trainer.reports.sinks import FILE_NAME, MetricsFile
+from rlbuffer.trainer.reports.sinks import FILE_NAME, sinks_of
 from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 
@@ -43,9 +44,8 @@ def filled(cls: type[StepRecord]) -> StepRecord:
 
 
 def written(folder: Path, record: StepRecord) -> Any:
-    file = MetricsFile(folder)
-    file.write(record)
-    file.close()
+    with sinks_of(RunSettings(trainer={"output": folder})) as (write,):
+        write(record)
     return json.loads((folder / FILE_NAME).read_text().splitlines()[-1])
 
 

@@ -105,19 +105,19 @@ def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, values: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install 'rlbuffer\[") as caught:
-        sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports=values)))
+    told = RunSettings(trainer=TrainerSettings(output=tmp_path, reports=values))
+    with pytest.raises(ConfigError, match=r"pip install 'rlbuffer\[") as caught, sinks_of(told):
+        pass
     assert caught.value.setting == f"trainer.reports.{next(iter(values))}"
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    file, sink = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True})))
-    for step in (1, 2):
-        sink.write(record(step))
-    sink.close()
-    file.close()
+    told = RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True}))
+    with sinks_of(told) as (_, write):
+        for step in (1, 2):
+            write(record(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
@@ -140,16 +140,14 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
         trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}),
     )
-    file, sink = sinks_of(told)
-    for step in (1, 2):
-        sink.write(record(step))
-    run: Any = wandb.run
-    assert run.name == "learns"
-    config = run.config.as_dict()
-    assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
-    assert "secret" not in str(config)
-    sink.close()
-    file.close()
+    with sinks_of(told) as (_, write):
+        for step in (1, 2):
+            write(record(step))
+        run: Any = wandb.run
+        assert run.name == "learns"
+        config = run.config.as_dict()
+        assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
+        assert "secret" not in str(config)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
     deadline = time.monotonic() + 60
     last = scalars(record(2).as_object())
@@ -168,12 +166,10 @@ def test_wandb_draws_every_step_of_each_life_of_a_run(monkeypatch: pytest.Monkey
     told = RunSettings(run="again", trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}))
     ids = []
     for created, steps in ((1, (1, 2, 3, 2, 3)), (1, ()), (2, (1,))):
-        file, sink = sinks_of(told, created=created)
-        ids.append(str(wandb.run.id))  # type: ignore[union-attr]
-        for step in steps:
-            sink.write(record(step))
-        sink.close()
-        file.close()
+        with sinks_of(told, created=created) as (_, write):
+            ids.append(str(wandb.run.id))  # type: ignore[union-attr]
+            for step in steps:
+                write(record(step))
     assert ids[0] == ids[1] != ids[2]
     path = next(p for p in tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb") if history_of(p))
     assert [row["step"] for row in history_of(path)] == [1, 2, 3, 2, 3]
@@ -227,7 +223,7 @@ def made(**changes: Any) -> Rollout:
 
 def test_a_rollout_is_shown_token_by_token_with_its_checks() -> None:
     batch = pack([made()], [0.25], row_tokens=8)
-    (table,) = tables(batch, torch.tensor([-0.5, -1.08]), step=4, decode=lambda token: f"<{token}>")
+    (table,) = tables(batch, torch.tensor([-0.5, -1.08]), step=4, decode=lambda tokens: f"<{tokens[0]}>")
     lines = table.splitlines()
     assert (
         "reward 1, advantage +0.25, 4 tokens, 2 of them prompt, policy versions 3 to 3, trained in step 4" in lines[0]

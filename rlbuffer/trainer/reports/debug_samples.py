@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,70 +34,43 @@ TABLE_HEAD = (
 )
 
 
-def show_samples(
-    session: TrainerSession, step: Step, count: int, *, write: Callable[[str], None] | None = None
-) -> None:
-    """Prints rank 0's first `count` rollouts of `step`, with checks. All ranks call it: they may share the model.
-
-    `write`: where the text goes; default: stderr, since stdout may be data.
-    """
-    say = write or (lambda text: print(printable(text, lines=True), file=sys.stderr, flush=True))
-    decode = decoder(session.settings)
-    left = session.ranks.first(min(count, sum(len(m.samples) for m in step)))
+@torch.no_grad()
+def show_samples(session: TrainerSession, step: Step, most: int) -> None:
+    """Prints rank 0's first `most` rollouts of `step` to stderr (stdout may be data), with checks, and keeps their
+    values. All ranks call it: they may share the model."""
+    decode, settings = text_decoder(session.settings), session.settings.trainer
     for micro_batch in step:
-        shown = session.ranks.first(len(micro_batch.samples))
-        if left <= 0:
-            return
-        with torch.no_grad():
-            tokens = trained_tokens(
-                session.module,
-                micro_batch.to(session.ranks.device),
-                temperature=session.settings.trainer.temperature,
-            )
-        if session.is_first:
-            for text in tables(micro_batch, tokens.logprobs.cpu(), step.number, decode)[:left]:
-                say(text)
+        on_device = micro_batch.to(session.ranks.device)
+        tokens = trained_tokens(session.module, on_device, temperature=settings.temperature)
+        if session.is_first and most > 0:
+            for text in tables(micro_batch, tokens.logprobs.cpu(), step.number, decode)[:most]:
+                print(printable(text, lines=True), file=sys.stderr, flush=True)
             with suppress(OSError):  # a full disk must not end the training that somebody looks into
-                keep(session.settings.output_dir / SAMPLES_FILE, micro_batch, tokens, step.number, left)
-        left -= shown
+                keep(session.settings.output_dir / SAMPLES_FILE, micro_batch, tokens, step.number, most)
+        most -= len(micro_batch.samples)
 
 
 def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, most: int) -> None:
     """Adds logprobs and entropies of the first `most` rollouts to `file`: what `rlbuffer inspect` shows per token."""
     counts = [int(torch.as_tensor(mask).sum()) for mask in micro_batch.unpack(micro_batch.loss_mask)]
-    ends = [*accumulate(counts, initial=0)]
-    logprobs, entropy = ([round(v, 6) for v in values.tolist()] for values in (tokens.logprobs, tokens.entropy))
+    logprobs, entropy = (torch.split(values.cpu(), counts) for values in (tokens.logprobs, tokens.entropy))
     lines = [
         {
             "schema": SAMPLE_SCHEMA,
             "group_id": sample.group_id,
             "rollout_id": f"{sample.rollout_id}.{sample.sequence}" if sample.sequences > 1 else sample.rollout_id,
             "step": step,
-            "logprobs": logprobs[first:end],
-            "entropy": entropy[first:end],
+            "logprobs": [round(value, 6) for value in logprobs[i].tolist()],
+            "entropy": [round(value, 6) for value in entropy[i].tolist()],
         }
-        for sample, (first, end) in zip(micro_batch.samples, pairwise(ends), strict=True)
-    ][:most]
+        for i, sample in enumerate(micro_batch.samples[:most])
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-class _Tokens(NamedTuple):
-    """The tokens of one rollout, each [length]."""
-
-    ids: Tensor
-    mask: Tensor
-    inference: Tensor
-    trainer: Tensor
-    reference: Tensor
-    """NaN where there is none."""
-    advantages: Tensor
-
-
-def tables(
-    micro_batch: MicroBatch, logprobs: Tensor, step: int, decode: Callable[[int], str] = lambda token: ""
-) -> list[str]:
+def tables(micro_batch: MicroBatch, logprobs: Tensor, step: int, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """One table per rollout, its checks below it.
 
     Shapes: ``logprobs`` [N], the trainer's, of the micro-batch's trained tokens in their order.
@@ -110,50 +82,51 @@ def tables(
         reference[:] = torch.as_tensor(micro_batch.columns["ref_logprobs"])
     if "ref_logprobs" in micro_batch.lacking:
         reference[torch.as_tensor(micro_batch.lacking["ref_logprobs"])] = math.nan
-    names = (micro_batch.input_ids, micro_batch.loss_mask, micro_batch.logprobs)
-    columns = [micro_batch.unpack(values) for values in (*names, trainer, reference, micro_batch.advantages)]
+    columns = (
+        micro_batch.input_ids,
+        micro_batch.loss_mask,
+        micro_batch.logprobs,
+        trainer,
+        reference,
+        micro_batch.advantages,
+    )
     out = []
-    for sample, *values in zip(micro_batch.samples, *columns, strict=True):
-        tokens = _Tokens(*map(torch.as_tensor, values))
+    for sample, *values in zip(micro_batch.samples, *(micro_batch.unpack(c) for c in columns), strict=True):
+        ids, mask, inference, ours, theirs, advantages = map(torch.as_tensor, values)
+        rows = []
+        ratios = (ours - inference).clamp(max=50.0).exp()
+        for t, token in enumerate(ids.tolist()):
+            row = f"{token:>7} {printable(decode([token]))[:14]:<14} "
+            if mask[t]:
+                numbers = [float(of[t]) for of in (inference, ours, theirs)]
+                cells = " ".join(f"{'' if math.isnan(number) else f'{number:.4f}':>9}" for number in numbers)
+                row += f"x    {cells} {float(ratios[t]):>7.3f} {float(advantages[t]):>+7.3f}"
+            rows.append(row if mask[t] else f"{row}.")
+        if len(rows) > MOST_ROWS:
+            rows[MOST_ROWS // 2 : -MOST_ROWS // 2] = [f"{'...':>7} {len(rows) - MOST_ROWS} more"]
         reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
         head = (
             f"rollout {sample.rollout_id} of group {sample.group_id}, env {sample.env}: reward {reward}, advantage "
             f"{sample.advantage:+.4g}, {sample.length} tokens, {sample.prompt_tokens} of them prompt, policy versions "
             f"{sample.policy_versions[0]} to {sample.policy_versions[1]}, trained in step {step}"
         )
-        out.append("\n".join([head, TABLE_HEAD, *_rows(tokens, decode), *_checks(sample, tokens, step)]))
+        checks = _checks(sample, mask, inference[mask].double(), ours[mask], advantages, step)
+        out.append("\n".join([head, TABLE_HEAD, *rows, *checks]))
     return out
 
 
-def _rows(tokens: _Tokens, decode: Callable[[int], str]) -> Iterator[str]:
-    length, half = len(tokens.ids), MOST_ROWS // 2
-    ratios = (tokens.trainer - tokens.inference).clamp(max=50.0).exp()
-    for t in range(length):
-        if length > MOST_ROWS and half <= t < length - half:
-            if t == half:
-                yield f"{'...':>7} {length - MOST_ROWS} more"
-            continue
-        token = int(tokens.ids[t])
-        start = f"{token:>7} {decode(token)[:14]:<14}"
-        if not tokens.mask[t]:
-            yield f"{start} ."
-            continue
-        logprobs = [float(values[t]) for values in (tokens.inference, tokens.trainer, tokens.reference)]
-        cells = " ".join(f"{'' if math.isnan(value) else f'{value:.4f}':>9}" for value in logprobs)
-        yield f"{start} x    {cells} {float(ratios[t]):>7.3f} {float(tokens.advantages[t]):>+7.3f}"
+def _checks(sample: Sample, mask: Tensor, sampled: Tensor, trained: Tensor, advantages: Tensor, step: int) -> list[str]:
+    """``ok`` or ``!`` with what was looked at, one line each.
 
-
-def _checks(sample: Sample, tokens: _Tokens, step: int) -> list[str]:
-    """``ok`` or ``!`` with what was looked at, one line each."""
-    mask, sampled = tokens.mask, tokens.inference[tokens.mask].double()
-    length, prompt = len(mask), int(mask[: sample.prompt_tokens].sum())
-    stray = int((tokens.advantages[~mask] != 0).sum())
+    Shapes: ``mask``, ``advantages`` [length]; ``sampled``, ``trained`` logprobs of its trained tokens.
+    """
+    prompt, stray = int(mask[: sample.prompt_tokens].sum()), int((advantages[~mask] != 0).sum())
     zeros = int((sampled == 0).sum())
     bounds = f"{float(sampled.min()):.4f} to {float(sampled.max()):.4f}" if len(sampled) else "nothing"
-    mean = float((tokens.trainer[mask] - sampled).abs().mean()) if len(sampled) else 0.0
+    mean = float((trained - sampled).abs().mean()) if len(sampled) else 0.0
     age = max(0, step - 1 - sample.policy_versions[0])
     verdicts = [
-        (length == sample.length, f"its span holds {length} tokens, {sample.length} were pushed"),
+        (len(mask) == sample.length, f"its span holds {len(mask)} tokens, {sample.length} were pushed"),
         (prompt == 0, f"{prompt} of {sample.prompt_tokens} prompt tokens are trained"),
         (len(sampled) > 0, f"{len(sampled)} tokens are trained"),
         (stray == 0, f"{stray} tokens that are not trained carry an advantage"),
@@ -167,27 +140,16 @@ def _checks(sample: Sample, tokens: _Tokens, step: int) -> list[str]:
     return [f"  {'ok' if good else '! '} {text}" for good, text in verdicts]
 
 
-def decoder(settings: RunSettings) -> Callable[[int], str]:
-    """Token id -> its text, with the tokenizer in the model's folder; "" where there is none."""
-    decode = text_decoder(settings)
-    return lambda token: _visible(decode([token]))
-
-
 def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
-    """Token ids -> their text, as :func:`decoder`."""
-    tokenizer: Any = None
-    if settings.model.path:
-        from transformers import AutoTokenizer
+    """Token ids -> their text, by the tokenizer in the model's folder; "" where there is none."""
+    if not settings.model.path:
+        return lambda tokens: ""
+    from transformers import AutoTokenizer
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                settings.model.path, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError):
-            tokenizer = None
-    return (lambda tokens: "") if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
-
-
-def _visible(text: str) -> str:
-    """Rollouts are untrusted: whatever moves the cursor is shown as Python writes it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            settings.model.path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError):
+        return lambda tokens: ""
+    return lambda tokens: str(tokenizer.decode(tokens))

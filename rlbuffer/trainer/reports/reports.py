@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
 from rlbuffer.trainer.reports.mfu import Utilization
-from rlbuffer.trainer.reports.sinks import Sink, finite, sinks_of
+from rlbuffer.trainer.reports.sinks import Write, finite, sinks_of
 from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.stopwatch import Stopwatch
@@ -41,10 +42,11 @@ class Reports:
 
     def __init__(self, session: TrainerSession) -> None:
         self._session = session
-        self._sinks: list[Sink] = []
+        self._open = ExitStack()
+        self._sinks: list[Write] = []
         if session.is_first:
             created = 0 if isinstance(session.buffer, FakeRun) else session.buffer.store.meta().created
-            self._sinks = sinks_of(session.settings, created=created)
+            self._sinks = self._open.enter_context(sinks_of(session.settings, created=created))
         self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
@@ -64,8 +66,7 @@ class Reports:
     ) -> None:
         if error is None:
             self._send()
-        for sink in self._sinks:
-            sink.close()
+        self._open.close()
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
@@ -108,8 +109,8 @@ class Reports:
             examples=self._examples(step),
             **self._proofs(step),
         )
-        for sink in self._sinks:
-            sink.write(record)
+        for write in self._sinks:
+            write(record)
         if self._session.is_first:
             self._unsent.append(finite(replace(record, examples=()).as_object()))
             self._send()
