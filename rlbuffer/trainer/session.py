@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
@@ -104,10 +103,21 @@ def open_session(
         torch.use_deterministic_algorithms(True)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
-    _seed(settings.seed)
-    model = _model_of(settings, device)
+    # The same on every rank; from a checkpoint on, each goes on with its own states.
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
+    random.seed(settings.seed)
+    model = build_model(settings.model, seed=settings.seed)
+    if why := router_loss(model.config.to_dict()):
+        raise ConfigError(why, setting="model")
+    nn.Module.to(model, device)
     vocabulary = vocabulary_of(model)
-    with closing(_source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data)) as buffer:
+    source: Buffer | FakeRun = (
+        FakeRun(settings, vocabulary=vocabulary)
+        if fake_data
+        else connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
+    )
+    with closing(source) as buffer:
         policy = prepare(
             model,
             layout=settings.trainer.layout,
@@ -155,21 +165,6 @@ def open_session(
         _KEPT_OPEN.append(module)
 
 
-def _model_of(settings: RunSettings, device: torch.device) -> PreTrainedModel:
-    model = build_model(settings.model, seed=settings.seed)
-    if why := router_loss(model.config.to_dict()):
-        raise ConfigError(why, setting="model")
-    nn.Module.to(model, device)
-    return model
-
-
-def _source_of(settings: RunSettings, *, rank: int, vocabulary: int, fake_data: bool) -> Buffer | FakeRun:
-    """The run that the rank pulls from, or one that is made up."""
-    if fake_data:
-        return FakeRun(settings, vocabulary=vocabulary)
-    return connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
-
-
 def device_of(settings: RunSettings) -> torch.device:
     """The device that this rank trains on; with CUDA, the one of its LOCAL_RANK."""
     setting = settings.trainer.device
@@ -180,13 +175,6 @@ def device_of(settings: RunSettings) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _seed(seed: int) -> None:
-    """The same on every rank; from a checkpoint on, each goes on with its own states."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def _join(settings: RunSettings, device: torch.device) -> Store | None:

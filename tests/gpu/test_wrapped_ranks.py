@@ -17,7 +17,7 @@ from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint, path_of, restore, save
 from rlbuffer.trainer.ranks import parallel
-from rlbuffer.trainer.ranks.digests import digest_parameters
+from rlbuffer.trainer.ranks.parallel import digest_parameters
 from rlbuffer.trainer.update.update import Updates, make_optimizer, take_step
 from rlbuffer.weights.state import model_state
 

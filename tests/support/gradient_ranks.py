@@ -25,7 +25,7 @@ from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.model.packed_policy import prepare
-from rlbuffer.trainer.ranks.digests import digest_parameters
+from rlbuffer.trainer.ranks.parallel import digest_parameters
 from rlbuffer.trainer.update.update import Updates, make_optimizer, take_step
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 

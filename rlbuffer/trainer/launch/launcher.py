@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.models import model_modules
@@ -35,7 +34,6 @@ def launch(
     settings: RunSettings,
     *,
     world_size: int,
-    output: Path | None = None,
     display: str = "plain",
     fake_data: bool = False,
     max_restarts: int = MOST_RESTARTS,
@@ -48,7 +46,6 @@ def launch(
     Call it from the main thread: it handles SIGINT and SIGTERM by letting the ranks write a checkpoint and leave.
 
     Args:
-        output: in place of ``settings.trainer.output``.
         display: of what rank 0 says: ``plain``, ``json`` or ``none`` (``metrics.jsonl`` has its steps anyway).
         fake_data: made-up steps in place of a server.
         max_restarts: in a row after which it gives up.
@@ -60,9 +57,7 @@ def launch(
         0 when the steps are trained, 130 when interrupted, else the exit code of what ended it; the message was said.
     """
     tell = say or _print
-    trainer = settings.trainer.model_copy(
-        update={"world_size": world_size} | ({"output": output.absolute()} if output is not None else {})
-    )
+    trainer = settings.trainer.model_copy(update={"world_size": world_size})
     # Ranks act on what was given here, not on the environment of the process that they are forked from.
     url = os.environ.get(URL_VARIABLE) or settings.redis_url
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})

@@ -11,11 +11,13 @@ its matrix outside of the head's own module, and tied embeddings are one tensor 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -74,3 +76,14 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor of which ranks may hold parts, whole. All ranks must ask for it."""
     gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return gathered
+
+
+def digest_parameters(module: nn.Module) -> str:
+    """SHA-256 (hex) of the bytes of all parameters, by name, by which ranks, or two runs, show that they hold the same.
+    Where ranks hold parts, all of them must call it."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(name.encode())
+        flat = whole(parameter.detach()).contiguous().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
