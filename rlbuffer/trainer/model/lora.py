@@ -62,16 +62,12 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
             peft.inject_adapter_in_model(config, model, _ADAPTER)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.targets = {targets}: {error}", setting="trainer.lora.targets") from error
-    if [model.get_output_embeddings(), model.get_input_embeddings()] != outside:  # type: ignore[no-untyped-call]
+    beyond = beyond_lora(adapter_config(model, base=""))
+    if beyond or [model.get_output_embeddings(), model.get_input_embeddings()] != outside:  # type: ignore[no-untyped-call]
+        what = f"experts, of which PEFT makes {beyond}" if beyond else "the embeddings or the head"
         raise ConfigError(
-            f"trainer.lora.targets = {targets} names the embeddings or the head: the head is computed in chunks of "
-            "its own matrix, which an adapter there would not reach. Leave them out",
-            setting="trainer.lora.targets",
-        )
-    if more := beyond_lora(adapter_config(model, base="")):
-        raise ConfigError(
-            f"trainer.lora.targets = {targets} names experts, whose weights are one parameter of the model: PEFT's "
-            f"adapter of them has {more}, which no sampler serves. Leave them out",
+            f"trainer.lora.targets = {targets} names {what}: no sampler serves an adapter of experts, and none would "
+            "act in the head, which is computed in chunks of its own matrix. Leave them out",
             setting="trainer.lora.targets",
         )
     for name, parameter in model.named_parameters():

@@ -12,7 +12,6 @@ import torch
 
 from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.update import update
 from rlbuffer.trainer.update.update import trained_tokens
@@ -76,22 +75,6 @@ def test_a_finished_run_that_is_given_more_steps_says_what_its_rate_does(
     assert len(warnings) == int(is_said)
     if is_said:
         assert all(value in warnings[0] for value in ("of 0,", "trainer.steps = 4", "0.25", f"{0.5 * 7 / 16:g}"))
-
-
-def test_a_resumed_run_of_several_updates_is_the_undisturbed_one(tmp_path: Path) -> None:
-    loss = {"loss": {"name": "decoupled", "top_entropy": 0.5}}
-    expected = trained(tmp_path / "whole", **loss)
-    trained(tmp_path / "halves", **loss)
-    (tmp_path / "halves" / "checkpoints" / "step-00000002" / "meta.json").unlink()
-    (tmp_path / "halves" / "metrics.jsonl").unlink()
-    again = trained(tmp_path / "halves", **loss)
-    assert [r["step"] for r in again] == [2]
-    for ours, theirs in zip(again, expected[1:], strict=True):
-        assert [ours[f] for f in ("loss", "grad_norm", "learning_rate")] == [
-            theirs[f] for f in ("loss", "grad_norm", "learning_rate")
-        ]
-    whole, halves = load_parameters(tmp_path / "whole", 2), load_parameters(tmp_path / "halves", 2)
-    assert all(torch.equal(halves[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize(("old", "is_still"), [("recomputed", True), ("inference", False)])
