@@ -21,8 +21,8 @@ from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import Prompt, Score
+from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.envs.episode import Episode
-from rlbuffer.worker.envs.vcopy import VCopy
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Sampling
 from rlbuffer.worker.samplers.conformance import CONTEXT, TOLERANCE

@@ -14,7 +14,7 @@ from rlbuffer.packing.pack import pack
 from rlbuffer.records.group import Ticket
 from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.update.update import trained_tokens
-from rlbuffer.worker.envs.vcopy import VCopy
+from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Sampler
 

@@ -18,9 +18,8 @@ from rlbuffer.records.info import ENV_NAME
 from rlbuffer.state.text import did_you_mean, no_such_option
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
+from rlbuffer.worker.envs.digits import Repeat, VCopy
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.repeat import Repeat
-from rlbuffer.worker.envs.vcopy import VCopy
 
 __all__ = [
     "ADAPTERS",

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.worker.envs.prompt import Score
-
 SYMBOLS = "0123456789_=$+-*<>"
 """Token id i is written as ``SYMBOLS[i]``: a digit is its own id."""
 VOCAB_SIZE = 13
@@ -58,9 +56,3 @@ def positions_right(target: NDArray[np.int32], answer: NDArray[np.int32]) -> flo
     shared = min(len(target), len(answer))
     right = int(np.count_nonzero(target[:shared] == answer[:shared]))
     return right / max(len(target), len(answer))
-
-
-def score_against(answer: str, tokens: NDArray[np.int32]) -> Score:
-    """Scores a completion against the answer's text, which is written without its end token."""
-    reward = positions_right(encode(answer + SYMBOLS[END]), tokens)
-    return Score(reward=reward, successes={"exact": reward == 1.0})
