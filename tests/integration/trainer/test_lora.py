@@ -17,16 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import sha256_of
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state, add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
 from rlbuffer.trainer.model.selftest import separate_logprobs
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.adapters import beyond_lora, state_of
-from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.model import build_model, load_into
-from rlbuffer.weights.serving import FileServer, make_app
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -90,26 +87,12 @@ def test_a_checkpoint_holds_the_adapter_alone_and_a_run_goes_on_from_it_exactly(
     assert bases[0] == bases[1]
 
 
-def test_an_adapter_of_the_trainer_reaches_another_host_over_http(tmp_path: Path) -> None:
-    trainer = tmp_path / "trainer"
-    wanted = settings(trainer, QWEN3, lora=LORA, steps=1)
-    with FileServer(make_app(trainer / "weights"), "127.0.0.1:0") as server:
-        run(wanted.model_copy(update={"weights": wanted.weights.model_copy(update={"url": server.url})}))
-        directory = published(trainer, 1)
-        base = json.loads((directory / "base.json").read_text())
-        assert base["location"] == f"{server.url}/base-{base['checksum'][:12]}"
-        weights = directory / "adapter_model.safetensors"
-        told = PolicyVersion(
-            version=1,
-            location=f"{server.url}/{directory.name}",
-            size=weights.stat().st_size,
-            checksum=sha256_of(weights),
-        )
-        fetched = VersionCache(tmp_path / "cache").localized(told)
-    merged = state_of(Path(fetched.location))
-    policy = policy_of(trainer, QWEN3, 1)
-    names = {name.replace(".base_layer", "") for name in policy.model.state_dict() if ".lora_" not in name}
-    assert merged.keys() == names - {"lm_head.weight"}
+def test_an_adapter_names_its_base_where_other_hosts_find_it(tmp_path: Path) -> None:
+    """Hosts download both: test_adapter_downloads."""
+    wanted = settings(tmp_path, QWEN3, lora=LORA, steps=1)
+    run(wanted.model_copy(update={"weights": wanted.weights.model_copy(update={"url": "http://trainer:8"})}))
+    base = json.loads((published(tmp_path, 1) / "base.json").read_text())
+    assert base["location"] == f"http://trainer:8/base-{base['checksum'][:12]}"
 
 
 def test_the_own_weights_stay_as_they_are_and_the_random_state_too() -> None:
