@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_SLEEP_SECONDS = 0.05
+MOST_SLEEP_SECONDS = 0.005
 
 
 class Ranks:
