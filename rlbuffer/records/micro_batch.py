@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,6 +68,16 @@ class Sample:
 def _on_host(array: Any) -> NDArray[Any]:
     """A numpy view or copy of an array that `MicroBatch.to` may have turned into a tensor on a device."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.cpu())
+
+
+def _move(array: Any, *, device: torch.device, non_blocking: bool) -> Any:
+    """A tensor on `device` with what is in an array, or in a tensor."""
+    import torch
+
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, copy=True))
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=non_blocking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,10 +197,14 @@ class MicroBatch:
             for name, array in sample.attachments.items():
                 arrays.setdefault(name, []).append(array)
         return {
-            name: np.concatenate(its)
+            name: self._moved(np.concatenate(its))
             for name, its in arrays.items()
-            if its[0].ndim and len({(array.shape[1:], array.dtype) for array in its}) == 1
+            if its[0].ndim and len({(array.ndim, array.shape[1:], array.dtype) for array in its}) == 1
         }
+
+    def _moved(self, array: NDArray[Any]) -> Any:
+        """It, or a tensor where :meth:`to` has moved the others."""
+        return array
 
     @cached_property
     def position_ids(self) -> NDArray[np.int32]:
@@ -290,22 +304,13 @@ class MicroBatch:
         """
         import torch
 
-        is_cuda = torch.device(device).type == "cuda"
-
-        def move(array: Any) -> Any:
-            tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, copy=True))
-            if is_cuda and tensor.device.type == "cpu":
-                return tensor.pin_memory().to(device, non_blocking=True)
-            return tensor.to(device, non_blocking=non_blocking)
-
+        move = partial(_move, device=torch.device(device), non_blocking=non_blocking)
         names = "input_ids", "cu_seqlens", "loss_mask", "logprobs"
         stored: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
-        columns, lacking, attachments = (
-            {k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking, self.attachments)
-        )
+        columns, lacking = ({k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking))
         moved = replace(self, **stored, columns=columns, lacking=lacking)
         vars(moved).update({name: move(getattr(self, name)) for name in DERIVED_ARRAYS}, samples=self.samples)
-        vars(moved)["attachments"] = attachments
+        vars(moved)["_moved"] = move  # those of a trainer that reads none stay where they are
         return moved
 
 

@@ -117,6 +117,20 @@ def test_attention_mask_is_causal_inside_each_segment_only() -> None:
     assert mask.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
+def test_attachments_of_equal_rows_are_joined_and_others_are_each_samples_own() -> None:
+    given = [
+        {"pixels": np.ones((2, 4), np.float32), "mixed": np.zeros(3, np.float32), "wide": np.zeros((1, 2))},
+        {"mixed": np.array(2.0, np.float32)},
+        {"pixels": np.zeros((1, 4), np.float32), "wide": np.zeros((1, 3))},
+    ]
+    made = pack([replace(make_rollout(4), attachments=its) for its in given], [1.0] * 3, row_tokens=16)
+    for micro_batch in (made, made.to("cpu")):
+        assert {name: array.tolist() for name, array in micro_batch.attachments.items()} == {
+            "pixels": [[1.0] * 4, [1.0] * 4, [0.0] * 4]
+        }
+        assert [sorted(sample.attachments) for sample in micro_batch.samples] == [sorted(its) for its in given]
+
+
 def test_column_advantages_wins_and_is_masked() -> None:
     batch = one([(0, 1)], [make_item(3, advantages=[9.0, 0.25, 0.5]), make_item(2, advantage=3.0)])
     assert batch.advantages.tolist() == [0, 0.25, 0.5, 0, 3]
