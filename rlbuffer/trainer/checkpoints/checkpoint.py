@@ -46,6 +46,10 @@ _TEMPORARY = ".tmp-"
 _RANDOM = "random"
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint that another version of rlbuffer wrote."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The trainer's place after a step: all of its state but tensors and random states. JSON types."""
@@ -162,11 +166,17 @@ def _own(policy: PackedPolicy, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:
-    """Step of the newest checkpoint that is whole, 0 when there is none; and what is wrong with newer ones."""
+    """Step of the newest checkpoint that is whole, 0 when there is none; and what is wrong with newer ones.
+
+    Raises:
+        CheckpointError: one is of another format. It may be whole, and saving would remove it.
+    """
     problems: list[str] = []
     for step in reversed(steps(directory)):
         try:
             _verify(path_of(directory, step))
+        except OtherFormat:
+            raise
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -307,7 +317,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if written_format != CHECKPOINT_FORMAT:
-        raise CheckpointError(f"{path} has format {written_format}, this version reads {CHECKPOINT_FORMAT}")
+        raise OtherFormat(
+            f"{path} has format {written_format}, this version reads {CHECKPOINT_FORMAT}: go on with the version that "
+            "wrote it, or use another trainer.output"
+        )
     return meta
 
 

@@ -107,6 +107,9 @@ def test_a_checkpoint_of_another_run_or_format_is_refused(
     meta.write_text(json.dumps(json.loads(meta.read_text()) | change))
     with pytest.raises(CheckpointError):
         load(tmp_path, 3, run="r")
+    if "format" in change:  # else a new one would begin, and its first save remove this one
+        with pytest.raises(CheckpointError):
+            newest(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, policy: Trained) -> None:
