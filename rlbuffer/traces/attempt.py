@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import InvalidRollout
+from rlbuffer.errors import InvalidRollout, RlbufferError
 from rlbuffer.records.failure import Failure, kind_of
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
@@ -91,7 +91,7 @@ def as_far_as_read(failure: Failure | None, read: Callable[[], Sequence[Stretch]
     """The sequences that `read` gives; of an attempt that failed none where they are damaged or not there."""
     try:
         return tuple(read())
-    except InvalidRollout:
+    except (RlbufferError, ValueError, TypeError, LookupError):
         if failure is None:
             raise
         return ()

@@ -134,6 +134,11 @@ def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(last: str, tr
             [],
             "the trace failed (agent_completed): ToolsetError: no server",
         ),
+        (
+            {"ok": False, "errors": [{"type": "ToolError", "message": "sandbox died"}]},
+            [branch(node("user", [1]), node("assistant", [5, 7], 2))],
+            "the trace failed (agent_completed): ToolError: sandbox died",
+        ),
         ({"ok": False, "stop_condition": None}, [], "the trace failed (no stop condition): failed: no reason given"),
         ({"rewards": {"exact": None}}, [], "the trace failed (agent_completed): unscored: exact"),
         ({}, [branch(node("user", [1, 2]))], "the trace failed (agent_completed): empty"),
