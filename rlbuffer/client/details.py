@@ -111,15 +111,19 @@ def _places(store: Viewer, view: GroupView) -> dict[tuple[str, int], StepPlace]:
 
 
 def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
-    """The rollouts that the step leaves out of these pushes, as far as their payloads can be read."""
+    """The rollouts that the step leaves out of these pushes, as far as their payloads can be read; one that came again
+    is there once."""
     found = left_out_of(store, step, refs)
     payloads = store.read_payloads([ref for ref, _ in found]) if found else []
     reasons = dict[str, str]()
     for (_, reason), data in zip(found, payloads, strict=True):
         with suppress(PayloadError):
-            reasons[payload.decode(data or b"").details.rollout_id] = reason
+            reasons.setdefault(payload.decode(data or b"").details.rollout_id, reason)
+    seen = {ref.info.rollout_id for ref in refs}
     for rollout in filter(None, payload.decode_rollouts(payloads)):
-        yield replace(_view_of(info_of(rollout), rollout), left_out=reasons[rollout.rollout_id])
+        if rollout.rollout_id not in seen:
+            seen.add(rollout.rollout_id)
+            yield replace(_view_of(info_of(rollout), rollout), left_out=reasons[rollout.rollout_id])
 
 
 def stand_ins(sources: GroupSource) -> list[PartRollout]:

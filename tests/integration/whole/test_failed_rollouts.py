@@ -91,6 +91,17 @@ def test_a_group_of_which_all_failed_is_dropped_and_holds_nobody_up(buffer: rlbu
     assert buffer.verify().ok
 
 
+def test_a_rollout_that_came_again_is_seen_once(buffer: rlbuffer.Buffer) -> None:
+    whole = replace(group_of(0, FAILED), planned_size=8)
+    first = replace(whole, rollouts=whole.rollouts[:6])
+    again = replace(whole, rollouts=(whole.rollouts[1], whole.rollouts[5], *whole.rollouts[6:]))
+    pulled(buffer, first, again)
+    detail = buffer.group("a.0")
+    members = [(member.rollout_id, member.left_out) for member in detail.members]
+    assert sorted(members) == [(f"a.0/{i}", "failed" if i in FAILED else "") for i in range(8)]
+    assert buffer.ledger().total().dropped.keys() == {"failed", "duplicate"}
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_people_see_who_failed_and_why(
     buffer: rlbuffer.Buffer, redis_url: str, run_name: str, typed: Call, is_packed: bool
