@@ -40,9 +40,11 @@ def show_samples(session: TrainerSession, step: Step, most: int) -> None:
     values. All ranks call it: they may share the model."""
     decode, settings = text_decoder(session.settings), session.settings.trainer
     for micro_batch in step:
+        if session.ranks.first(most) <= 0:
+            return
         on_device = micro_batch.to(session.ranks.device)
         tokens = trained_tokens(session.module, on_device, temperature=settings.temperature)
-        if session.is_first and most > 0:
+        if session.is_first:
             for text in tables(micro_batch, tokens.logprobs.cpu(), step.number, decode)[:most]:
                 print(printable(text, lines=True), file=sys.stderr, flush=True)
             with suppress(OSError):  # a full disk must not end the training that somebody looks into
