@@ -29,6 +29,7 @@ from rlbuffer.testing import make_group
 
 SELDOM = {
     "worker_failed_groups_total": "no group fails here",
+    "rollouts_failed_total": "no attempt fails here",
     "server_errors_total": "the server answers",
     "train_mfu_ratio": "the peak of a CPU is not known",
     "train_reward_part_mean": "these envs name no parts of a reward",
