@@ -10,6 +10,7 @@ import pytest
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.worker.envs import BUILT_IN, Prompt, Score, make_env
+from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, VOCAB_SIZE, encode, positions_right, render
 
 
@@ -99,6 +100,13 @@ def test_rendering_writes_foreign_ids_as_question_marks() -> None:
 
 def test_one_kind_of_env_can_serve_under_two_names() -> None:
     assert make_env("vcopy", name="vcopy-eval").name == "vcopy-eval"
+
+
+def test_an_env_made_from_a_built_in_one_keeps_its_name_unless_it_says_another() -> None:
+    class Mine(VCopy):
+        pass
+
+    assert (Mine().name, Mine(name="other").name) == ("vcopy", "other")
 
 
 def test_a_factory_of_the_users_own_gets_the_options() -> None:

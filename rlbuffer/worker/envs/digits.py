@@ -28,13 +28,14 @@ class Digits:
     all of them.
     """
 
+    name = ""
     vocab_size = VOCAB_SIZE
     eos_token_ids = (END,)
     max_new_tokens = 0
     """One more than the longest target, so that running on is possible and costs."""
 
     def __init__(self, *, name: str = "", seed: int = 0) -> None:
-        self.name = name or type(self).__name__.lower()
+        self.name = name or self.name
         self.seed = seed
 
     def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:
@@ -54,6 +55,7 @@ class VCopy(Digits):
     learn reliably in the same time.
     """
 
+    name = "vcopy"
     max_new_tokens = SLOTS + 2
 
     def prompt(self, number: int) -> Prompt:
@@ -72,6 +74,7 @@ class Repeat(Digits):
     markedly slower to learn.
     """
 
+    name = "repeat"
     max_new_tokens = MOST_REPEATS + 2
 
     def prompt(self, number: int) -> Prompt:
