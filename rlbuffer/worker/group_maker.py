@@ -53,9 +53,14 @@ def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
 
 def in_words(error: BaseException, settings: WorkerSettings) -> str:
     """Kind and text of an error; of a rollout that was not made in time, the limit."""
+    text = _text(error, settings)
+    return text if isinstance(error, TimeoutError) and not str(error) else f"{type(error).__name__}: {text}"
+
+
+def _text(error: BaseException, settings: WorkerSettings) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return f"not finished within rollout_timeout_seconds = {settings.rollout_timeout_seconds:g}"
-    return f"{type(error).__name__}: {error}"
+    return str(error)
 
 
 RETRIES = 1
@@ -303,8 +308,7 @@ class GroupMaker:
 
     def _failed(self, prompt: Prompt, error: BaseException, version: int) -> Rollout:
         """An attempt that failed, with what was sampled until then, for people; `version` sampled beside it."""
-        kind, message = kind_of(type(error).__name__), in_words(error, self._settings)
-        failure = Failure(kind, message.removeprefix(f"{kind}: "))
+        failure = Failure(kind_of(type(error).__name__), _text(error, self._settings))
         episode: Episode | None = getattr(error, "episode", None)
         if episode is not None and episode.sampled_tokens:
             with suppress(InvalidRollout):  # that may be why it failed

@@ -162,6 +162,12 @@ def test_a_group_of_more_than_half_of_its_rollouts_has_the_others_as_failed_atte
     assert failed.tokens.tolist() == group.rollouts[0].tokens.tolist()  # what was sampled until then
 
 
+def test_a_failure_says_the_text_of_its_error_under_a_kind_that_may_be_counted() -> None:
+    error = type("Größe", (ValueError,), {})("too large")
+    group = made(Tools(error, 0.5), Scripted(completion([3])), retries=0)
+    assert group.rollouts[2].failure == Failure("Gr--e", "too large")
+
+
 def test_what_failed_needs_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_maker, "RETRIES", 0)
     options = WorkerSettings(env="tools", group_size=3)
