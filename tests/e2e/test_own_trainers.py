@@ -126,6 +126,11 @@ if world_size > 1:
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 """
 """Parts that the README leaves to the reader: a model, a loss, an optimizer."""
+END = """
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+"""And the end: threads of gloo outlive main otherwise, and may abort the process."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -138,6 +143,6 @@ def test_the_readmes_lines_train_as_they_are(home: Home, ranks: int) -> None:
         for theirs, ours in changes.items():
             assert lines.count(theirs) == 1
             lines = lines.replace(theirs, ours)
-        (home.path / "readme.py").write_text(AROUND + lines)
+        (home.path / "readme.py").write_text(AROUND + lines + END)
         assert [home.ended(process, 60) for process in train(home, "readme", ranks=ranks)] == [0] * ranks, home.logs()
         assert (buffer.store.trainer().trained, buffer.policy().current().version) == (3, 3)

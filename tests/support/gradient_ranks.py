@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,3 +191,4 @@ def run_rank(
 
 if __name__ == "__main__":
     run_rank(int(sys.argv[1]), *json.loads(sys.argv[2]))
+    os._exit(0)  # as a rank of the trainer ends: threads of gloo outlive main, and may abort the process

@@ -88,7 +88,7 @@ def test_a_step_is_not_blamed_for_a_setting_or_a_lost_rank(tmp_path: Path, error
 
 
 RANK = """
-import sys, json, torch
+import os, sys, json, torch
 import torch.distributed as dist
 from types import SimpleNamespace as Some
 from rlbuffer.process.ranks import Ranks
@@ -100,7 +100,9 @@ logprobs.grad = torch.tensor([1.0, -6.0, 2.0, 0.0]) * (1 + rank)
 blame = Blame(7, Ranks(rank, 2, torch.device("cpu")))
 samples = [Some(rollout_id=f"g{rank}/{i}") for i in range(2)]
 blame.add(Some(logprobs=logprobs, rollout=torch.tensor([0, 0, 1, 1]), samples=samples))
-open(f"{folder}/{rank}.json", "w").write(json.dumps(blame.not_finite(float("inf"))))
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(blame.not_finite(float("inf")), file)
+os._exit(0)  # as a rank of the trainer ends: threads of gloo outlive main, and may abort the process
 """
 
 
