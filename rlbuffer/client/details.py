@@ -24,7 +24,7 @@ from rlbuffer.client.views import (
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.failure import Failure
-from rlbuffer.records.group import Group, info_of
+from rlbuffer.records.group import Group, infos_of
 from rlbuffer.records.info import GroupInfo, RolloutInfo, folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
@@ -123,7 +123,7 @@ def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator
     for rollout in filter(None, payload.decode_rollouts(payloads)):
         if rollout.rollout_id not in seen:
             seen.add(rollout.rollout_id)
-            yield replace(_view_of(info_of(rollout), rollout), left_out=reasons[rollout.rollout_id])
+            yield replace(_view_of(infos_of([rollout])[0], rollout), left_out=reasons[rollout.rollout_id])
 
 
 def stand_ins(sources: GroupSource) -> list[PartRollout]:

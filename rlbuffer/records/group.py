@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import NOT_GIVEN, as_items, plain, read_only, shown
-from rlbuffer.records.info import NUMBERS, GroupInfo, RolloutInfo, folded, group_fields
+from rlbuffer.records.info import ColumnKind, GroupInfo, RolloutInfo, group_fields, records_of, row_of
 from rlbuffer.records.rollout import Rollout, TokenSequence, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
-
-_OF_SEQUENCE = [(number.name, number.of) for number in NUMBERS if number.of is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +82,13 @@ class Group:
         """The sequences of all rollouts, in payload order."""
         return [sequence for rollout in self.rollouts for sequence in rollout.sequences]
 
+    def columns(self) -> tuple[ColumnKind, ...]:
+        """Every kind of further column that a rollout has, in order."""
+        kinds = {(name, a.dtype.str, a.shape[1:]) for s in self.sequences() for name, a in s.columns.items()}
+        return tuple(sorted(kinds))
+
     def info(self) -> GroupInfo:
         """The group as the batcher sees it: no payloads."""
-        columns = {(name, a.dtype.str, a.shape[1:]) for s in self.sequences() for name, a in s.columns.items()}
         return GroupInfo(
             group_id=self.group_id,
             env=self.env,
@@ -96,28 +98,19 @@ class Group:
             needs=self.needs,
             worker=self.worker,
             created=self.created,
-            columns=tuple(sorted(columns)),
-            rollouts=tuple(map(info_of, self.rollouts)),
+            columns=self.columns(),
+            rollouts=infos_of(self.rollouts),
         )
 
 
-def info_of(rollout: Rollout) -> RolloutInfo:
-    """A rollout as the batcher sees it, before it is encoded."""
-    main = RolloutInfo(
-        rollout_id=rollout.rollout_id,
-        reward=rollout.reward,
-        rewards=dict(rollout.rewards),
-        is_truncated=rollout.is_truncated,
-        failure=rollout.failure.kind if rollout.failure else "",
-        **{name: of(rollout) for name, of in _OF_SEQUENCE},
+def infos_of(rollouts: Sequence[Rollout]) -> tuple[RolloutInfo, ...]:
+    """Rollouts as the batcher sees them, before they are encoded."""
+    return records_of(
+        b"".join([row_of(rollout, sequence) for rollout in rollouts for sequence in rollout.sequences]),
+        [rollout.rollout_id for rollout in rollouts],
+        [dict(rollout.rewards) for rollout in rollouts],
+        [rollout.failure.kind if rollout.failure else "" for rollout in rollouts],
     )
-    if not rollout.further:
-        return main
-    further = [
-        replace(main, reward=None, rewards={}, failure="", **{name: of(sequence) for name, of in _OF_SEQUENCE})
-        for sequence in rollout.further
-    ]
-    return folded((main, *further))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, as_integer, as_number, as_text, shown
 
 if TYPE_CHECKING:
-    from rlbuffer.records.rollout import TokenSequence
+    from rlbuffer.records.rollout import Rollout, TokenSequence
 
 GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -29,6 +29,8 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 """Bytes of the payload of one sequence; a token takes at least one."""
 HAS_REWARD, IS_TRUNCATED, FURTHER = 1, 2, 4
 """Flags of a row. FURTHER: a sequence of the rollout of the row before, which has the reward."""
+Sealed = tuple[int, int]
+"""Bytes of an encoded payload, and the CRC-32 that it carries in its header; zeros before it is encoded."""
 
 
 class Number(NamedTuple):
@@ -42,22 +44,27 @@ class Number(NamedTuple):
     """The largest value, either sign, that is believed."""
     fold: str
     """Value of a rollout of several sequences: ``sum`` | ``min`` | ``max`` of theirs, or that of the ``first``."""
-    of: Callable[[TokenSequence], Any] | None = None
-    """Its value for a sequence; None where the encoder knows it."""
+    of: Callable[[Rollout, TokenSequence, Sealed], Any]
+    """Its value for a sequence of a rollout, and its payload."""
+
+
+def _flags(rollout: Rollout, sequence: TokenSequence) -> int:
+    own = FURTHER if sequence is not rollout else 0 if rollout.reward is None else HAS_REWARD
+    return own | (IS_TRUNCATED if rollout.is_truncated else 0)
 
 
 NUMBERS = (
-    Number("length", "I", MAX_PAYLOAD_BYTES, "sum", lambda s: len(s.tokens)),
-    Number("prompt_tokens", "I", MAX_PAYLOAD_BYTES, "first", lambda s: s.prompt_tokens),
-    Number("loss_tokens", "I", MAX_PAYLOAD_BYTES, "sum", lambda s: int(np.count_nonzero(s.loss_mask))),
-    Number("turns", "I", 2**32 - 1, "sum", lambda s: len(s.turns)),
-    Number("largest_token", "I", 2**31 - 1, "max", lambda s: s.tokens.item(s.tokens.argmax())),
-    Number("reward", "d", MAX_NUMBER, "first"),
-    Number("min_version", "Q", MAX_COUNT, "min", lambda s: min(s.version_spans)[0]),
-    Number("max_version", "Q", MAX_COUNT, "max", lambda s: max(s.version_spans)[0]),
-    Number("flags", "B", HAS_REWARD | IS_TRUNCATED | FURTHER, "first"),
-    Number("size", "I", MAX_PAYLOAD_BYTES, "sum"),
-    Number("checksum", "I", 2**32 - 1, "first"),
+    Number("length", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: len(s.tokens)),
+    Number("prompt_tokens", "I", MAX_PAYLOAD_BYTES, "first", lambda r, s, p: s.prompt_tokens),
+    Number("loss_tokens", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: np.count_nonzero(s.loss_mask)),
+    Number("turns", "I", 2**32 - 1, "sum", lambda r, s, p: len(s.turns)),
+    Number("largest_token", "I", 2**31 - 1, "max", lambda r, s, p: s.tokens.item(s.tokens.argmax())),
+    Number("reward", "d", MAX_NUMBER, "first", lambda r, s, p: 0.0 if s is not r or r.reward is None else r.reward),
+    Number("min_version", "Q", MAX_COUNT, "min", lambda r, s, p: min(s.version_spans)[0]),
+    Number("max_version", "Q", MAX_COUNT, "max", lambda r, s, p: max(s.version_spans)[0]),
+    Number("flags", "B", HAS_REWARD | IS_TRUNCATED | FURTHER, "first", lambda r, s, p: _flags(r, s)),
+    Number("size", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: p[0]),
+    Number("checksum", "I", 2**32 - 1, "first", lambda r, s, p: p[1]),
 )
 """The numbers of a sequence, from the push to the pull: a further one is a line here, a field of :class:`RolloutInfo`,
 and the place that uses it."""
@@ -65,8 +72,14 @@ ROW = struct.Struct("<" + "".join(number.code for number in NUMBERS))
 """The numbers of a sequence, packed; the reward is 0.0 for none."""
 ROW_DTYPE = np.dtype([(n.name, {"I": "<u4", "Q": "<u8", "B": "u1", "d": "<f8"}[n.code]) for n in NUMBERS])
 """A :data:`ROW` as a record of an array."""
+_NAMES = tuple(number.name for number in NUMBERS)
 _PYTHON_FOLDS: Mapping[str, Callable[[Sequence[int]], int]] = {"sum": sum, "min": min, "max": max}
 _FOLDS: Mapping[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def row_of(rollout: Rollout, sequence: TokenSequence, payload: Sealed = (0, 0)) -> bytes:
+    """The numbers of a sequence of a rollout as a :data:`ROW`."""
+    return ROW.pack(*[number.of(rollout, sequence, payload) for number in NUMBERS])
 
 
 def sequences_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
@@ -77,10 +90,9 @@ def sequences_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
 
 def rollouts_of(rows: NDArray[np.void]) -> NDArray[np.void]:
     """[sequences] of :data:`ROW_DTYPE` -> [rollouts] of it, folded; of single sequences the rows themselves."""
-    heads = np.flatnonzero(rows["flags"] & FURTHER == 0)
-    if len(heads) == len(rows):
+    if rows["flags"].max(initial=0) < FURTHER:
         return rows
-    out = rows[heads]
+    out = rows[heads := np.flatnonzero(rows["flags"] & FURTHER == 0)]
     for number in NUMBERS:
         if number.fold in _FOLDS:
             out[number.name] = _FOLDS[number.fold].reduceat(rows[number.name].astype(np.int64), heads)
@@ -234,6 +246,29 @@ class GroupInfo(_Unpacked):
             return rollouts
         ends = list(accumulate(len(rollout.sequences) for rollout in self.rollouts))
         return [place for i in rollouts for place in range(ends[i] - len(self.rollouts[i].sequences), ends[i])]
+
+
+def records_of(
+    rows: bytes, ids: Sequence[str], rewards: Sequence[Mapping[str, float]], failures: Sequence[str]
+) -> tuple[RolloutInfo, ...]:
+    """The rollouts of packed rows, with the id, named rewards and kind of failure of each."""
+    numbers = [dict(zip(_NAMES, row, strict=True)) for row in ROW.iter_unpack(rows)]
+    heads = [i for i, row in enumerate(numbers) if not row["flags"] & FURTHER]
+    made = []
+    for rollout_id, named, failure, start, end in zip(
+        ids, rewards, failures, heads, [*heads[1:], len(numbers)], strict=True
+    ):
+        first = _record(rollout_id, named, failure, numbers[start])
+        made.append(folded([first, *(_record(rollout_id, {}, "", row) for row in numbers[start + 1 : end])]))
+    return tuple(made)
+
+
+def _record(rollout_id: str, rewards: Mapping[str, float], failure: str, numbers: dict[str, Any]) -> RolloutInfo:
+    flags = numbers.pop("flags")
+    if not flags & HAS_REWARD:
+        numbers["reward"] = None
+    is_truncated = bool(flags & IS_TRUNCATED)
+    return RolloutInfo(rollout_id=rollout_id, rewards=rewards, is_truncated=is_truncated, failure=failure, **numbers)
 
 
 def rows_of(rollout: RolloutInfo) -> list[bytes]:

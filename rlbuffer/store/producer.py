@@ -59,9 +59,10 @@ class ProducerStore(Member):
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         if not (isinstance(error, ServerUnreachable) and self._answers(source.unnamed(group, sequence))):
             raise error
+        size = sum(_sizes(group, payload.encode_push(group)).values())
         raise PushBroken(
             f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
-            f"({sum(_sizes(payload.encode_push(group)).values())} bytes); the server answers others. If it breaks each "
+            f"({size} bytes); the server answers others. If it breaks each "
             "time, push the group in parts, or raise what limits a request: the server's client-query-buffer-limit, or "
             "a proxy's limit"
         ) from error
@@ -271,11 +272,11 @@ class _Push:
         self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
         self.name = source.keys.payload(group.group_id, self.suffix)
         push = payload.encode_push(group)
-        self.rollouts, self.tokens = len(push.info.rollouts), push.info.tokens
+        self.rollouts, self.tokens = len(group.rollouts), sum([rollout.length for rollout in group.rollouts])
         self.fields: dict[Any, Any] = {str(i): data for i, data in enumerate(push.payloads)}
         if push.group_payload is not None:
             self.fields["group"] = push.group_payload
-        self.sizes = _sizes(push)
+        self.sizes = _sizes(group, push)
         self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
@@ -293,11 +294,11 @@ def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:
     yield batch
 
 
-def _sizes(push: payload.EncodedPush) -> dict[str, int]:
+def _sizes(group: Group, push: payload.EncodedPush) -> dict[str, int]:
     """Bytes of each value of a push's payload, under what it is called in messages."""
     ids = [
         f"rollout {rollout.rollout_id}" + (f", sequence {i}" if i else "")
-        for rollout in push.info.rollouts
+        for rollout in group.rollouts
         for i in range(len(rollout.sequences))
     ]
     sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}

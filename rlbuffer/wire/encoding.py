@@ -13,7 +13,7 @@ from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS, plain
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import MAX_PAYLOAD_BYTES, GroupInfo
+from rlbuffer.records.info import MAX_PAYLOAD_BYTES, GroupInfo, row_of
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.wire.bounded_msgpack import MAX_LEVELS, pack
 from rlbuffer.wire.frame import (
@@ -26,21 +26,24 @@ from rlbuffer.wire.frame import (
     framed,
     payload_checksum,
 )
-from rlbuffer.wire.metadata import encode_info
+from rlbuffer.wire.metadata import decode_info, encode_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPush:
     """A group as it goes onto the wire."""
 
-    info: GroupInfo
-    """With size and checksum of every sequence."""
     metadata: bytes
-    """`info`, encoded: at most 64 KiB."""
+    """:attr:`info`, encoded: at most 64 KiB."""
     payloads: tuple[bytes, ...]
     """Sequence i is payload field ``str(i)``."""
     group_payload: bytes | None
     """Payload field ``group``: answer and metadata; None when there is neither."""
+
+    @property
+    def info(self) -> GroupInfo:
+        """The push as the batcher sees it, with size and checksum of every sequence."""
+        return decode_info(self.metadata)
 
 
 def encode_push(group: Group) -> EncodedPush:
@@ -50,22 +53,20 @@ def encode_push(group: Group) -> EncodedPush:
         InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
             metadata above 64 KiB; the message names the rollout and the sizes.
     """
-    sequences = [(r, i) for r in group.rollouts for i in range(len(r.sequences))]
-    arrays = [_arrays_of(rollout, number) for rollout, number in sequences]
-    info = group.info()
-    payloads = tuple(_encoded(*its, of_it) for its, of_it in zip(sequences, arrays, strict=True))
+    sequences = [(rollout, its, n) for rollout in group.rollouts for n, its in enumerate(rollout.sequences)]
+    arrays = [_arrays_of(*sequence) for sequence in sequences]
+    payloads, rows = list[bytes](), list[bytes]()
+    for (rollout, its, number), of_it in zip(sequences, arrays, strict=True):
+        data = _encoded(rollout, its, number, of_it)
+        payloads.append(data)
+        rows.append(row_of(rollout, its, (len(data), payload_checksum(data))))
     try:
         group_payload = encode_group_payload(group.answer, group.metadata)
     except PayloadError as error:
         raise InvalidRollout(f"group {group.group_id}: {error}") from None
-    for its, data in zip(info.sequences, payloads, strict=True):  # `info` is frozen for others, and new
-        object.__setattr__(its, "size", len(data))
-        object.__setattr__(its, "checksum", payload_checksum(data))
-    for rollout in info.rollouts:
-        if rollout.parts:
-            object.__setattr__(rollout, "size", sum(part.size for part in rollout.parts))
-            object.__setattr__(rollout, "checksum", rollout.parts[0].checksum)
-    return EncodedPush(info=info, metadata=encode_info(info), payloads=payloads, group_payload=group_payload)
+    failures = [rollout.failure.kind if rollout.failure else "" for rollout in group.rollouts]
+    metadata = encode_metadata(group, group.columns(), b"".join(rows), group.rollouts, failures)
+    return EncodedPush(metadata=metadata, payloads=tuple(payloads), group_payload=group_payload)
 
 
 def encode_rollout(rollout: Rollout, number: int = 0) -> bytes:
@@ -74,16 +75,17 @@ def encode_rollout(rollout: Rollout, number: int = 0) -> bytes:
     Raises:
         InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
     """
-    return _encoded(rollout, number, _arrays_of(rollout, number))
+    its = rollout.sequences[number]
+    return _encoded(rollout, its, number, _arrays_of(rollout, its, number))
 
 
-def _encoded(rollout: Rollout, number: int, arrays: Sequence[NDArray[Any]]) -> bytes:
+def _encoded(rollout: Rollout, its: TokenSequence, number: int, arrays: Sequence[NDArray[Any]]) -> bytes:
     """The payload of a sequence, whose arrays :func:`_arrays_of` has found small enough."""
     text = None if number or rollout.text is None else memoryview(rollout.text.encode())
-    details = _details_of(rollout, number, None if text is None else text.nbytes)
+    details = _details_of(rollout, its, number, None if text is None else text.nbytes)
     data = joined(details, arrays, text, tokens=len(arrays[0]))
     if len(data) > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, number, arrays, len(data))
+        raise _giant(rollout, its, number, arrays, len(data))
     return data
 
 
@@ -100,18 +102,17 @@ def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryv
     return framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
 
 
-def _arrays_of(rollout: Rollout, number: int) -> list[NDArray[Any]]:
+def _arrays_of(rollout: Rollout, its: TokenSequence, number: int) -> list[NDArray[Any]]:
     """Every array of a sequence in wire order.
 
     Raises:
         InvalidRollout: they and the text take more than 64 MiB, or one has a dimension beyond what is read.
     """
-    its = rollout.sequences[number]
     arrays = [its.tokens, its.loss_mask, its.logprobs, *its.columns.values(), *its.attachments.values()]
     size = HEADER.size + sum([array.nbytes for array in arrays]) + (0 if number else len(rollout.text or ""))
     if size > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, number, arrays, size)
-    for i, array in enumerate(arrays):
+        raise _giant(rollout, its, number, arrays, size)
+    for i, array in enumerate(arrays[len(REQUIRED_COLUMNS) :], len(REQUIRED_COLUMNS)):
         # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
             name = _names(its)[i]
@@ -119,9 +120,11 @@ def _arrays_of(rollout: Rollout, number: int) -> list[NDArray[Any]]:
     return arrays
 
 
-def _giant(rollout: Rollout, number: int, arrays: Sequence[NDArray[Any]], size: int) -> InvalidRollout:
+def _giant(
+    rollout: Rollout, its: TokenSequence, number: int, arrays: Sequence[NDArray[Any]], size: int
+) -> InvalidRollout:
     """The refusal of a payload of `size` bytes."""
-    names = _names(rollout.sequences[number])
+    names = _names(its)
     text = 0 if number else len(rollout.text or "")
     parts = [*zip(names, (a.nbytes for a in arrays), strict=True), ("text", text)]
     largest = sorted(parts, key=lambda item: -item[1])[:3]
@@ -136,7 +139,7 @@ def _names(sequence: TokenSequence) -> list[str]:
     return [*REQUIRED_COLUMNS, *sequence.columns, *(f"attachment {name}" for name in sequence.attachments)]
 
 
-def _details_of(rollout: Rollout, number: int, text_bytes: int | None) -> bytes:
+def _details_of(rollout: Rollout, its: TokenSequence, number: int, text_bytes: int | None) -> bytes:
     """Everything that a payload says of its sequence beside the arrays; the first one's says what is the rollout's.
 
     Only what a map holds can have changed since the record was checked, so only that is checked again.
@@ -144,7 +147,6 @@ def _details_of(rollout: Rollout, number: int, text_bytes: int | None) -> bytes:
     Raises:
         InvalidRollout: they take more than 4 MiB, or hold what msgpack cannot.
     """
-    its = rollout.sequences[number]
     try:
         packed = pack(
             [

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -35,14 +35,19 @@ from rlbuffer.records.info import (
     NUMBERS,
     ROW,
     ROW_DTYPE,
+    ColumnKind,
+    GroupFields,
     GroupInfo,
     RolloutInfo,
     Totals,
-    folded,
+    records_of,
     totals_of,
     unfrozen,
 )
 from rlbuffer.wire.checksum import crc32
+
+if TYPE_CHECKING:
+    from rlbuffer.records.rollout import Rollout
 
 MAX_METADATA_BYTES = 64 * 2**10
 """Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
@@ -88,40 +93,63 @@ _BOUNDED = {n.name for n in NUMBERS if n.code in "dQ" or (n.code == "I" and n.mo
 
 
 def encode_info(info: GroupInfo) -> bytes:
+    """The metadata of a push, as :func:`encode_metadata`."""
+    its = info.rollouts
+    try:
+        rows = info.rows
+    except struct.error as error:
+        raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
+    failures = [rollout.failure for rollout in its]
+    return encode_metadata(info, info.columns, rows, its, failures)
+
+
+def encode_metadata(
+    group: GroupFields,
+    columns: Sequence[ColumnKind],
+    rows: bytes,
+    rollouts: Sequence[Rollout | RolloutInfo],
+    failures: Sequence[str],
+) -> bytes:
     """The metadata of a push.
+
+    Args:
+        rows: a :data:`~rlbuffer.records.info.ROW` for each sequence.
+        failures: the kind of each rollout's failure, "" of those that have not failed.
 
     Raises:
         InvalidRollout: it is larger than 64 KiB, or could not be read again.
     """
-    rollouts = info.rollouts
-    ids = [r.rollout_id for r in rollouts]
-    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
-    failures: dict[str, list[int]] = {}
-    for place, rollout in enumerate(rollouts):
-        if rollout.failure:
-            failures.setdefault(rollout.failure, []).append(place)
+    ids = [rollout.rollout_id for rollout in rollouts]
+    names = dict.fromkeys([name for rollout in rollouts for name in rollout.rewards])
+    failed: dict[str, list[int]] = {}
+    for place, failure in enumerate(failures):
+        if failure:
+            failed.setdefault(failure, []).append(place)
+    values: list[Any] = [
+        group.group_id,
+        group.env,
+        group.prompt_id,
+        group.adapter,
+        group.planned_size,
+        [*group.needs],
+        group.worker,
+        group.created,
+        None if ids == default_ids(group.group_id, len(ids)) else ids,
+        rows,
+        {name: [rollout.rewards.get(name) for rollout in rollouts] for name in names},
+        [*columns],
+    ]
+    kind: type[_Push] = _Push
+    if failed:
+        kind, values = _PushWithFailures, [*values, failed]
     try:
-        values: dict[str, Any] = {
-            "group_id": info.group_id,
-            "env": info.env,
-            "prompt_id": info.prompt_id,
-            "adapter": info.adapter,
-            "planned_size": info.planned_size,
-            "needs": [*info.needs],
-            "worker": info.worker,
-            "created": info.created,
-            "ids": None if ids == default_ids(info.group_id, len(ids)) else ids,
-            "rows": info.rows,
-            "rewards": {name: [r.rewards.get(name) for r in rollouts] for name in names},
-            "columns": [*info.columns],
-        }
-        data = _ENCODE(_PushWithFailures(**values, failures=failures) if failures else _Push(**values))
-    except (struct.error, TypeError, ValueError, OverflowError) as error:
-        raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
+        data = _ENCODE(kind(*values))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRollout(f"group {group.group_id}: metadata {error}") from None
     data += struct.pack(">I", crc32(data))
     if len(data) > MAX_METADATA_BYTES:
         raise InvalidRollout(
-            f"group {info.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
+            f"group {group.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
             f"(64 KiB): {len(ids)} rollouts with {len(names)} named rewards; push the group in parts"
         )
     return data
@@ -191,7 +219,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
     made.created = push.created
     made.rows = push.rows
     made.totals = totals
-    made._unpack = partial(_rollouts, push)
+    made._unpack = partial(_rollouts, push, totals.rollouts)
     made.__class__ = GroupInfo
     info: GroupInfo = made
     if isinstance(push, _PushWithFailures):
@@ -201,26 +229,15 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
     return info
 
 
-def _rollouts(push: _Push) -> tuple[RolloutInfo, ...]:
-    rows = [dict(zip(_NUMBER_NAMES, row, strict=True)) for row in ROW.iter_unpack(push.rows)]
-    heads = [i for i, row in enumerate(rows) if not row["flags"] & FURTHER]
-    ids = default_ids(push.group_id, len(heads)) if push.ids is None else push.ids
+def _rollouts(push: _Push, count: int) -> tuple[RolloutInfo, ...]:
+    ids = default_ids(push.group_id, count) if push.ids is None else push.ids
+    failures = [""] * count
     if isinstance(push, _PushWithFailures):
-        kinds = {place: kind for kind, places in push.failures.items() for place in places}
-        for place, start in enumerate(heads):
-            rows[start]["failure"] = kinds.get(place, "")
-    made = []
-    for name, rewards, start, end in zip(ids, _named(push, len(heads)), heads, [*heads[1:], len(rows)], strict=True):
-        parts = [_record(name, rewards if i == start else _NONE, rows[i]) for i in range(start, end)]
-        made.append(parts[0] if len(parts) == 1 else folded(parts))
-    return tuple(made)
-
-
-def _record(rollout_id: str, rewards: Mapping[str, float], numbers: dict[str, Any]) -> RolloutInfo:
-    flags = numbers.pop("flags")
-    if not flags & HAS_REWARD:
-        numbers["reward"] = None
-    return RolloutInfo(rollout_id=rollout_id, rewards=rewards, is_truncated=bool(flags & IS_TRUNCATED), **numbers)
+        for kind, places in push.failures.items():
+            for place in places:
+                if place < count:
+                    failures[place] = kind
+    return records_of(push.rows, ids, _named(push, count), failures)
 
 
 def _named(push: _Push, count: int) -> Sequence[Mapping[str, float]]:
@@ -242,8 +259,7 @@ def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, floa
     unpack = getattr(info, "_unpack", None)
     if unpack is None:
         return [rollout.rollout_id for rollout in info.rollouts], [rollout.rewards for rollout in info.rollouts]
-    (push,) = unpack.args
-    count = info.totals.rollouts
+    push, count = unpack.args
     return push.ids or default_ids(push.group_id, count), _named(push, count)
 
 

@@ -192,7 +192,7 @@ def lying(array: str, lie: bytes) -> Callable[[Group], payload.EncodedPush]:
         rollouts = (push.info.rollouts[0], info, *push.info.rollouts[2:])
         infos = replace(push.info, rollouts=rollouts)
         its = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
+        return replace(push, payloads=its, metadata=payload.encode_info(infos))
 
     return encoded
 
@@ -327,7 +327,7 @@ def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monke
         info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
         infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
         its = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, info=infos, payloads=its, metadata=payload.encode_info(infos))
+        return replace(push, payloads=its, metadata=payload.encode_info(infos))
 
     with monkeypatch.context() as patched:
         patched.setattr(payload, "encode_push", marked)
