@@ -66,6 +66,8 @@ class Part(NamedTuple):
     @property
     def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
         """(reason, rollouts, tokens) of what is left out, as an :class:`EntryUse` has it."""
+        if not self.left_out:
+            return ()
         lengths: dict[Reason, list[int]] = {}
         for place, reason in self.left_out:
             lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
@@ -132,11 +134,6 @@ class Group:
         """The rollouts that have joined, in order of arrival."""
         its = [part.rollouts for part in self.parts.values()]
         return its[0] if len(its) == 1 else [rollout for rollouts in its for rollout in rollouts]
-
-    @property
-    def rows(self) -> bytes:
-        """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
-        return b"".join([part.rows for part in self.parts.values()])
 
     @property
     def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:

@@ -29,7 +29,7 @@ from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, Plann
 
 def _rows(groups: Sequence[Group]) -> NDArray[np.void]:
     """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
-    return np.frombuffer(b"".join([group.rows for group in groups]), ROW_DTYPE)
+    return np.frombuffer(b"".join([part.rows for group in groups for part in group.parts.values()]), ROW_DTYPE)
 
 
 def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
@@ -132,7 +132,11 @@ def advantages_of(
 
 def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
-    numbers = rollouts_of(_rows(groups))
+    return _trained(_rows(groups), config)
+
+
+def _trained(rows: NDArray[np.void], config: BatcherConfig) -> NDArray[np.int64]:
+    numbers = rollouts_of(rows)
     tokens = numbers["loss_tokens"].astype(np.int64)
     if config.truncated == "mask":
         tokens[_are_truncated(numbers)] = 0
@@ -156,12 +160,13 @@ def step_plan(
 ) -> StepPlan:
     """The step that trains `groups` with these `advantages` of their rollouts, laid out as `rows`; every entry
     accounted. `flat` of them teach nothing."""
-    masks, loss_tokens = config.truncated == "mask", trained_tokens(groups, config)
+    its, masks = _rows(groups), config.truncated == "mask"
+    loss_tokens = _trained(its, config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
         rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
-        advantages=np.repeat(advantages, sequences_of(_rows(groups))),
+        advantages=np.repeat(advantages, sequences_of(its)),
         plan=rows,
         normalizers=Normalizers(loss_tokens=int(loss_tokens.sum()), rollouts=len(loss_tokens), groups=len(groups)),
         tokens=sum(group.tokens for group in groups),
