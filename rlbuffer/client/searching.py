@@ -232,10 +232,11 @@ def _check_amount(total: int) -> None:
 
 
 def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
-    """The rollout with the text that a filter looks at: what was pushed, else what `text_of` gives."""
+    """The rollout with the text that a filter looks at: what was pushed, else what `text_of` gives of each sequence."""
     if member.text is not None or member.rollout is None or text_of is None:
         return member
-    return replace(member, text=text_of(member.rollout))
+    texts = [text for sequence in member.rollout.sequences if (text := text_of(sequence)) is not None]
+    return replace(member, text="\n".join(texts) if texts else None)
 
 
 def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[_Sequences]:

@@ -78,7 +78,7 @@ class StepPlace(NamedTuple):
 
 
 class SharedBeginning(NamedTuple):
-    """What a sequence begins with that an earlier one of its rollout begins with, too: the same token ids."""
+    """The token ids that a sequence and an earlier one of its rollout both begin with."""
 
     rollout_id: str
     """That sequence, ``g/0.1``: the first of those with which most is shared."""

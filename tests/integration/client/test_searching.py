@@ -88,6 +88,18 @@ def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> Non
     assert [view.group_id for view in groups] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
 
 
+def test_every_sequence_of_a_rollout_is_searched(run: Run) -> None:
+    one, other = make_group(env="t", group_id="t.0", size=2, lengths=[8, 12]).rollouts
+    tree = rlbuffer.Rollout.from_sequences([one, other], reward=1.0)
+    group = rlbuffer.Group("t.1", env="t", prompt_id="p", rollouts=(tree,), planned_size=1)
+    run.store.push(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
+    for text in ("made of 8", "made of 12"):
+        found = searching.list_groups(
+            run.store, where=f'text:"{text}"', text_of=lambda sequence: f"made of {len(sequence.tokens)}"
+        )
+        assert [view.group_id for view in found] == ["t.1"]
+
+
 def test_pending_groups_are_dropped_by_what_their_rollouts_say(buffer: rlbuffer.Buffer) -> None:
     assert [drop.group_id for drop, _ in choose(buffer.store, "stop:length").drops] == ["b.3"]
     assert choose(buffer.store, "text:/nowhere/").drops == ()
