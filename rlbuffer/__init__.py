@@ -42,6 +42,7 @@ _HOME = {
     "StepPlan": "rlbuffer.records.step_plan",
     "StepView": "rlbuffer.client.views",
     "Ticket": "rlbuffer.records.group",
+    "TokenSequence": "rlbuffer.records.rollout",
     "Turn": "rlbuffer.records.spans",
     "VersionSpan": "rlbuffer.records.spans",
     "Writer": "rlbuffer.client.writer",
@@ -53,7 +54,8 @@ _HOME = {
     "redeal": "rlbuffer.packing.planner",
 }
 _MODULES = {
-    name: f"rlbuffer.{name}" for name in ("batcher", "client", "config", "errors", "packing", "records", "testing")
+    name: f"rlbuffer.{name}"
+    for name in ("batcher", "client", "config", "errors", "packing", "records", "testing", "traces")
 }
 _MODULES["advantages"] = "rlbuffer.batcher.advantages"
 """Modules that need no import of their own: ``rlbuffer.packing.pack``."""
@@ -61,6 +63,7 @@ _MODULES["advantages"] = "rlbuffer.batcher.advantages"
 if TYPE_CHECKING:
     from rlbuffer import errors as errors
     from rlbuffer import testing as testing
+    from rlbuffer import traces as traces
     from rlbuffer.batcher.advantages import advantage as advantage
     from rlbuffer.batcher.batcher import Batcher as Batcher
     from rlbuffer.client.buffer import Buffer as Buffer
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from rlbuffer.packing.pack import pack as pack
     from rlbuffer.packing.planner import plan as plan
     from rlbuffer.packing.planner import redeal as redeal
+    from rlbuffer.records.failure import Failure as Failure
     from rlbuffer.records.group import Group as Group
     from rlbuffer.records.group import Pushed as Pushed
     from rlbuffer.records.group import Ticket as Ticket

@@ -274,6 +274,7 @@ def _samples(
             attachments=attachments.get(item, {}),
             sequence=ref.sequence,
             sequences=ref.sequences,
+            rollout=ref.number,
             rollout_loss_tokens=ref.rollout_loss_tokens,
         )
         for item, ref in ((item, rollouts[item]) for item in items)

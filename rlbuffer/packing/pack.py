@@ -59,8 +59,8 @@ def pack(
         worst = int(np.argmin(np.isfinite(values)))
         raise PackingError(f"pack: the advantage of rollout {worst} is {values[worst]}")
     items = [
-        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, number, advantage))
-        for rollout, advantage in zip(rollouts, values.tolist(), strict=True)
+        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, place, number, advantage))
+        for place, (rollout, advantage) in enumerate(zip(rollouts, values.tolist(), strict=True))
         for number, sequence in enumerate(rollout.sequences)
     ]
     if normalizers is None:
@@ -81,7 +81,7 @@ def pack(
     return micro_batch
 
 
-def _sample(rollout: Rollout, number: int, advantage: float) -> Sample:
+def _sample(rollout: Rollout, place: int, number: int, advantage: float) -> Sample:
     sequence = rollout.sequences[number]
     return Sample(
         rollout_id=rollout.rollout_id,
@@ -98,5 +98,6 @@ def _sample(rollout: Rollout, number: int, advantage: float) -> Sample:
         attachments=sequence.attachments,
         sequence=number,
         sequences=1 + len(rollout.further),
+        rollout=place,
         rollout_loss_tokens=rollout.loss_tokens,
     )

@@ -61,6 +61,8 @@ class Sample:
     """Place of the sequence in its rollout."""
     sequences: int = 1
     """Sequences of the rollout. They are packed each by itself, on any rank."""
+    rollout: int = 0
+    """Number of the rollout in its step, from 0: the same on all ranks and for all of its sequences."""
     rollout_loss_tokens: int = 0
     """Trained tokens of the rollout, over all of its sequences, as planned."""
 

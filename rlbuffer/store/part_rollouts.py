@@ -22,13 +22,15 @@ PART_ROW = np.dtype(
         ("rollout", "<u4"),
         ("sequence", "<u2"),
         ("sequences", "<u2"),
+        ("number", "<u4"),
         ("rollout_loss_tokens", "<u4"),
         ("advantage", "<f4"),
         *ROW_DTYPE.descr,
     ]
 )
 """A sequence of a part: its push among those of the part, its payload field and its rollout there; its place among the
-sequences of the rollout, how many those are and what they train in all; its advantage, its numbers, and the reward of
+sequences of the rollout and how many those are; the number of the rollout in the step, and what all of its sequences
+train; its advantage, its numbers, and the reward of
 its rollout."""
 
 

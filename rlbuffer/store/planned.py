@@ -119,6 +119,7 @@ class Planned:
         out["source"], out["index"], out["advantage"] = self.origins, self.places, self.plan.advantages
         out["rollout"], out["sequences"] = self.numbers_in_push, np.repeat(self.sequences, self.sequences)
         out["sequence"] = np.arange(len(self.rows)) - np.repeat(self._heads, self.sequences)
+        out["number"] = np.repeat(np.arange(len(self.sequences)), self.sequences)
         for name, of in (("rollout_loss_tokens", "loss_tokens"), ("reward", "reward")):
             out[name] = np.repeat(self.numbers[of], self.sequences)
         out["flags"] |= np.repeat(self.numbers["flags"] & HAS_REWARD, self.sequences)

@@ -233,6 +233,8 @@ class PartRollout:
     """Place among the sequences of its rollout."""
     sequences: int = 1
     """Sequences of its rollout."""
+    number: int = 0
+    """Of its rollout in the step, the same in all parts; 0 where it is not planned."""
     rollout_loss_tokens: int = 0
     """Trained tokens of its rollout, over all sequences; 0 where it is not planned."""
     prompt_id: str = ""

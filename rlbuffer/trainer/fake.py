@@ -122,6 +122,8 @@ class FakeRun:
                     answer=None,
                     prompt_tokens=rollout.prompt_tokens,
                     length=rollout.length,
+                    rollout=g * GROUP_SIZE + i,
+                    rollout_loss_tokens=rollout.loss_tokens,
                 )
                 yield PackItem(rollout=rollout, length=rollout.length, sample=sample)
 

@@ -38,7 +38,7 @@ def table(*rows: tuple[int, int], **changes: Any) -> Any:
     """A row of each (push, payload field)."""
     numbers = NUMBERS | changes
     values = [
-        (*row, row[1], 0, 1, 7, 0.25 * row[1], *(numbers[name] for name in ROW_DTYPE.names or ())) for row in rows
+        (*row, row[1], 0, 1, 4, 7, 0.25 * row[1], *(numbers[name] for name in ROW_DTYPE.names or ())) for row in rows
     ]
     return np.array(values, PART_ROW)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import importlib
@@ -24,6 +25,7 @@ NAMES = {  # as DESIGN 9 writes them
     "Buffer",
     "Decision",
     "Drop",
+    "Failure",
     "FakeClock",
     "Group",
     "GroupInfo",
@@ -43,6 +45,7 @@ NAMES = {  # as DESIGN 9 writes them
     "StepPlan",
     "StepView",
     "Ticket",
+    "TokenSequence",
     "Writer",
     "advantage",
     "connect",
@@ -71,6 +74,13 @@ def parameters(function: Any) -> dict[str, tuple[str, Any]]:
 def test_every_public_name_is_importable_from_the_package(name: str) -> None:
     assert name in rlbuffer.__all__
     assert getattr(rlbuffer, name).__name__ == name
+
+
+def test_what_a_type_checker_sees_is_there() -> None:
+    (block,) = [node for node in ast.parse((LIBRARY / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    seen = [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert {*seen} >= {*rlbuffer.__all__} - {"__version__"}
+    assert [name for name in seen if not hasattr(rlbuffer, name)] == []
 
 
 def test_errors_and_testing_need_no_import_of_their_own() -> None:

@@ -89,8 +89,10 @@ def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> Non
 
 
 def test_every_sequence_of_a_rollout_is_searched(run: Run) -> None:
-    one, other = make_group(env="t", group_id="t.0", size=2, lengths=[8, 12]).rollouts
-    tree = rlbuffer.Rollout.from_sequences([one, other], reward=1.0)
+    made = make_group(env="t", group_id="t.0", size=2, lengths=[8, 12]).rollouts
+    names = ("tokens", "loss_mask", "logprobs", "version_spans")
+    sequences = [rlbuffer.TokenSequence(**{name: getattr(rollout, name) for name in names}) for rollout in made]
+    tree = rlbuffer.Rollout.from_sequences(sequences, reward=1.0)
     group = rlbuffer.Group("t.1", env="t", prompt_id="p", rollouts=(tree,), planned_size=1)
     run.store.push(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
     for text in ("made of 8", "made of 12"):

@@ -77,6 +77,7 @@ def test_trees_are_packed_once_counted_once_and_weigh_as_one(run: Run) -> None:
             (name, i) for name, r in rollouts.items() for i in range(len(r.sequences))
         )
         weights: dict[str, Fraction] = {}
+        numbers: dict[str, set[int]] = {}
         advantages: dict[str, set[float]] = {}
         for (name, number), (sample, tokens, mask, logprobs, advantage, positions) in segments(dealt):
             sequence = rollouts[name].sequences[number]
@@ -85,10 +86,12 @@ def test_trees_are_packed_once_counted_once_and_weigh_as_one(run: Run) -> None:
             assert np.array_equal(logprobs, sequence.logprobs)
             assert positions.tolist() == [*range(len(tokens))]
             assert (sample.sequences, sample.reward) == (len(rollouts[name].sequences), rollouts[name].reward)
+            numbers.setdefault(name, set()).add(sample.rollout)
             advantages.setdefault(name, set()).update(advantage[mask].tolist())
             weights[name] = weights.get(name, Fraction(0)) + Fraction(int(mask.sum()), sample.rollout_loss_tokens)
         assert set(weights.values()) == {Fraction(1)}
         assert {len(its) for its in advantages.values()} == {1}
+        assert sorted(numbers.values(), key=min) == [{number} for number in range(GROUPS * SIZE)]
         (one,) = pulled(run, seed + 1, 1)
         again = dict(segments([one]))
         for key, (_, *arrays) in segments(dealt):
