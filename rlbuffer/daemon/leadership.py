@@ -48,6 +48,8 @@ from rlbuffer.store.records import Attempt, Look
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
+BURST_SECONDS = 0.002
+"""Time that a turn leaves to what is pushed together with what woke it: another look costs less than another turn."""
 KINDS = ("worker", "scorer", "rank")
 """Processes whose heartbeats the leader looks at, once a second."""
 WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
@@ -177,6 +179,9 @@ class Leadership:
         if is_due:
             self._beats, self._beats_at = look.beats, now
             self._workers = processes("worker", look.beats["worker"])
+        if look.entries:
+            time.sleep(BURST_SECONDS)
+            look = self._pending.look()
         self._meta = look.meta
         return look
 
