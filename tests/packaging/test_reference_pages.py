@@ -66,6 +66,6 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_names_of_settings_are_found_on_the_pages() -> None:
-    assert sum(len(NAMED.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 60
+    assert sum(len(NAMED.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 25
     assert not is_setting(["trainer", "learning_rate"])
     assert is_setting(["batcher", "envs", "math", "advantage"])
