@@ -81,7 +81,7 @@ def defined(path: Path) -> set[str]:
 
 
 def test_the_walk_of_a_group_visits_every_file_once_and_names_what_is_there() -> None:
-    text = WALK.read_text(encoding="utf-8")
+    text = WALK.read_text(encoding="utf-8").partition("## The walk")[2]
     stops = STOP.findall(text)
     assert len(stops) == sum(line.startswith("| ") and line[2].isdigit() for line in text.splitlines())
     assert [int(number) for number, *_ in stops] == list(range(1, len(stops) + 1))
