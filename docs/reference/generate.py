@@ -24,7 +24,6 @@ TITLES = {
     "server": "The run and its server",
     "env": "Envs",
     "process": "Workers, scorers and ranks",
-    "trained step": "The newest trained step",
 }
 SAID = {part.name for part in fields(EnvState) if part.metadata.get("is_said")}
 """Fields of an env that the leader says, and the trainer puts into its record."""
@@ -44,7 +43,9 @@ def metrics() -> Iterator[str]:
     """A table for each part of the run; metrics that differ in what they count share a row."""
     rows: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
     for title, field, m in all_metrics():
-        recorded = f"`buffer/{field}`" if title == "env" and field in SAID else f"`{field}`" if "step" in title else ""
+        if title not in TITLES:
+            continue  # the record of a step says them itself
+        recorded = f"`buffer/{field}`" if title == "env" and field in SAID else ""
         labels = ", ".join(f"`{name}`" for name in m.labels)
         names, fields_of = rows.setdefault((title, m.kind, labels, m.meaning), ([], []))
         names.append(f"`{METRIC_PREFIX}{m.name}`")
