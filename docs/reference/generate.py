@@ -36,6 +36,7 @@ def exceptions() -> Iterator[str]:
         if isinstance(cls, type) and issubclass(cls, errors.RlbufferError) and cls.__module__ == errors.__name__:
             bases = [f"`{base.__name__}`" for base in cls.__bases__ if base not in (errors.RlbufferError, Exception)]
             rows.append([f"`{name}`", prose(inspect.getdoc(cls) or ""), ", ".join(bases), str(cls.exit_code)])
+    yield ""
     yield from table(["exception", "means", "is also", "exit code"], rows)
 
 
