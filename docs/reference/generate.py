@@ -1,4 +1,4 @@
-"""Writes the tables of this folder that come from the code, below the mark on their page: exceptions and metrics.
+"""Writes the tables of metrics below the mark on their page, from the code.
 
     python docs/reference/generate.py
 
@@ -7,13 +7,10 @@ A test compares what stands there with what this makes, so a table cannot drift 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from rlbuffer import errors
-from rlbuffer.config.explain import prose
 from rlbuffer.state.prometheus import METRIC_PREFIX, all_metrics
 from rlbuffer.state.run_state import EnvState
 
@@ -27,17 +24,6 @@ TITLES = {
 }
 SAID = {part.name for part in fields(EnvState) if part.metadata.get("is_said")}
 """Fields of an env that the leader says, and the trainer puts into its record."""
-
-
-def exceptions() -> Iterator[str]:
-    """A row for each exception."""
-    rows = []
-    for name, cls in vars(errors).items():
-        if isinstance(cls, type) and issubclass(cls, errors.RlbufferError) and cls.__module__ == errors.__name__:
-            bases = [f"`{base.__name__}`" for base in cls.__bases__ if base not in (errors.RlbufferError, Exception)]
-            rows.append([f"`{name}`", prose(inspect.getdoc(cls) or ""), ", ".join(bases), str(cls.exit_code)])
-    yield ""
-    yield from table(["exception", "means", "is also", "exit code"], rows)
 
 
 def metrics() -> Iterator[str]:
@@ -72,7 +58,6 @@ def page(file: str, tables: Callable[[], Iterator[str]]) -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "errors.md": lambda: page("errors.md", exceptions),
     "metrics.md": lambda: page("metrics.md", metrics),
 }
 """File -> what makes its text."""

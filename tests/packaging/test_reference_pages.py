@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from rlbuffer import errors
 from rlbuffer.config.explain import free_table_of, known, pattern_of
 
 ROOT = Path(__file__).parents[2]
@@ -32,16 +31,6 @@ MADE = generator()
 def test_a_page_is_what_the_code_makes_of_it(page: str) -> None:
     made = MADE.PAGES[page]()
     assert (REFERENCE / page).read_text(encoding="utf-8") == made, "run: python docs/reference/generate.py"
-
-
-def test_every_exception_is_on_its_page() -> None:
-    text = (REFERENCE / "errors.md").read_text(encoding="utf-8")
-    classes = [
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.RlbufferError)
-    ]
-    assert [name for name in classes if f"| `{name}` |" not in text] == []
 
 
 PAGES = [
