@@ -35,7 +35,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.logs import fields
 from rlbuffer.process.progress import Progress
-from rlbuffer.process.stop_request import Stopped
+from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout, with_column

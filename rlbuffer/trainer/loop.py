@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.signals import StopRequest
 from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.publishing import publish, publish_if_due
 from rlbuffer.trainer.pulls import Pulls

@@ -25,7 +25,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
-from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.signals import StopRequest
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.losses import get_loss

@@ -33,7 +33,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.process.stop_request import Stopped
+from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.waiting import Wait, Waiting

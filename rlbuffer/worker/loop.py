@@ -25,7 +25,7 @@ from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSett
 from rlbuffer.errors import ConfigError, EnvDone, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
-from rlbuffer.process.stop_request import Stopped
+from rlbuffer.process.signals import Stopped
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting

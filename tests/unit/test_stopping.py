@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.signals import StopRequest
 
 
 @pytest.fixture

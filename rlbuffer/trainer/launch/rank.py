@@ -17,7 +17,7 @@ from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
 from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
-from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.signals import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
 from rlbuffer.trainer.launch.processes import INTERRUPTED, End
 from rlbuffer.trainer.loop import train

@@ -17,7 +17,7 @@ from rlbuffer.config.settings import ModelSettings, RunSettings
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError
 from rlbuffer.process.ranks import Ranks
-from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.process.signals import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
