@@ -5,14 +5,17 @@ A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.errors import PromptTooLong, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.weights.layout import base_of, is_adapter
 
 ADAPTER_NAME = "rlbuffer"
 """Name of the served LoRA adapter in engines and requests."""
@@ -41,6 +44,63 @@ class Sampling:
     """Nucleus: tokens beyond this probability mass are never drawn. (0, 1]."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; it is part of it."""
+
+
+def fitted(sampling: Sampling, prompt: int, context: int) -> Sampling:
+    """The sampling of a completion behind so many tokens of a prompt, within the model's context (0: no limit).
+
+    Raises:
+        PromptTooLong: there is no room.
+    """
+    if not context:
+        return sampling
+    if prompt >= context:
+        raise PromptTooLong(f"a prompt of {prompt} tokens leaves no room in a context of {context}")
+    return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context - prompt))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A policy version as its files have it, for an engine that reads them itself."""
+
+    policy: PolicyVersion
+    directory: Path
+    model: Path
+    """The directory of the whole model: that of the version, or of the base model of an adapter."""
+    shapes: dict[str, list[int]]
+    """Name -> shape."""
+    vocab_size: int
+    base: str
+    """sha256 of the model that an adapter is for; "" of a whole model."""
+
+
+def opened(policy: PolicyVersion, served: Opened | None = None) -> Opened:
+    """Opens a version, for an engine that is to be started with it, or that has `served` until now.
+
+    Raises:
+        WeightsError: it is not there, not what was announced, or does not fit what is served.
+    """
+    from rlbuffer.weights.adapters import model_directory, require_base
+    from rlbuffer.weights.files import open_weights, read_config
+    from rlbuffer.weights.shapes import differing, names_and_shapes
+
+    directory = open_weights(policy)
+    shapes = names_and_shapes(directory)
+    if served is not None:
+        if wrong := differing(shapes, served.shapes):
+            raise WeightsError(f"the weights do not fit the model: {wrong} differ")
+        require_base(directory, served.base)
+        model = served.model if served.base else directory
+        return replace(served, policy=policy, directory=directory, model=model)
+    model = model_directory(directory)
+    return Opened(
+        policy=policy,
+        directory=directory,
+        model=model,
+        shapes=shapes,
+        vocab_size=int(read_config(model).get("vocab_size", 0)),
+        base=base_of(directory).checksum if is_adapter(directory) else "",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

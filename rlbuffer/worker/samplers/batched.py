@@ -6,15 +6,14 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.worker.samplers.base import Completion, SamplerTraits, Sampling
+from rlbuffer.worker.samplers.base import Completion, SamplerTraits, Sampling, fitted
 
 if TYPE_CHECKING:
     from rlbuffer.worker.samplers.decoding import Decoder
@@ -60,12 +59,7 @@ class Batched:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._sampler.load, policy)
 
     async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
-        context = self._sampler.context
-        if context:
-            room = context - len(prompt)
-            if room < 1:
-                raise PromptTooLong(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        sampling = fitted(sampling, len(prompt), self._sampler.context)
         request = _Request(prompt, n, sampling, asyncio.get_running_loop().create_future())
         self._queue.append(request)
         if self._runner is None or self._runner.done():

@@ -96,7 +96,6 @@ class Decoder:
         """
         if self._model is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
-        _check_request(prompts, n, sampling)
         max_new_tokens = sampling.max_new_tokens
         model, device = self._model, self._device
         ids, mask = _left_padded(prompts, device)
@@ -160,18 +159,6 @@ def _completions(
         )
         for row, (length, reason) in enumerate(zip(lengths.tolist(), reasons, strict=True))
     ]
-
-
-def _check_request(prompts: Sequence[NDArray[np.int32]], n: int, sampling: Sampling) -> None:
-    """Raises ConfigError for what nobody can sample."""
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-        raise ConfigError(
-            f"temperature = {sampling.temperature}, top_p = {sampling.top_p}: "
-            "sampling needs a temperature of 0 or more and 0 < top_p <= 1",
-            setting="temperature",
-        )
-    if n < 1 or sampling.max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
 
 
 def _name_of_cache(model: PreTrainedModel) -> str:

@@ -28,12 +28,12 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RequestFailed, SamplerUnavailable, WeightsError
 from rlbuffer.process.environment import NO_PROXY, through_proxy
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, fitted
 
 CONNECT_SECONDS = 5.0
 """Longest that connecting may take."""
@@ -80,6 +80,8 @@ class Endpoint:
         """Rollouts that are being sampled there."""
         self.version = -1
         """Policy version that it serves; -1 when it must be loaded before it is used."""
+        self.trouble = "it was not asked yet"
+        """Why it may not be used; "" when it may."""
         self.model = ""
         """What requests name."""
         self._has_adapter = False
@@ -89,9 +91,8 @@ class Endpoint:
         """Says which version sampled which token."""
         self._sent = 0
         """Requests that were sent and not answered yet."""
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
-        """Requests may be sent; none is out."""
-        self._open.set()
+        self._gate, self._idle = asyncio.Lock(), asyncio.Event()
+        """Held while nothing may be sent; none is out."""
         self._idle.set()
         self._seconds = timeout_seconds
         self._client = client or httpx.AsyncClient(
@@ -140,14 +141,11 @@ class Endpoint:
     ) -> list[Completion]:
         """Samples `n` completions; those of a server that does not say which version sampled them have the one that it
         served from first to last."""
-        room = self.context - len(prompt) if self.context else sampling.max_new_tokens
-        if room < 1:
-            raise PromptTooLong(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
         parameters = {
             "n": n,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": min(sampling.max_new_tokens, room),
+            "max_tokens": fitted(sampling, len(prompt), self.context).max_new_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
             **NEUTRAL,
             "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
@@ -225,10 +223,9 @@ class Endpoint:
     @asynccontextmanager
     async def _sending(self) -> AsyncIterator[None]:
         """Waits while nothing may be sent, and counts a request."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._sent += 1
-        self._idle.clear()
+        async with self._gate:
+            self._sent += 1
+            self._idle.clear()
         try:
             yield
         finally:
@@ -239,12 +236,9 @@ class Endpoint:
     @asynccontextmanager
     async def _closed(self) -> AsyncIterator[None]:
         """Begins when everything that was sent is answered; nothing is sent meanwhile."""
-        self._open.clear()
-        try:
+        async with self._gate:
             await self._idle.wait()
             yield
-        finally:
-            self._open.set()
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
     async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
@@ -21,8 +19,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.config.table import Table, Url
 from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.worker.samplers.base import LEAST_TEMPERATURE, Completion, SamplerTraits, Sampling
+from rlbuffer.worker.samplers.base import LEAST_TEMPERATURE, Completion, Opened, SamplerTraits, Sampling, opened
 
 if TYPE_CHECKING:
     from rlbuffer.worker.samplers.endpoint import Endpoint
@@ -65,61 +62,39 @@ class OpenAISampler:
 
         self._updates = options.updates_weights
         self._endpoints = [Endpoint(url, timeout_seconds=options.timeout_seconds) for url in options.servers]
-        self._up: set[str] = set()
-        """URLs of the servers that may be used."""
-        self._policy: PolicyVersion | None = None
-        self._directory: Path | None = None
-        self._shapes: dict[str, list[int]] = {}
-        self._vocab_size = 0
-        self._base = ""
-        """sha256 of the model that adapters are for."""
+        self._opened: Opened | None = None
+        """The version that is served."""
         self._loading = asyncio.Lock()
         self._healer: asyncio.Task[None] | None = None
-        self._trouble: dict[str, str] = {}
-        """URL -> why it is not used."""
 
     @property
     def version(self) -> int:
-        return -1 if self._policy is None else self._policy.version
+        return -1 if self._opened is None else self._opened.policy.version
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size
+        return 0 if self._opened is None else self._opened.vocab_size
 
     @property
     def context(self) -> int:
         return min((e.context for e in self._endpoints if e.context), default=0)
 
     async def load(self, policy: PolicyVersion) -> None:
-        from rlbuffer.weights.adapters import model_directory, require_base
-        from rlbuffer.weights.files import open_weights, read_config
-        from rlbuffer.weights.shapes import differing, names_and_shapes
-
-        directory = await asyncio.to_thread(open_weights, policy)
-        shapes = await asyncio.to_thread(names_and_shapes, directory)
-        wrong = differing(shapes, self._shapes or shapes)
-        if wrong:
-            raise WeightsError(f"the weights do not fit the model: {wrong} differ")
-        if self._policy is None:
-            model = await asyncio.to_thread(model_directory, directory)
-            self._vocab_size = int(read_config(model).get("vocab_size", 0))
-            self._base = base_of(directory).checksum if is_adapter(directory) else ""
-        await asyncio.to_thread(require_base, directory, self._base)
+        version = await asyncio.to_thread(opened, policy, self._opened)
         async with self._loading:
             outcomes = await asyncio.gather(
-                *(self._bring_up(e, directory, shapes, policy.version) for e in self._endpoints),
-                return_exceptions=True,
+                *(self._bring_up(endpoint, version) for endpoint in self._endpoints), return_exceptions=True
             )
             for error in outcomes:
                 if isinstance(error, BaseException) and not isinstance(error, SamplerUnavailable):
                     raise error
-            if not self._up:
+            if all(endpoint.trouble for endpoint in self._endpoints):
                 raise SamplerUnavailable(self._nobody())
-            self._policy, self._directory, self._shapes = policy, directory, shapes
+            self._opened = version
         self._heal_what_is_down()
 
     async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
-        if self._policy is None:
+        if self._opened is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
         tried: set[str] = set()
         busy: SamplerBusy | None = None
@@ -151,13 +126,13 @@ class OpenAISampler:
 
     # -- servers -------------------------------------------------------------------------------------------------------
     def _least_loaded(self, tried: set[str], busy: SamplerBusy | None) -> Endpoint:
-        able = [e for e in self._endpoints if e.url in self._up and e.url not in tried]
+        able = [e for e in self._endpoints if not e.trouble and e.url not in tried]
         if not able:
             raise busy or SamplerUnavailable(self._nobody())
         return min(able, key=lambda e: e.in_flight)
 
     def _nobody(self) -> str:
-        return "no server can sample: " + "; ".join(self._trouble.values())
+        return "no server can sample: " + "; ".join(e.trouble for e in self._endpoints if e.trouble)
 
     async def _tell_apart(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
         """Takes a server down that failed, unless it answers another request.
@@ -166,7 +141,7 @@ class OpenAISampler:
             RequestFailed: it does; what failed is the request.
             SamplerBusy: it takes none now.
         """
-        if endpoint.url not in self._up:  # another request has told already
+        if endpoint.trouble:  # another request has told already
             return
         try:
             await endpoint.answers()
@@ -178,21 +153,16 @@ class OpenAISampler:
         raise RequestFailed(f"{error}; the server answers others") from error
 
     def _take_down(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
-        self._up.discard(endpoint.url)
-        endpoint.version = -1
-        self._trouble[endpoint.url] = str(error)
+        endpoint.version, endpoint.trouble = -1, str(error)
         self._heal_what_is_down()
 
-    async def _bring_up(
-        self, endpoint: Endpoint, directory: Path, shapes: Mapping[str, Sequence[int]], version: int
-    ) -> None:
+    async def _bring_up(self, endpoint: Endpoint, version: Opened) -> None:
         """Makes a server serve `version`. Raises what is wrong with it, and leaves it out then."""
-        was_up = endpoint.url in self._up
         try:
-            if not was_up:
+            if endpoint.trouble:
                 await endpoint.probe()
             if self._updates:
-                await endpoint.load(directory, shapes, version)
+                await endpoint.load(version.directory, version.shapes, version.policy.version)
             elif not endpoint.gives_versions:
                 raise ConfigError(
                     f"{endpoint.url} does not say which version sampled a token, and this worker, which has "
@@ -200,25 +170,23 @@ class OpenAISampler:
                     setting="sampler_options.updates_weights",
                 )
             else:
-                endpoint.version = version
+                endpoint.version = version.policy.version
         except SamplerUnavailable as error:
-            self._up.discard(endpoint.url)
-            self._trouble[endpoint.url] = str(error)
+            endpoint.trouble = str(error)
             raise
-        self._up.add(endpoint.url)
-        self._trouble.pop(endpoint.url, None)
+        endpoint.trouble = ""
 
     def _heal_what_is_down(self) -> None:
-        if len(self._up) < len(self._endpoints) and (self._healer is None or self._healer.done()):
+        if any(e.trouble for e in self._endpoints) and (self._healer is None or self._healer.done()):
             self._healer = asyncio.create_task(self._heal())
 
     async def _heal(self) -> None:
-        while len(self._up) < len(self._endpoints):
+        while any(endpoint.trouble for endpoint in self._endpoints):
             await asyncio.sleep(HEAL_SECONDS)
             async with self._loading:
-                if self._policy is None or self._directory is None:
+                if self._opened is None:
                     return
                 for endpoint in self._endpoints:
-                    if endpoint.url not in self._up:
+                    if endpoint.trouble:
                         with contextlib.suppress(ConfigError, SamplerUnavailable, WeightsError):
-                            await self._bring_up(endpoint, self._directory, self._shapes, self._policy.version)
+                            await self._bring_up(endpoint, self._opened)

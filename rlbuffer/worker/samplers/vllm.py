@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Coroutine, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,17 +23,19 @@ from pydantic import ConfigDict, model_validator
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.config.table import Table
-from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.worker.samplers.base import (
     ADAPTER_NAME,
     LEAST_TEMPERATURE,
     Completion,
+    Opened,
     SamplerTraits,
     Sampling,
+    fitted,
     logprobs_mode,
+    opened,
 )
 
 if TYPE_CHECKING:
@@ -92,38 +93,32 @@ class VllmSampler:
         self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
         self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
-        self._policy: PolicyVersion | None = None
-        self._shapes: dict[str, list[int]] = {}
-        self._vocab_size = 0
+        self._opened: Opened | None = None
+        """The version that is served."""
         self._adapter: LoRARequest | None = None
         """What requests name when adapters are served."""
-        self._base = ""
-        """sha256 of the model that they are for."""
         self._loading = asyncio.Lock()
         self._starts, self._trouble = 0, ""
         """Starts of an engine that were tried, and why the last one failed."""
 
     @property
     def version(self) -> int:
-        return -1 if self._policy is None else self._policy.version
+        return -1 if self._opened is None else self._opened.policy.version
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size
+        return 0 if self._opened is None else self._opened.vocab_size
 
     @property
     def context(self) -> int:
         return 0 if self._engine is None else int(self._engine.model_config.max_model_len)
 
     async def load(self, policy: PolicyVersion) -> None:
-        from rlbuffer.weights.files import open_weights
-
-        directory = await asyncio.to_thread(open_weights, policy)
         async with self._loading:
             if self._engine is None:
-                await self._start(directory, policy)
+                await self._start(await asyncio.to_thread(opened, policy))
             else:
-                await self._replace(self._engine, directory, policy)
+                await self._replace(self._engine, await asyncio.to_thread(opened, policy, self._opened))
 
     async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
@@ -131,16 +126,11 @@ class VllmSampler:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = await self._alive()
-        room = engine.model_config.max_model_len - len(prompt)
-        if room < 1:
-            raise PromptTooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {engine.model_config.max_model_len}"
-            )
         parameters = SamplingParams(
             n=n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=min(sampling.max_new_tokens, room),
+            max_tokens=fitted(sampling, len(prompt), engine.model_config.max_model_len).max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the stop tokens are those that were asked for, not the model's own
             logprobs=0,  # of the sampled token alone
@@ -175,8 +165,6 @@ class VllmSampler:
         A start that fails is the answer to all who waited for it: each would try another one, one after the other, and
         nobody would hear of it meanwhile.
         """
-        from rlbuffer.weights.files import open_weights
-
         if self._engine is not None and not self._loading.locked():
             return self._engine
         starts = self._starts
@@ -184,34 +172,30 @@ class VllmSampler:
             if self._engine is None and self._starts != starts:
                 raise SamplerUnavailable(self._trouble)
             if self._engine is None:
-                if self._policy is None:
+                if self._opened is None:
                     raise ConfigError("the sampler has no weights yet: load a policy version first")
-                await self._start(await asyncio.to_thread(open_weights, self._policy), self._policy)
+                await self._start(await asyncio.to_thread(opened, self._opened.policy))
             engine = self._engine
         if engine is None:
             raise SamplerUnavailable("the vLLM engine is not there")
         return engine
 
-    async def _start(self, directory: Path, policy: PolicyVersion) -> None:
+    async def _start(self, version: Opened) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rlbuffer.weights.adapters import model_directory, rank_and_scale
-        from rlbuffer.weights.files import read_config
-        from rlbuffer.weights.shapes import names_and_shapes
+        from rlbuffer.weights.adapters import rank_and_scale
 
-        shapes = await asyncio.to_thread(names_and_shapes, directory)
-        model = await asyncio.to_thread(model_directory, directory)
-        adapter, base, options = None, "", self._options
-        if is_adapter(directory):
-            adapter, base = LoRARequest(ADAPTER_NAME, 1, str(directory)), base_of(directory).checksum
-            rank, _ = rank_and_scale(directory)
+        adapter, options = None, self._options
+        if version.base:
+            adapter = LoRARequest(ADAPTER_NAME, 1, str(version.directory))
+            rank, _ = rank_and_scale(version.directory)
             room = next((most for most in RANKS if most >= rank), rank)
             options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **options}
         try:
             arguments = AsyncEngineArgs(
-                model=str(model),
+                model=str(version.model),
                 skip_tokenizer_init=True,
                 logprobs_mode=self._logprobs_mode,
                 worker_extension_cls=EXTENSION,
@@ -225,41 +209,38 @@ class VllmSampler:
             engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
             if adapter is not None:
                 await engine.add_lora(adapter)
-            await engine.update_weight_version(str(policy.version))
+            await engine.update_weight_version(str(version.policy.version))
         except (RuntimeError, ValueError, OSError) as error:
             why = self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
             raise SamplerUnavailable(why) from error
-        self._adapter, self._base = adapter, base
-        self._vocab_size = int(read_config(model).get("vocab_size", 0))
-        self._engine, self._policy, self._shapes = engine, policy, shapes
+        self._engine, self._adapter, self._opened = engine, adapter, version
 
-    async def _replace(self, engine: AsyncLLM, directory: Path, policy: PolicyVersion) -> None:
+    async def _replace(self, engine: AsyncLLM, version: Opened) -> None:
         """Changes the weights under the requests that are in flight."""
-        await asyncio.to_thread(_check, directory, self._shapes, self._base)
         try:
-            refusal = await answer_of(engine, self._change(engine, directory, policy.version))
+            refusal = await answer_of(engine, self._change(engine, version))
         except asyncio.CancelledError:  # half a load, and requests are held back: nothing of it serves any more
             await self._drop(engine)
             raise
         except Exception as error:  # half a load: nobody knows what the engine would sample with
             await self._drop(engine)
-            self._policy = policy
+            self._opened = version
             raise SamplerUnavailable(
-                f"vLLM failed while it loaded version {policy.version} ({type(error).__name__}: {error}); "
+                f"vLLM failed while it loaded version {version.policy.version} ({type(error).__name__}: {error}); "
                 "it is started again with it"
             ) from error
         if refusal:
             raise WeightsError(refusal)
-        self._policy = policy
+        self._opened = version
 
-    async def _change(self, engine: AsyncLLM, directory: Path, version: int) -> str:
+    async def _change(self, engine: AsyncLLM, version: Opened) -> str:
         """Returns the reason why the engine refuses the weights; it goes on with what it had."""
         method = "rlbuffer_load" if self._adapter is None else "rlbuffer_load_adapter"
         await engine.pause_generation(mode="keep", clear_cache=True)
-        loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(directory), self._shapes))
+        loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(version.directory), version.shapes))
         refusals = [text for text in loads if text]
         if not refusals:
-            await engine.update_weight_version(str(version))
+            await engine.update_weight_version(str(version.policy.version))
             await engine.reset_prefix_cache()
         await engine.resume_generation()
         return refusals[0] if refusals else ""
@@ -290,17 +271,6 @@ async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
         raise TimeoutError(f"no answer for {LOAD_SECONDS + CONTROL_SECONDS:g} s")
     finally:
         task.cancel()
-
-
-def _check(directory: Path, shapes: dict[str, list[int]], base: str) -> None:
-    """Raises WeightsError unless the file has the names and shapes of what runs, for the same base model."""
-    from rlbuffer.weights.adapters import require_base
-    from rlbuffer.weights.shapes import differing, names_and_shapes
-
-    wrong = differing(names_and_shapes(directory), shapes)
-    if wrong:
-        raise WeightsError(f"the weights do not fit the model: {wrong} differ")
-    require_base(directory, base)
 
 
 def _completion(choice: Any, *, greedy: bool) -> Completion:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlbuffer.errors import WeightsError
-from rlbuffer.weights.shapes import differing, names_and_shapes, weight_files
+from rlbuffer.weights.shapes import differing, weight_files
 from rlbuffer.worker.samplers.base import ADAPTER_NAME
 
 
@@ -71,13 +70,12 @@ class WeightsExtension:
 def _checked(directory: str, shapes: Mapping[str, Sequence[int]]) -> tuple[list[tuple[str, torch.Tensor]], str]:
     """Tensors of a directory, and why they cannot be used ("" when they can)."""
     try:
-        wrong = differing(names_and_shapes(directory), {name: list(shape) for name, shape in shapes.items()})
-        if wrong:
-            return [], f"the weights do not fit the model: {wrong} differ"
-        # Read whole: an iterator that fails half-way would leave half a model.
-        tensors = _read(directory)
-    except (OSError, SafetensorError, RuntimeError, WeightsError) as error:
+        tensors = _read(directory)  # whole: an iterator that fails half-way would leave half a model
+    except (OSError, SafetensorError, RuntimeError) as error:
         return [], str(error)
+    found = {name: list(tensor.shape) for name, tensor in tensors}
+    if wrong := differing(found, {name: list(shape) for name, shape in shapes.items()}):
+        return [], f"the weights do not fit the model: {wrong} differ"
     for name, tensor in tensors:
         if not bool(torch.isfinite(tensor).all()):
             return [], f"the weights are not finite: {name}"
