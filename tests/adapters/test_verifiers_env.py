@@ -47,8 +47,8 @@ class Script:
         return self.said[-1]
 
 
-def rollouts(env: Any, ask: Any, *, number: int = 0, n: int = 1, temperature: float = 1.0) -> list[Any]:
-    sampling = Sampling(max_new_tokens=64, stop_token_ids=env.eos_token_ids, temperature=temperature)
+def rollouts(env: Any, ask: Any, *, number: int = 0, n: int = 1) -> list[Any]:
+    sampling = Sampling(max_new_tokens=64, stop_token_ids=env.eos_token_ids)
     policy = PolicyAccess(ask=ask, sampling=sampling)
 
     async def play() -> list[Any]:
@@ -117,9 +117,8 @@ def test_an_agent_that_the_environment_does_not_have_is_refused_with_those_that_
 
 def test_rollouts_of_a_prompt_are_played_at_once_and_each_keeps_its_own_tokens(tokenizer: Path) -> None:
     env: Any = make_env("verifiers", taskset="tiny_taskset", tokenizer=str(tokenizer), renderer=RENDERER)
-    made = rollouts(env, Script(tokenizer, "1", "22", "333", "4444"), n=4, temperature=0.5)
+    made = rollouts(env, Script(tokenizer, "1", "22", "333", "4444"), n=4)
     assert sorted(int(r.loss_mask.sum()) for r in made) == [2, 3, 4, 5]
-    assert all(r.columns["temperatures"].tolist() == [0.5] * r.length for r in made)
 
 
 def test_trouble_of_the_sampler_reaches_the_worker_as_it_is(tokenizer: Path) -> None:

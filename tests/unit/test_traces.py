@@ -11,9 +11,8 @@ import pytest
 
 from rlbuffer.errors import TraceUnusable
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer.worker.envs import PolicyAccess
 from rlbuffer.worker.envs.traces import rollout_of
-from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers import Completion
 
 Message = dict[str, Any]
 
@@ -69,17 +68,12 @@ def completion(tokens: list[int], *spans: tuple[int, int, int], reason: str = "s
 SAID = [completion([5, 6], (7, 0, 1), (8, 1, 2)), completion([9], (8, 0, 1))]
 
 
-async def _ask(tokens: Any, sampling: Sampling) -> Completion:
-    return SAID[0]
-
-
-def made(a_trace: Any, said: list[Completion], *, temperature: float = 1.0) -> Any:
-    policy = PolicyAccess(ask=_ask, sampling=Sampling(max_new_tokens=8, temperature=temperature))
-    return rollout_of(a_trace, said, policy, text="told")
+def made(a_trace: Any, said: list[Completion]) -> Any:
+    return rollout_of(a_trace, said, text="told")
 
 
 def test_a_conversation_is_one_rollout_with_only_what_was_sampled_trained() -> None:
-    rollout = made(trace(), SAID, temperature=0.5)
+    rollout = made(trace(), SAID)
     assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 4, 9]
     assert rollout.tokens[rollout.loss_mask].tolist() == [5, 6, 9]
     assert rollout.logprobs.tolist() == pytest.approx([0, 0, 0, 0, -0.5, -0.25, 0, 0, 0, -0.5])
@@ -94,7 +88,6 @@ def test_a_conversation_is_one_rollout_with_only_what_was_sampled_trained() -> N
     assert (rollout.reward, rollout.rewards) == (1.1, {"exact": 1.0, "format": 0.5})
     assert rollout.metadata == {"trace": "t1", "stop": "agent_completed", "metrics": {"turns": 2.0}}
     assert (rollout.text, rollout.finish_reason, rollout.is_truncated) == ("told", "stop", False)
-    assert rollout.columns["temperatures"].tolist() == [0.5] * 10
 
 
 def test_paths_that_part_are_sequences_of_one_rollout_and_what_they_share_trains_once() -> None:

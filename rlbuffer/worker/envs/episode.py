@@ -120,19 +120,13 @@ class Episode:
         return TokenSequence(**self._fields(), name=name)
 
     def _fields(self) -> dict[str, Any]:
-        """Those of a sequence.
-
-        A temperature other than 1 goes along as the column ``temperatures`` [T], so that the trainer divides its logits
-        by what the sampler divided by.
-        """
-        temperature = self._sampling.temperature
+        """Those of a sequence."""
         return {
             "tokens": self.tokens,
             "loss_mask": np.concatenate(self._masks),
             "logprobs": np.concatenate(self._logprobs),
             "version_spans": tuple(self._spans),
             "turns": tuple(self._turns) if len(self._turns) > 2 else (),
-            "columns": {} if temperature == 1 else {"temperatures": np.full(self._length, temperature, np.float32)},
         }
 
     def _add(self, ids: NDArray[np.int32], mask: NDArray[np.bool_], logprobs: NDArray[np.float32], role: str) -> None:

@@ -20,11 +20,10 @@ from rlbuffer.records.spans import VersionSpan
 from rlbuffer.traces import attempt as traces
 from rlbuffer.traces.values import Value
 from rlbuffer.traces.verifiers import attempt
-from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.samplers.base import Completion
 
 
-def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAccess, *, text: str) -> Rollout:
+def rollout_of(trace: Any, completions: Sequence[Completion], *, text: str) -> Rollout:
     """The rollout of a finished trace.
 
     Rewards are those of the trace's functions by name, unweighted; `reward` is the trace's own weighted sum.
@@ -32,7 +31,6 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
     Args:
         trace: a `verifiers.v1.Trace`.
         completions: what was sampled for it; requests that the trace does not hold may be among them.
-        policy: how they were sampled.
         text: for people.
 
     Raises:
@@ -56,7 +54,9 @@ def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAcce
         stop, (kind, message) = found.metadata["stop"] or "no stop condition", found.failure
         raise TraceUnusable(f"the trace failed ({stop}): {kind}: {message}")
     reason = said[max(said)].finish_reason
-    sequences = tuple(_heated(sequence, policy.sampling.temperature) for sequence in found.sequences)
+    sequences = tuple(
+        replace(sequence, turns=sequence.turns if len(sequence.turns) > 2 else ()) for sequence in found.sequences
+    )
     found = replace(found, sequences=sequences, finish_reason=reason)
     return replace(traces.rollout_of(found, policy_version=None), text=text)
 
@@ -67,10 +67,3 @@ def _taken(left: list[Completion], tokens: NDArray[np.int32], logprobs: NDArray[
         if np.array_equal(one.tokens, tokens) and np.array_equal(one.logprobs, logprobs):
             return left.pop(place)
     raise TraceUnusable(f"message {number} of the trace holds other tokens than were sampled")
-
-
-def _heated(sequence: traces.Stretch, temperature: float) -> traces.Stretch:
-    """The sequence with what its logits must be divided by, and with turns where there are more than two."""
-    columns = {} if temperature == 1 else {"temperatures": np.full(len(sequence.tokens), temperature, np.float32)}
-    turns = sequence.turns if len(sequence.turns) > 2 else ()
-    return replace(sequence, columns={**sequence.columns, **columns}, turns=turns)

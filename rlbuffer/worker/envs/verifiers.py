@@ -155,7 +155,7 @@ class Verifiers:
         completions = sessions[trace.id].completions if trace.id in sessions else []
         tokens = [node.token_ids for branch in trace.branches[:1] for node in branch.nodes]
         text = self.render(np.asarray(list(itertools.chain.from_iterable(tokens)), np.int32))
-        return rollout_of(trace, completions, policy, text=text)
+        return rollout_of(trace, completions, text=text)
 
     def render(self, tokens: NDArray[np.int32]) -> str:
         return self._text.render(tokens)
