@@ -85,7 +85,7 @@ def test_a_longer_turn_than_the_workers_own_is_cut_to_it() -> None:
     ("parameters", "message"),
     [
         ({"structured_outputs": {"choice": ["a"]}}, "sampling parameter structured_outputs = "),
-        ({"n": 2}, "sampling parameter n = 2 is not one that the worker's samplers know"),
+        ({"n": 2}, "sampling parameter n = 2 is not the worker's own, 1"),
         ({"temperature": 1.0}, "sampling parameter temperature = 1.0 is not the worker's own, 0.5"),
         ({"top_p": 1.0}, "sampling parameter top_p = 1.0 is not the worker's own, 0.9"),
     ],

@@ -113,29 +113,24 @@ class Gateway:
         return web.json_response(_answer(completion, number=len(session.completions)))
 
 
-def refusal(asked: Mapping[str, Any], *, temperature: float, top_p: float) -> str:
-    """A sentence about the first parameter of a request that is not the worker's own sampling; "" when all are.
-
-    Temperature and nucleus are the worker's: the trainer divides by the temperature that the worker records.
-    """
-    unknown = sorted(name for name in asked if name not in KNOWN | HARMLESS)
-    if unknown or asked.get("n", 1) != 1:
-        name = unknown[0] if unknown else "n"
-        why = why_not(name)
-        sentence = f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
-        return f"{sentence}: {why}" if why else sentence
-    for name, own in (("temperature", temperature), ("top_p", top_p)):
-        value = asked.get(name)
-        if value is not None and not (isinstance(value, int | float) and math.isclose(value, own)):
-            return f"sampling parameter {name} = {value!r} is not the worker's own, {own:g}"
-    return ""
-
-
 def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
-    """The worker's sampling with what a request changes of it."""
-    refused = refusal(asked, temperature=configured.temperature, top_p=configured.top_p)
-    if refused:
-        raise UnknownParameter(refused)
+    """The worker's sampling with what a request changes of it.
+
+    Raises:
+        UnknownParameter: a parameter has no meaning here, or is another than the worker's own: the trainer divides by
+            the temperature that the worker records.
+    """
+    own = {"temperature": configured.temperature, "top_p": configured.top_p, "n": 1}
+    for name, value in asked.items():
+        if name not in KNOWN | HARMLESS:
+            why = why_not(name) or "no sampler of a worker knows it"
+            raise UnknownParameter(f"sampling parameter {name} = {value!r}: {why}")
+        if (
+            value is not None
+            and name in own
+            and not (isinstance(value, int | float) and math.isclose(value, own[name]))
+        ):
+            raise UnknownParameter(f"sampling parameter {name} = {value!r} is not the worker's own, {own[name]:g}")
     limit = asked.get("max_tokens")
     return replace(
         configured,
