@@ -9,7 +9,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -33,11 +33,6 @@ from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 
 FULL_DISK_BYTES = 2**28
 """Free space from which the server's file and the logs are at their end."""
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    "reasoning_gym": ("reasoning_gym", "envs"),
-    "verifiers": ("verifiers", "verifiers"),
-}
-"""Env -> the module that it needs, and the extra that brings it."""
 STARTS = ("run", "serve", "worker", "score", "train")
 
 
@@ -204,7 +199,6 @@ def devices(c: Context) -> Iterator[Finding]:
     "packages",
     "the packages are installed that settings ask for",
     *("trainer.lora.rank", "trainer.reports.tensorboard", "trainer.reports.wandb_project"),
-    *("worker.NAME.env", "eval.NAME.env"),
     level="host",
 )
 def packages(c: Context) -> Iterator[Finding]:
@@ -216,9 +210,6 @@ def packages(c: Context) -> Iterator[Finding]:
         wanted += [("trainer.lora.rank", "peft", "lora")] * bool(trainer.lora.rank)
         wanted += [("trainer.reports.tensorboard", "tensorboard", "tensorboard")] * trainer.reports.tensorboard
         wanted += [("trainer.reports.wandb_project", "wandb", "wandb")] * bool(trainer.reports.wandb_project)
-    for name, worker in c.workers.items():
-        if worker.env in PACKAGES and not has_own_python(c, worker):
-            wanted.append((f"worker.{name}.env", *PACKAGES[worker.env]))
     for setting, module, extra in wanted:
         if not is_installed(module):
             yield failure(f"{setting} needs the module {module}", setting, fix=f"pip install 'rlbuffer[{extra}]'")
@@ -346,4 +337,4 @@ def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings)
         "vocab_size": known if isinstance(known, int) else 0,
         "lengths": {what: length for what, length in lengths.items() if length > 0},
     }
-    return Asked(section, "rlbuffer.worker.envs.looking:wrong_env", given=given)
+    return Asked(section, "rlbuffer.worker.envs:wrong_env", given=given)

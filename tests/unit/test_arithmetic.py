@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -126,15 +127,11 @@ def test_a_full_context_ends_the_episode_with_nothing_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"digits": 0}, "arithmetic: digits = 0 must be in 1-9"),
-        ({"digits": 10}, "arithmetic: digits = 10 must be in 1-9"),
-        ({"operators": "+/"}, "arithmetic: operators = '+/' must be some of +-*"),
-        ({"operators": ""}, "arithmetic: operators = '' must be some of +-*"),
-        ({"max_calls": -1}, "arithmetic: max_calls = -1 is negative"),
-    ],
+    "option",
+    [{"digits": 0}, {"digits": 10}, {"digits": "two"}, {"operators": "+/"}, {"operators": ""}, {"max_calls": -1}],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("*", r"\*").replace("+", r"\+")):
-        make_env("arithmetic", **options)
+def test_options_out_of_range_are_refused_by_name(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigError, match=f"env_options.{name} = {re.escape(repr(value))}: ") as refused:
+        make_env("arithmetic", **option)
+    assert refused.value.setting == f"env_options.{name}"

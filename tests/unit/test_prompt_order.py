@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from rlbuffer.errors import ConfigError
 from rlbuffer.worker.envs.order import KEPT_EPOCHS, PromptOrder
 
 
@@ -51,8 +50,3 @@ def test_no_prompts_have_no_order() -> None:
 @pytest.mark.parametrize(("passes", "tickets"), [(0, None), (1, 7), (3, 21)])
 def test_how_many_tickets_there_are_in_all_follows_from_the_passes(passes: int, tickets: int | None) -> None:
     assert PromptOrder(7, passes=passes).tickets == tickets
-
-
-def test_less_than_no_pass_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"passes = -1 must not be negative \(0: no end\)"):
-        PromptOrder(7, passes=-1)

@@ -132,30 +132,24 @@ async def judge(_: Answered) -> float:
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "message"),
+    ("options", "message"),
     [
-        ({}, {}, "rewards: at least one function is needed"),
-        ({"exactly": 1.0}, {}, "reward exactly: kind 'exactly' is not one of exact, regex; "),
-        ({"exact": "much"}, {}, "reward exact: weight = 'much' is not a number"),
-        ({"exact": math.inf}, {}, "reward exact: weight inf is not finite"),
-        ({"exact": {"stripp": True}}, {}, "reward exact: stripp is not an option. Did you mean strip?"),
-        ({"regex": 1.0}, {}, "reward regex: regex_match() missing 1 required positional argument: 'pattern'"),
-        ({"regex": {"pattern": "("}}, {}, "reward pattern '(' is not a regular expression: missing ), "),
-        ({"mine": {"kind": f"{__name__}:nobody"}}, {}, "reward mine: cannot be imported: "),
-        ({"mine": {"kind": f"{__name__}:half", "x": 1}}, {}, "reward mine: a function of your own takes no options"),
-        ({"mine": {"kind": f"{__name__}:judge"}}, {}, "reward mine: a coroutine; "),
-        ({"exact": 1.0}, {"on_error": "ignore"}, "rewards: on_error = 'ignore' is not one of fail, zero"),
-        ({"exact": 1.0}, {"length": {"form": "max"}}, "env_options.length.target is required"),
-        ({"exact": 1.0}, {"length": {"form": "min", "target": 3}}, "env_options.length.form = 'min': "),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 0}}, "env_options.length.target = 0: "),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "slack": 2}}, "env_options.length.slack = 2: "),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "coefficient": -1}}, "env_options.length.coefficient"),
-        ({"exact": 1.0}, {"length": {"form": "max", "target": 1, "tagret": 1}}, "env_options.length.tagret is not a "),
+        ({}, "rewards: at least one function is needed"),
+        ({"exactly": 1.0}, "reward exactly: kind = 'exactly' must be one of exact, regex, "),
+        ({"exact": "much"}, "reward exact: weight = 'much' is not a number"),
+        ({"exact": math.inf}, "reward exact: weight inf is not finite"),
+        ({"exact": {"stripp": True}}, "env_options.rewards.exact.stripp is not a setting. Did you mean strip?"),
+        ({"exact": {"strip": "perhaps"}}, "env_options.rewards.exact.strip = 'perhaps': "),
+        ({"regex": 1.0}, "env_options.rewards.regex.pattern is required"),
+        ({"regex": {"pattern": "("}}, "reward pattern '(' is not a regular expression: missing ), "),
+        ({"mine": {"kind": f"{__name__}:nobody"}}, "reward mine: cannot be imported: "),
+        ({"mine": {"kind": f"{__name__}:half", "x": 1}}, f"reward mine: kind = '{__name__}:half' must be "),
+        ({"mine": {"kind": f"{__name__}:judge"}}, "reward mine: a coroutine; "),
     ],
 )
-def test_rewards_that_cannot_be_are_refused(options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+def test_rewards_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        make_rewards(options, **arguments)
+        make_rewards(options)
     assert str(error.value).startswith(message)
 
 

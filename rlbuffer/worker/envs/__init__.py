@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlbuffer.config.imports import place_of, target
+from rlbuffer.config.refusal import refusal
 from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.state.text import did_you_mean, no_such_option
+from rlbuffer.state.text import did_you_mean, no_such_option, plural
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.digits import Repeat, VCopy
@@ -34,6 +38,7 @@ __all__ = [
     "WholeRolloutEnv",
     "close_env",
     "make_env",
+    "wrong_env",
 ]
 
 _log = logging.getLogger(__name__)
@@ -50,6 +55,15 @@ ADAPTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Envs of what lies in files or in other packages."""
+EXTRAS: Mapping[str, str] = MappingProxyType({"reasoning_gym": "envs", "verifiers": "verifiers"})
+"""Envs of a package, which has their name -> the extra that brings it."""
+
+MADE = (*BUILT_IN, "jsonl")
+"""Envs that are made here. Others may load a data set, and are looked at by their options alone."""
+PROMPTS = 256
+"""Tickets whose prompts are looked at."""
+MOST_NAMED = 8
+"""Prompts that are named."""
 
 _MEMBERS = ("name", "vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
 _WAYS = ("score", "play", "rollout")
@@ -64,18 +78,15 @@ def make_env(name: str, /, **options: Any) -> Env:
     Raises:
         ConfigError: no such env or factory; the factory refuses the options; its result is not an env.
     """
-    factory = factory_of(name)
-    if refused := refused_options(name, factory, options):
-        raise ConfigError(refused, setting="env_options")
+    factory = factory_of(name, options)
     try:
         env = factory(**options)
-    except TypeError as error:
-        raise ConfigError(f"env {name}: its factory refused the options {options}: {error}", setting="env") from error
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # it is the user's code
-        if name in BUILT_IN:
-            raise
+        if isinstance(error, ValidationError) and ":" not in name:
+            fields = tuple(inspect.signature(factory).parameters)
+            raise refusal(error, section="env_options", fields=fields) from None
         raised = f"{type(error).__name__}: {error}{place_of(error)}"
         raise ConfigError(f"env {name}: its factory raised {raised}", setting="env") from error
     missing = [member for member in _MEMBERS if not hasattr(env, member)]
@@ -103,38 +114,64 @@ async def close_env(env: Env) -> None:
         _log.warning("env %s could not be closed", env.name, exc_info=True)
 
 
-def refused_options(name: str, factory: Callable[..., Env], options: Mapping[str, Any]) -> str:
-    """Why a factory would refuse options; "" where it takes them, or does not say."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return ""
-    parameters = signature.parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        known = [parameter.name for parameter in parameters if parameter.kind in named]
-        if unknown := no_such_option(f"env {name}", options, known):
-            return unknown
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        return f"env {name}: its factory refuses the options {dict(options)}: {error}"
-    return ""
-
-
-def factory_of(name: str) -> Callable[..., Env]:
-    """What makes an env of that name.
+def factory_of(name: str, options: Mapping[str, Any]) -> Callable[..., Env]:
+    """What makes an env of that name with these options.
 
     Raises:
-        ConfigError: there is none, or its module cannot be imported.
+        ConfigError: there is none, its module is not there, it is async, or it does not take the options.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" not in name and name not in ADAPTERS:
-        names = [*BUILT_IN, *ADAPTERS]
+    if ":" not in name and name not in (names := [*BUILT_IN, *ADAPTERS]):
         hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
         raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
+    if name in EXTRAS and find_spec(name) is None:
+        raise ConfigError(f"env {name} needs the module {name}: pip install 'rlbuffer[{EXTRAS[name]}]'", setting="env")
     try:
-        return target(ADAPTERS.get(name, name))
+        factory = BUILT_IN[name] if name in BUILT_IN else target(ADAPTERS.get(name, name))
     except ImportError as error:
         raise ConfigError(f"env {name}: {error}", setting="env") from error
+    if inspect.iscoroutinefunction(factory):
+        raise ConfigError(f"env {name} is async: the factory is called, and what it returns is the env", setting="env")
+    try:
+        signature = inspect.signature(factory)
+        signature.bind(**options)
+    except ValueError:  # it tells no signature
+        return factory
+    except TypeError as error:
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        unknown = "" if takes_any else no_such_option(f"env {name}", options, signature.parameters)
+        why = unknown or f"env {name}: {error}, given {dict(options)}"
+        raise ConfigError(why, setting="env_options") from error
+    return factory
+
+
+def wrong_env(
+    name: str, options: Mapping[str, Any], *, vocab_size: int, lengths: Mapping[str, int]
+) -> Iterator[tuple[str, str, bool]]:
+    """What would stop an env's worker, or skip its prompts. -> (setting of the section, what is wrong, True: it is
+    fatal), as :mod:`rlbuffer.checks.imports` tells it from a process of its own.
+
+    Args:
+        name: of the env.
+        options: env_options.
+        vocab_size: of the model; 0: not known.
+        lengths: what bounds a rollout -> tokens.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    factory_of(name, options)
+    if name not in MADE:
+        return
+    env = make_env(name, **options)
+    try:
+        prompts = [env.prompt(ticket) for ticket in range(min(PROMPTS, getattr(env, "tickets", None) or PROMPTS))]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env {name} gives no prompt with {dict(options)}: {error}", setting="env_options") from error
+    if 0 < vocab_size < env.vocab_size:
+        yield "env", f"env {name} uses {env.vocab_size} token ids, the model knows {vocab_size}", True
+    sizes = {prompt.place or prompt.prompt_id: len(prompt.tokens) for prompt in prompts}
+    limit, what = min((length, what) for what, length in lengths.items())
+    if long := [place for place, size in sizes.items() if size >= limit]:
+        shown = ", ".join(long[:MOST_NAMED]) + ", ..." * (len(long) > MOST_NAMED)
+        text = f"{len(long)} of {plural(len(sizes), 'prompt')} leave no room for a completion: {what} is {limit} tokens"
+        yield "env", f"env {name}: {text} ({shown})", len(long) == len(sizes)

@@ -11,12 +11,13 @@ what the calculator says is masked out.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, validate_call
 
-from rlbuffer.errors import ConfigError, PromptTooLong
+from rlbuffer.errors import PromptTooLong
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, encode, positions_right, render
 
@@ -27,7 +28,6 @@ CLOSE = SYMBOLS.index(">")
 ERROR = "_="
 """Answer of the calculator when it understands nothing."""
 EXPRESSION = re.compile(r"-?[0-9]{1,9}(?:[+*-][0-9]{1,9}){0,7}")
-OPERATORS = ("+", "-", "*")
 
 
 def calculate(expression: str) -> int:
@@ -66,30 +66,19 @@ class Arithmetic:
         max_calls: after so many the policy must answer; 0: no calculator.
         call_weight: weight of ``call`` beside that of ``digits``, which is 1. Above 0 it pays for the use of the
             calculator itself: a start for policies that never call it by chance.
-
-    Raises:
-        ConfigError: an option is out of range.
     """
 
+    @validate_call
     def __init__(
         self,
         *,
         name: str = "arithmetic",
         seed: int = 0,
-        digits: int = 2,
-        operators: str = "+-*",
-        max_calls: int = 2,
+        digits: Annotated[int, Field(ge=1, le=9)] = 2,
+        operators: Annotated[str, Field(pattern=r"^[+*-]+$")] = "+-*",
+        max_calls: Annotated[int, Field(ge=0)] = 2,
         call_weight: float = 0.0,
     ) -> None:
-        if not 1 <= digits <= 9:
-            raise ConfigError(f"arithmetic: digits = {digits} must be in 1-9", setting="env_options.digits")
-        if not operators or any(operator not in OPERATORS for operator in operators):
-            raise ConfigError(
-                f"arithmetic: operators = {operators!r} must be some of {''.join(OPERATORS)}",
-                setting="env_options.operators",
-            )
-        if max_calls < 0:
-            raise ConfigError(f"arithmetic: max_calls = {max_calls} is negative", setting="env_options.max_calls")
         self.name, self.seed = name, seed
         self.vocab_size = len(SYMBOLS)
         self.eos_token_ids = (END,)

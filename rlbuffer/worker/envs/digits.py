@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import validate_call
 
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import (
@@ -34,6 +35,7 @@ class Digits:
     max_new_tokens = 0
     """One more than the longest target, so that running on is possible and costs."""
 
+    @validate_call
     def __init__(self, *, name: str = "", seed: int = 0) -> None:
         self.name = name or self.name
         self.seed = seed

@@ -16,21 +16,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import StringConstraints, validate_call
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.state.text import no_such_option
-from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.records.checks import shown
+from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.rewards import Answered, make_rewards, not_comparable
-from rlbuffer.worker.envs.text import Text, ids_as_text
+from rlbuffer.worker.envs.rewards import Answered, Length, OnError, make_rewards, not_comparable
+from rlbuffer.worker.envs.text import Ids, Text, is_ids
 
-NO_TOKENIZER = "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"
-FIELDS = ("prompt", "answer", "id")
+Known = Literal["prompt", "answer", "id"]
+FIELDS: tuple[Known, ...] = get_args(Known)
 """Fields of a line with a meaning of their own."""
+PROMPT = "token ids, or with a tokenizer text or messages (role and content, the last one not the assistant's)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +40,13 @@ class Line:
     """A line of the file, whatever its fields are called there."""
 
     number: int
-    values: Mapping[str, Any]
-    names: Mapping[str, str]
-    """Each of :data:`FIELDS` -> its name in the file."""
-
-    @property
-    def prompt(self) -> Any:
-        """Text, messages or token ids."""
-        return self.values.get(self.names["prompt"])
-
-    @property
-    def answer(self) -> Any:
-        """The reference answer; None where there is none."""
-        return self.values.get(self.names["answer"])
-
-    @property
-    def prompt_id(self) -> str:
-        """The prompt's name for people."""
-        return str(self.values.get(self.names["id"], f"line-{self.number}"))
-
-    @property
-    def further(self) -> dict[str, Any]:
-        """The fields without a meaning of their own."""
-        own = self.names.values()
-        return {key: value for key, value in self.values.items() if key not in own}
-
-    def wrong(self, vocab_size: int, *, is_text: bool, compares: bool) -> str:
-        """The mistake in it; "" when there is none. `compares`: a reward needs the answer."""
-        for field, name in self.names.items():
-            if name not in self.values and (field == "prompt" or name != field):
-                return f"there is no field {name!r}; {self._say_which(field)}"
-        wrong = _wrong_prompt(self.prompt, vocab_size, is_text=is_text)
-        if not wrong and compares and (why := not_comparable(self.answer)):
-            wrong = f"{why}: field {self.names['answer']!r}; {self._say_which('answer')}"
-        return wrong
-
-    def _say_which(self, field: str) -> str:
-        return (
-            f'the line has {", ".join(map(repr, self.values))} (env_options.fields = {{ {field} = "NAME" }} says which)'
-        )
+    prompt: Any
+    """Text, messages or token ids."""
+    answer: Any
+    """The reference answer; None where there is none."""
+    prompt_id: str
+    further: Mapping[str, Any]
+    """The fields without a meaning of their own."""
 
 
 class JsonLines:
@@ -103,40 +73,42 @@ class JsonLines:
         ConfigError: the file or an option is not as it must be; a bad line is named with its number.
     """
 
+    @validate_call
     def __init__(
         self,
         *,
-        path: str,
+        path: str | Path,
         name: str = "jsonl",
-        fields: Mapping[str, str] | None = None,
-        tokenizer: str = "",
+        fields: Mapping[Known, Annotated[str, StringConstraints(min_length=1)]] | None = None,
+        tokenizer: str | Path = "",
         chat: bool | None = None,
         system: str = "",
         rewards: Mapping[str, Any] | None = None,
-        length: Mapping[str, Any] | None = None,
-        on_error: str = "fail",
+        length: Length | None = None,
+        on_error: OnError = "fail",
         max_new_tokens: int = 1024,
         seed: int = 0,
         shuffle: bool = True,
-        passes: int = 0,
+        passes: Passes = 0,
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else None
-        if self._text is None and not (vocab_size and eos_token_ids):
-            raise ConfigError(NO_TOKENIZER, setting="env_options")
-        self.vocab_size = vocab_size or (self._text.vocab_size if self._text else 0)
-        self.eos_token_ids = tuple(eos_token_ids) or (self._text.eos_token_ids if self._text else ())
+        if not tokenizer and not (vocab_size and eos_token_ids):
+            raise ConfigError(
+                "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids", setting="env_options"
+            )
+        self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else Ids(vocab_size, eos_token_ids)
+        self.vocab_size = vocab_size or self._text.vocab_size
+        self.eos_token_ids = tuple(eos_token_ids) or self._text.eos_token_ids
         self.max_new_tokens = max_new_tokens
         self._rewards = make_rewards(rewards or {"exact": 1.0}, length=length, on_error=on_error)
-        self._path = path
-        self._lines, self.digest = _read(Path(path).expanduser(), fields)
+        self._path, names = path, {field: (fields or {}).get(field, field) for field in FIELDS}
+        self._lines, self.digest = _read(Path(path).expanduser(), names)
         for line in self._lines:
-            wrong = line.wrong(self.vocab_size, is_text=self._text is not None, compares=self._rewards.compares)
-            if wrong:
+            if wrong := self._wrong(line, names):
                 raise ConfigError(f"{path}:{line.number}: {wrong}", setting="env_options.path")
-        self._tokens(self._lines[0].prompt)  # a template that cannot be used is refused at once
+        self._text.prompt(self._lines[0].prompt)  # a template that cannot be used is refused at once
         self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle, passes=passes)
         self.tickets = self._order.tickets
 
@@ -145,7 +117,7 @@ class JsonLines:
         line = self._lines[index]
         return Prompt(
             prompt_id=line.prompt_id,
-            tokens=self._tokens(line.prompt),
+            tokens=self._text.prompt(line.prompt),
             answer=line.answer,
             metadata={**line.further, "epoch": epoch, "data": self.digest},
             place=f"{self._path}:{line.number}",
@@ -153,77 +125,62 @@ class JsonLines:
 
     def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:
         return self._rewards.score(
-            Answered(prompt=prompt, tokens=tokens, finish_reason=finish_reason, render=self._answer)
+            Answered(prompt=prompt, tokens=tokens, finish_reason=finish_reason, render=self._text.answer)
         )
 
     def render(self, tokens: NDArray[np.int32]) -> str:
-        return self._text.render(tokens) if self._text else ids_as_text(tokens)
+        return self._text.render(tokens)
 
-    def _answer(self, tokens: NDArray[np.int32]) -> str:
-        if self._text:
-            return self._text.answer(tokens)
-        return ids_as_text([token for token in tokens.tolist() if token not in self.eos_token_ids])
-
-    def _tokens(self, prompt: str | list[Any]) -> NDArray[np.int32]:
-        return np.asarray(prompt, np.int32) if _is_ids(prompt) else cast(Text, self._text).prompt(prompt)
-
-
-def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:
-    """The mistake in a line's prompt; "" when there is none."""
-    if _is_ids(prompt):
-        outside = [token for token in prompt if not 0 <= token < vocab_size]
-        return f"token id {outside[0]} is not in 0-{vocab_size - 1}" if outside else ""
-    is_messages = isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
-    if not isinstance(prompt, str) and not is_messages:
-        return f"prompt must be text, messages or token ids, got {str(prompt)[:40]!r}"
-    if not is_text:
-        return f"a prompt of {'messages' if is_messages else 'text'} needs a tokenizer"
-    if is_messages:
-        return _wrong_messages(cast(list[Mapping[str, Any]], prompt))
-    return "" if prompt else "an empty prompt"
+    def _wrong(self, line: Line, names: Mapping[Known, str]) -> str:
+        """The mistake in a line; "" when there is none."""
+        prompt = line.prompt
+        if is_ids(prompt):
+            if not all(0 <= token < self.vocab_size for token in prompt):
+                return f"token ids must be in 0-{self.vocab_size - 1}, got {shown(prompt)}"
+        elif isinstance(self._text, Ids) or not (prompt and (isinstance(prompt, str) or _are_messages(prompt))):
+            return f"{names['prompt']} must be {PROMPT}, got {shown(prompt)}"
+        if self._rewards.compares and (why := not_comparable(line.answer)):
+            return f"{names['answer']!r}: {why} (env_options.fields says which field it is)"
+        return ""
 
 
-def _wrong_messages(messages: Sequence[Mapping[str, Any]]) -> str:
-    for message in messages:
-        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
-            return f"a message has role and content, both text, got {str(dict(message))[:60]!r}"
-    if messages[-1]["role"] == "assistant":
-        return "the prompt's last message is the assistant's, which the policy shall write: is it the answer?"
-    return ""
+def _are_messages(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list)
+        and all(isinstance(turn, Mapping) for turn in prompt)
+        and all(isinstance(turn.get(name), str) for turn in prompt for name in ("role", "content"))
+        and prompt[-1]["role"] != "assistant"
+    )
 
 
-def _is_ids(prompt: object) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-
-
-def _names(fields: object) -> Mapping[str, str]:
-    """Each of :data:`FIELDS` -> its name in the file."""
-    given = {} if fields is None else fields
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given.values()):
-        raise ConfigError(f'fields = {fields!r} is a table: {{ answer = "NAME" }}', setting="env_options.fields")
-    if unknown := no_such_option("fields", given, FIELDS):
-        raise ConfigError(unknown, setting="env_options.fields")
-    return {field: given.get(field, field) for field in FIELDS}
-
-
-def _read(path: Path, fields: object) -> tuple[list[Line], str]:
+def _read(path: Path, names: Mapping[Known, str]) -> tuple[list[Line], str]:
     """Returns every line that is not empty, and the digest of the file."""
-    names = _names(fields)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", setting="env_options.path") from error
-    lines: list[Line] = []
-    for number, text in enumerate(data.splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error}", setting="env_options.path") from error
-        if not isinstance(line, dict):
-            raise ConfigError(f"{path}:{number}: not a JSON object", setting="env_options.path")
-        lines.append(Line(number, line, names))
+    lines = [_line(path, number, text, names) for number, text in enumerate(data.splitlines(), 1) if text.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no prompt", setting="env_options.path")
     return lines, hashlib.sha256(data).hexdigest()[:12]
+
+
+def _line(path: Path, number: int, text: bytes, names: Mapping[Known, str]) -> Line:
+    try:
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number} is no JSON object: {error}", setting="env_options.path") from error
+    for field, name in names.items():
+        if name not in values and (field == "prompt" or name != field):
+            has, which = ", ".join(map(repr, values)), f'env_options.fields = {{ {field} = "NAME" }} says which it is'
+            why = f"{path}:{number}: there is no field {name!r}; the line has {has} ({which})"
+            raise ConfigError(why, setting="env_options.path")
+    return Line(
+        number=number,
+        prompt=values[names["prompt"]],
+        answer=values.get(names["answer"]),
+        prompt_id=str(values.get(names["id"], f"line-{number}")),
+        further={key: value for key, value in values.items() if key not in names.values()},
+    )

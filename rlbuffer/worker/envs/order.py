@@ -7,13 +7,15 @@ on where it was.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from rlbuffer.errors import ConfigError
-
+Passes = Annotated[int, Field(ge=0)]
+"""How often every prompt is sampled before an env is done; 0: it has no end."""
 KEPT_EPOCHS = 3
 """Orders that are kept: tickets of the last epoch come back while the next one has begun."""
 
@@ -27,9 +29,6 @@ class PromptOrder:
         shuffle: False: every epoch goes through the data as it lies.
         passes: epochs after which there are no more prompts; 0: there is no end.
 
-    Raises:
-        ConfigError: `passes` is negative.
-
     Example:
         >>> order = PromptOrder(3, seed=0)
         >>> sorted(order.place(n)[1] for n in range(3, 6)), order.place(4)[0]
@@ -37,30 +36,22 @@ class PromptOrder:
     """
 
     def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True, passes: int = 0) -> None:
-        if passes < 0:
-            raise ConfigError(f"passes = {passes} must not be negative (0: no end)", setting="env_options.passes")
         if size < 1:
             raise ValueError(f"a data set of {size} prompts has no order")
         self.size, self.seed, self.shuffle = size, seed, shuffle
         self.tickets = size * passes or None
         """How many there are in all; None: no end."""
-        self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+        self._order_of = lru_cache(KEPT_EPOCHS)(self._shuffled)
 
     def place(self, number: int) -> tuple[int, int]:
         """Returns (epoch, index into the data set) of ticket `number`."""
         epoch, position = divmod(number, self.size)
         if not self.shuffle:
             return epoch, position
-        order = self._epochs.get(epoch)
-        if order is None:
-            order = self._epochs[epoch] = _shuffled(self.size, self.seed, epoch)
-            while len(self._epochs) > KEPT_EPOCHS:
-                self._epochs.popitem(last=False)
-        return epoch, int(order[position])
+        return epoch, int(self._order_of(epoch)[position])
 
-
-def _shuffled(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Not Generator.permutation: numpy may change what it returns, and workers with different numpy releases would then
-    # disagree about the order. The raw words of a bit generator never change.
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
-    return np.argsort(words, kind="stable")
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        # Not Generator.permutation: numpy may change what it returns, and workers with different numpy releases would
+        # then disagree about the order. The raw words of a bit generator never change.
+        words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.size)
+        return np.argsort(words, kind="stable")

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, validate_call
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.rewards import Answered, Length, Rewards, make_length
+from rlbuffer.worker.envs.rewards import Answered, Length, Rewards
 from rlbuffer.worker.envs.text import Text
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -52,21 +54,22 @@ class ReasoningGym:
         ConfigError: reasoning-gym is not installed, has no such data set, or refuses its options.
     """
 
+    @validate_call
     def __init__(
         self,
         *,
         dataset: str,
-        tokenizer: str,
+        tokenizer: str | Path,
         name: str = "",
-        size: int = 10_000,
+        size: Annotated[int, Field(ge=1)] = 10_000,
         seed: int = 0,
-        passes: int = 0,
+        passes: Passes = 0,
         config: Mapping[str, Any] | None = None,
         chat: bool | None = None,
         system: str = "",
         instruction: str = INSTRUCTION,
         format_weight: float = 0.0,
-        length: Mapping[str, Any] | None = None,
+        length: Length | None = None,
         max_new_tokens: int = 512,
     ) -> None:
         self.name = name or dataset
@@ -77,10 +80,9 @@ class ReasoningGym:
         self.max_new_tokens = max_new_tokens
         self._order = PromptOrder(size, seed=seed, passes=passes)
         self.tickets = self._order.tickets
-        shape: Length | None = make_length(length)
         self._rewards = Rewards(
             {"score": (self._score, 1.0), "format": (_is_tagged, format_weight)},
-            length=shape,
+            length=length,
             success="score",
             on_error="zero",
         )
@@ -125,12 +127,8 @@ def _is_tagged(answered: Answered) -> float:
 
 
 def _create(dataset: str, *, size: int, seed: int, options: Mapping[str, Any]) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"env reasoning_gym cannot be imported ({error}): pip install 'rlbuffer[envs]'", setting="env"
-        ) from error
+    import reasoning_gym
+
     try:
         return reasoning_gym.create_dataset(dataset, size=size, seed=seed, **options)
     except (ValueError, TypeError, AssertionError, KeyError) as error:

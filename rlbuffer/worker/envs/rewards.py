@@ -18,13 +18,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, validate_call
 
 from rlbuffer.config.imports import target
 from rlbuffer.config.refusal import refusal
 from rlbuffer.config.table import Count, Share, Table
 from rlbuffer.errors import ConfigError, RewardFailed
-from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.prompt import Prompt, Score
 
 OnError = Literal["fail", "zero"]
@@ -75,6 +74,7 @@ def not_comparable(answer: object) -> str:
     return "" if is_one else f"an answer that is compared must be text or a number, got {str(answer)[:40]!r}"
 
 
+@validate_call
 def exact_match(*, strip: bool = True, ignore_case: bool = False) -> RewardFunction:
     """1 when the text is the prompt's answer, else 0.
 
@@ -93,6 +93,7 @@ def exact_match(*, strip: bool = True, ignore_case: bool = False) -> RewardFunct
     return Compared(same)
 
 
+@validate_call
 def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> RewardFunction:
     """1 when `pattern` is found in the text, else 0.
 
@@ -178,8 +179,6 @@ class Rewards:
         success: str = "",
         on_error: OnError = "fail",
     ) -> None:
-        if not functions:
-            raise ConfigError("rewards: at least one function is needed")
         for name, (function, weight) in functions.items():
             if inspect.iscoroutinefunction(function):
                 raise ConfigError(
@@ -187,10 +186,11 @@ class Rewards:
                 )
             if not math.isfinite(weight):
                 raise ConfigError(f"reward {name}: weight {weight} is not finite")
-        if on_error not in get_args(OnError):
-            raise ConfigError(f"rewards: on_error = {on_error!r} is not one of {', '.join(get_args(OnError))}")
-        if success and success not in functions:
-            raise ConfigError(f"rewards: success = {success!r} is not one of {', '.join(functions)}")
+        for what, value, known in (("on_error", on_error, get_args(OnError)), ("success", success, ["", *functions])):
+            if value not in known:
+                raise ConfigError(f"rewards: {what} = {value!r} is not one of {', '.join(filter(None, known))}")
+        if not functions:
+            raise ConfigError("rewards: at least one function is needed")
         self.functions, self.length, self.success, self.on_error = dict(functions), length, success, on_error
 
     @property
@@ -232,9 +232,7 @@ KINDS: Mapping[str, Callable[..., RewardFunction]] = {"exact": exact_match, "reg
 """Kinds of reward that settings may name; the user's own is ``package.module:function``."""
 
 
-def make_rewards(
-    options: Mapping[str, Any], *, length: Mapping[str, Any] | None = None, on_error: str = "fail"
-) -> Rewards:
+def make_rewards(options: Mapping[str, Any], *, length: Length | None = None, on_error: OnError = "fail") -> Rewards:
     """Makes rewards from settings.
 
     Each option is ``name = weight`` (the kind is the name) or ``name = { kind = ..., weight = 1.0, ... }`` with the
@@ -246,19 +244,7 @@ def make_rewards(
     """
     functions = {name: _function(name, option) for name, option in options.items()}
     success = next(iter(functions), "")
-    return Rewards(functions, length=make_length(length), success=success, on_error=on_error)  # type: ignore[arg-type]
-
-
-def make_length(options: Mapping[str, Any] | None) -> Length | None:
-    """A length reward from settings; None when there are none.
-
-    Raises:
-        ConfigError: an unknown option, one that is missing, or a value out of range.
-    """
-    try:
-        return Length.model_validate(options) if options else None
-    except ValidationError as error:
-        raise refusal(error, section="env_options.length", fields=tuple(Length.model_fields)) from None
+    return Rewards(functions, length=length, success=success, on_error=on_error)
 
 
 def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
@@ -266,24 +252,20 @@ def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
     kind, weight = str(table.pop("kind", name)), table.pop("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"reward {name}: weight = {weight!r} is not a number")
-    if ":" in kind:
-        if table:
-            raise ConfigError(f"reward {name}: a function of your own takes no options, got {', '.join(table)}")
-        try:
-            return target(kind), float(weight)
-        except ImportError as error:
-            raise ConfigError(f"reward {name}: {error}") from error
-    if kind not in KINDS:
-        raise ConfigError(
-            f"reward {name}: kind {kind!r} is not one of {', '.join(KINDS)}; your own is package.module:function"
-        )
-    unknown = no_such_option(f"reward {name}", table, inspect.signature(KINDS[kind]).parameters)
-    if unknown:
-        raise ConfigError(unknown)
     try:
-        return KINDS[kind](**table), float(weight)
-    except TypeError as error:
+        if kind in KINDS:
+            return KINDS[kind](**table), float(weight)
+        if ":" in kind and not table:
+            return target(kind), float(weight)
+    except ValidationError as error:
+        known = tuple(inspect.signature(KINDS[kind]).parameters)
+        raise refusal(error, section=f"env_options.rewards.{name}", fields=known) from None
+    except ImportError as error:
         raise ConfigError(f"reward {name}: {error}") from error
+    raise ConfigError(
+        f"reward {name}: kind = {kind!r} must be one of {', '.join(KINDS)}, or package.module:function of your own, "
+        f"which takes no options, got {table}"
+    )
 
 
 def _finite(value: Any) -> float:

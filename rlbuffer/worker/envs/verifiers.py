@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import validate_call
 
 from rlbuffer.errors import ConfigError, TraceUnusable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, TraceSession
-from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt
 from rlbuffer.worker.envs.text import Text
 from rlbuffer.worker.envs.traces import rollout_of
@@ -59,11 +60,12 @@ class Verifiers:
         ConfigError: verifiers is not installed or refuses the settings, or the taskset has no end.
     """
 
+    @validate_call
     def __init__(
         self,
         *,
         taskset: str,
-        tokenizer: str,
+        tokenizer: str | Path,
         name: str = "",
         environment: str = "",
         taskset_options: Mapping[str, Any] | None = None,
@@ -73,12 +75,16 @@ class Verifiers:
         tasks: int = 0,
         seed: int = 0,
         shuffle: bool = True,
-        passes: int = 0,
+        passes: Passes = 0,
         max_new_tokens: int = 1024,
         max_concurrent: int = 64,
     ) -> None:
         self.name = name or taskset.rsplit("/", 1)[-1]
-        self._vf, harness = _package()
+        import verifiers.v1 as vf
+
+        from rlbuffer.worker.envs.chat_harness import HARNESS
+
+        self._vf = vf
         self._text = Text(tokenizer, chat=False)
         self.vocab_size, self.eos_token_ids = self._text.vocab_size, self._text.eos_token_ids
         self.max_new_tokens, self.max_concurrent = max_new_tokens, max_concurrent
@@ -93,17 +99,15 @@ class Verifiers:
         }
         try:
             declared = {
-                seat: config
-                for seat, config in self._vf.resolve_env_config(settings)
-                if isinstance(config, self._vf.AgentConfig)
+                seat: config for seat, config in vf.resolve_env_config(settings) if isinstance(config, vf.AgentConfig)
             }
             unknown = no_such_option("agents", agents or {}, declared)
             if unknown:
                 raise ValueError(unknown)
             for seat, config in declared.items():
-                own = {"runtime": {"type": "subprocess"}, **({} if config.harness else {"harness": {"id": harness}})}
+                own = {"runtime": {"type": "subprocess"}, **({} if config.harness else {"harness": {"id": HARNESS}})}
                 settings[seat] = {**own, **(agent or {}), **(agents or {}).get(seat, {})}
-            self._env: Any = self._vf.load_environment(self._vf.resolve_env_config(settings))
+            self._env: Any = vf.load_environment(vf.resolve_env_config(settings))
             self._tasks = tasks_of(self._env.taskset, tasks)
         except (ImportError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"verifiers: {type(error).__name__}: {error}", setting="env_options") from error
@@ -187,19 +191,6 @@ class Verifiers:
                 started.set_exception(error)
                 self._starting = None  # the next rollout tries again
             raise
-
-
-def _package() -> tuple[Any, str]:
-    """Returns `verifiers.v1`, and the id of the harness that plays in this process."""
-    try:
-        import verifiers.v1 as package
-
-        from rlbuffer.worker.envs.chat_harness import HARNESS
-    except ImportError as error:
-        raise ConfigError(
-            f"env verifiers cannot be imported ({error}): pip install 'rlbuffer[verifiers]'", setting="env"
-        ) from error
-    return package, HARNESS
 
 
 def tasks_of(taskset: Any, limit: int) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from wrong_configs import lay_out, written
 
-from rlbuffer.checks import server  # noqa: F401 - it makes its checks
+from rlbuffer.checks import host, server  # noqa: F401 - the latter makes its checks
 from rlbuffer.checks.check import CHECKS, EVERYTHING, Context, Level, Parts
 from rlbuffer.checks.loading import load
 from rlbuffer.config import loading
@@ -74,13 +74,12 @@ HOST = [
     ("model", [("model.config", 'model_type = ""')]),
     *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
     ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
-    ("packages", [("worker.b", 'env = "verifiers"')]),
     ("workers", [("-worker.a", "")]),
     ("scorer-models", [("score.s", 'model = "nowhere"')]),
 ]
 """(check, what is put into the good config): failures."""
 ELSEWHERE = {
-    *("devices", "shared-locks", "functions"),  # test_placement, test_odd_hosts, test_imports
+    *("packages", "devices", "shared-locks", "functions"),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
 }
 
@@ -128,6 +127,11 @@ def test_a_server_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
         load(written(), environ={}, parts=("train",))
     assert caught.value.setting == SERVER_BIN
     load(written(("", 'redis_url = "redis://h"')), environ={}, parts=("train",))
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_installed", lambda module: module != "wandb")
+    assert troubles([("trainer.reports", 'wandb_project = "p"')], EVERYTHING) == {("packages", FAILURE)}
 
 
 def test_the_config_that_the_mistakes_are_put_into_has_none() -> None:
