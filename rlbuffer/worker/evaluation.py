@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
-from rlbuffer.errors import ServerRefused
+from rlbuffer.errors import GroupFailed, ServerRefused
 from rlbuffer.process.logs import fields
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
@@ -103,34 +103,27 @@ class Evaluator:
             await close_env(env)
 
     async def _evaluate(self, name: str, settings: EvaluationSettings, version: int) -> None:
-        ttl = TIMEOUT_SECONDS
-        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=self._owner, ttl_seconds=ttl):
+        owner, ttl = self._owner, TIMEOUT_SECONDS
+        if self._sampler.version != version:  # a newer one was loaded before it was held
             return
-        start = time.monotonic()
-        record, trouble = None, ""
+        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=ttl):
+            return
+        start, record = time.monotonic(), None
         try:
-            if self._sampler.version == version:
-                async with asyncio.timeout(TIMEOUT_SECONDS):
-                    record, trouble = await self._measured(name, settings, version)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                measured = await self._measured(name, settings, version)
+            measured["seconds"] = time.monotonic() - start
+            await self._add(name, version, measured)
+            record = measured
         except TimeoutError:
-            trouble = f"eval/{name} of version {version} took longer than {TIMEOUT_SECONDS:g} s"
+            trouble = f"took longer than {TIMEOUT_SECONDS:g} s"
+        except (GroupFailed, ServerRefused) as error:
+            trouble = f"does not count: {error}"
         finally:
             if record is None:
-                await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
+                await asyncio.to_thread(self._store.release_evaluation, name, version, owner=owner)
         if record is None:
-            if trouble:
-                self._trouble(trouble)  # only now: whoever hears it may take the evaluation
-            return
-        record["seconds"] = time.monotonic() - start
-        for _ in range(TRIES):
-            try:
-                await asyncio.to_thread(self._store.add_evaluation, name, version, record)
-                break
-            except ServerRefused as error:
-                self._trouble(f"the result of eval/{name} of version {version} waits: {error}")
-                await asyncio.sleep(AGAIN_SECONDS)
-        else:
-            await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
+            self._trouble(f"eval/{name} of version {version} {trouble}")  # only now: whoever hears it may take it
             return
         _log.info(
             "eval/%s/reward/mean %.3f +- %.3f  version %d  %s in %.1f s",
@@ -143,10 +136,20 @@ class Evaluator:
             extra=fields("evaluation", env=name, version=version, **record),
         )
 
-    async def _measured(
-        self, name: str, settings: EvaluationSettings, version: int
-    ) -> tuple[dict[str, Any] | None, str]:
-        """Returns the result, or None and why it does not count; each failure has been reported already."""
+    async def _add(self, name: str, version: int, record: Mapping[str, Any]) -> None:
+        """Hands a result to the server. Raises ServerRefused when it does not take it, time and again."""
+        for left in reversed(range(TRIES)):
+            try:
+                await asyncio.to_thread(self._store.add_evaluation, name, version, record)
+                return
+            except ServerRefused as error:
+                if not left:
+                    raise
+                self._trouble(f"the result of eval/{name} of version {version} waits: {error}")
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any]:
+        """Returns the result. Raises GroupFailed where it does not count."""
         env = self._envs[name]
         worker = WorkerSettings(
             env=settings.env,
@@ -169,11 +172,12 @@ class Evaluator:
                     return None
 
         rollouts = [r for r in await asyncio.gather(*(one(n) for n in range(settings.prompts))) if r is not None]
-        if 2 * len(rollouts) <= settings.prompts:
-            return None, ""
+        failed = settings.prompts - len(rollouts)
+        if failed >= len(rollouts):
+            raise GroupFailed(f"{failed} of {plural(settings.prompts, 'prompt')} failed")
         if {v for r in rollouts for v in (r.min_policy_version, r.max_policy_version)} != {version}:
-            return None, f"eval/{name} of version {version} does not count: another version sampled some of it"
-        return summary(rollouts, failed=settings.prompts - len(rollouts)), ""
+            raise GroupFailed("another version sampled some of it")
+        return summary(rollouts, failed=failed)
 
     def _trouble(self, sentence: str) -> None:
         _log.warning("%s", sentence, extra=fields("trouble"))

@@ -160,13 +160,10 @@ def _places_of(call: Call) -> list[Place]:
 
 def _chosen(places: Iterable[Place]) -> Place | None:
     """The innermost one of the user's own, else of a library's."""
-    outside = [p for p in places if not p[0].startswith((_OURS, "<")) and not _is_pythons(p[0])]
-    own = [p for p in outside if not p[0].startswith(_LIBRARIES)]
-    return (own or outside)[-1] if outside else None
-
-
-def _is_pythons(file: str) -> bool:
-    return file.startswith(_PYTHON) and not file.startswith(_LIBRARIES)
+    others = [place for place in places if not place[0].startswith((_OURS, "<"))]
+    libraries = [place for place in others if place[0].startswith(_LIBRARIES)]
+    own = [place for place in others if not place[0].startswith((*_LIBRARIES, _PYTHON))]
+    return next(reversed(own or libraries), None)
 
 
 def _beginning(env: object, function: str) -> Place | None:
@@ -176,10 +173,4 @@ def _beginning(env: object, function: str) -> Place | None:
 
 
 def _shown(place: Place | None) -> str:
-    if place is None:
-        return ""
-    file, line, name = place
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line} in {name}"
+    return "" if place is None else "{}:{} in {}".format(*place)

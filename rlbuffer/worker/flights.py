@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.losses import needs_advantage
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import (
     Aborted,
     GroupFailed,
@@ -40,14 +42,15 @@ from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import plural
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.difficulty import Difficulty
-from rlbuffer.worker.envs import Prompt, Skip
+from rlbuffer.worker.envs import Env, Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, Patience, fault_of
 from rlbuffer.worker.group_maker import GroupMaker, in_words
 from rlbuffer.worker.heartbeat import Pulse
-from rlbuffer.worker.job import WorkerJob
-from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.versions import Versions
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
 
 WORKER_POLL_SECONDS = 0.1
 """Seconds between two looks for a newer version, and for the wish to stop."""
@@ -67,25 +70,35 @@ class Flights:
     """The groups that one worker makes at once, each in a task of its own.
 
     Args:
-        job: the worker's.
+        buffer, env, settings: the worker's.
         maker: makes a group of a ticket and its prompt.
-        pulse: renews the tickets.
-        messages: takes what happens.
+        pulse: renews the tickets, and takes what happens.
         versions: what is sampled with.
+        stop: set: nothing that waits is waited for any more.
     """
 
-    def __init__(self, job: WorkerJob, maker: GroupMaker, pulse: Pulse, messages: Messages, versions: Versions) -> None:
-        self._env, self._settings, self._stop = job.env, job.settings, job.stop
-        self._maker, self._pulse, self._messages, self._versions = maker, pulse, messages, versions
-        self.tickets: int | None = getattr(job.env, "tickets", None)
+    def __init__(
+        self,
+        buffer: Buffer,
+        env: Env,
+        settings: WorkerSettings,
+        maker: GroupMaker,
+        pulse: Pulse,
+        versions: Versions,
+        *,
+        stop: threading.Event,
+    ) -> None:
+        self._env, self._settings, self._stop = env, settings, stop
+        self._maker, self._pulse, self._versions = maker, pulse, versions
+        self.tickets: int | None = getattr(env, "tickets", None)
         """Tickets of an env with an end."""
         self.refusal: Waiting | None = None
         """What the writer last waited for."""
         self._writer: Writer
         self._tasks: set[asyncio.Task[None]] = set()
-        run = job.buffer.settings
+        run = buffer.settings
         teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
-        self._difficulty = Difficulty(job.buffer.role(WorkerStore), job.env.name, job.settings.skip_after, teaching)
+        self._difficulty = Difficulty(buffer.role(WorkerStore), env.name, settings.skip_after, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
@@ -120,18 +133,15 @@ class Flights:
 
     async def start(self, tickets: list[Ticket]) -> None:
         """Asks for the tickets' prompts, closes those for which nothing is sampled, and sends the others off."""
-        prompts = await self._prompts_of(tickets)
-        skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip | PromptTooLong)]
-        await self._skip(skipped, prompts)
-        if len(skipped) == len(tickets):
-            return
-        self._messages.works()
+        prompts = dict(zip(tickets, await self._prompts_of(tickets), strict=True))
+        skipped = {t: p for t, p in prompts.items() if isinstance(p, Skip | PromptTooLong)}
+        self._skips = self._skips + len(skipped) if len(skipped) == len(prompts) else 0
+        if skipped:
+            await self._skip(skipped)
+        if not self._skips:
+            self._pulse.works()
         # Made together, so that a batch sampler is asked for all of them at once.
-        self._tasks |= {
-            asyncio.create_task(self._fly(t, p))
-            for t, p in zip(tickets, prompts, strict=True)
-            if not isinstance(p, Skip | PromptTooLong)
-        }
+        self._tasks |= {asyncio.create_task(self._fly(t, p)) for t, p in prompts.items() if t not in skipped}
 
     async def wait(self, watch: asyncio.Task[None]) -> None:
         """Waits until one of them has ended, or the watch has, but not for long."""
@@ -165,7 +175,7 @@ class Flights:
     def held_up(self, error: RlbufferError) -> None:
         """The writer waits for the server. Raises Stopped when there is no time for that."""
         self.refusal = Waiting(kind=Wait.SERVER, detail=str(error))
-        self._messages.waits(self.refusal)
+        self._pulse.waits(self.refusal)
         if self._stop.is_set():
             raise Stopped
 
@@ -197,20 +207,18 @@ class Flights:
                 prompts[i] = Skip(reason)
         return prompts
 
-    async def _skip(self, tickets: list[Ticket], prompts: list[Prompt | Exception]) -> None:
-        """Closes tickets for which nothing is sampled; the reasons are among `prompts`."""
-        self._skips = self._skips + len(tickets) if len(tickets) == len(prompts) else 0
-        if not tickets:
-            return
+    async def _skip(self, skipped: Mapping[Ticket, Skip | PromptTooLong]) -> None:
+        """Closes tickets for which nothing is sampled."""
+        tickets = list(skipped)
         self._pulse.remove(tickets)
         self._pulse.skipped += len(tickets)
-        for error in prompts:
+        for error in skipped.values():
             if isinstance(error, PromptTooLong):
-                self._messages.left_out(error)
+                self._pulse.failure(type(error).__name__, f"{error}; such prompts are skipped and counted")
         await asyncio.to_thread(self._settled, self._writer.skip, tickets)
         if self._skips:
-            skipped = Waiting(kind=Wait.PROMPT, env=self._env.name, groups=self._skips, detail=str(prompts[-1]))
-            self._messages.waits(skipped)
+            why = str(skipped[tickets[-1]])
+            self._pulse.waits(Waiting(kind=Wait.PROMPT, env=self._env.name, groups=self._skips, detail=why))
         if self._skips >= SKIPS_AT_ONCE:
             await asyncio.sleep(WORKER_POLL_SECONDS)
 
@@ -249,7 +257,7 @@ class Flights:
             seconds = self._patience.pause(error)
             self._pulse.failures.note(type(error).__name__, f"{error}; it was waited for")
             passes = not isinstance(error, SamplerBusy | Aborted)  # those come again and again while others are served
-            self._messages.trouble(f"{error}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes)
+            self._pulse.trouble(f"{error}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes)
             await asyncio.sleep(seconds)
             await self.release([ticket])
 
@@ -274,7 +282,7 @@ class Flights:
         self._failures.pop(ticket.number, None)
         self._refusals.pop(ticket.number, None)
         self._patience.works()
-        self._messages.pushed(group, time.monotonic() - start)
+        self._pulse.pushed(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""
 
@@ -320,7 +328,7 @@ class Flights:
                 continue
             if self.refusal:
                 self.refusal = None
-                self._messages.works()
+                self._pulse.works()
             return
 
     async def _give_up(
@@ -341,9 +349,7 @@ class Flights:
         is_last = self._failures[ticket.number] >= LAST_FAILURE
         if is_last:
             sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"
-        trace = traceback_of(error)
-        self._pulse.failures.note(kind, what, trace)
-        self._messages.given_up(sentence, kind, trace)
+        self._pulse.failure(kind, what, sentence, traceback_of(error))
         if not self._pulse.groups and self._pulse.failed_groups >= MOST_FAILURES:
             raise self._pulse.failures.all_of(self._env.name)
         if is_last:  # one prompt that can never be sampled must not keep the run from its end

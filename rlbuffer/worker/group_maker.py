@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -110,8 +109,6 @@ class GroupMaker:
         self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
         """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
         self._ending = asyncio.Event()
-        self.failed_rollouts: Counter[str] = Counter()
-        """Kind of the error -> rollouts that failed, of groups that were made of the others."""
         self.calls = RunningCalls()
         """What of the env runs at this moment."""
         self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
@@ -174,7 +171,6 @@ class GroupMaker:
             raise GroupFailed(next(str(rollout.failure) for rollout in rollouts if rollout.failure))
         version = sound[0].max_policy_version
         rollouts += [self._failed(prompt, error, version) for error in errors if error not in unfinished]
-        self.failed_rollouts.update(rollout.failure.kind for rollout in rollouts if rollout.failure)
         return self._group(ticket, prompt, rollouts, len(unfinished))
 
     async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
@@ -238,16 +234,13 @@ class GroupMaker:
     def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
         episode = Episode(prompt.tokens, partial(self._ask, None), self.sampling)
         episode.add(completion)
-        outcome: Rollout | BaseException
-        if isinstance(score, BaseException):
-            outcome = score
-        elif not isinstance(score, Score):
-            outcome = TypeError(f"score() gave a {type(score).__name__} in place of a Score")
-        else:
-            outcome = self._rollout(episode, score)
-        if isinstance(outcome, Exception):
-            outcome.episode = episode  # type: ignore[attr-defined]
-        return outcome
+        try:
+            if isinstance(score, Exception):
+                raise score
+            return self._rollout(episode, score)
+        except Exception as error:
+            error.episode = episode  # type: ignore[attr-defined]
+            return error
 
     # -- several completions per rollout -------------------------------------------------------------------------------
     async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
@@ -272,11 +265,7 @@ class GroupMaker:
         episode = Episode(prompt.tokens, ask, self.sampling)
         try:
             score = await env.play(prompt, episode)
-            if not isinstance(score, Score):
-                raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
-            if not episode.sampled_tokens:
-                raise GroupFailed("the episode ended before the policy sampled a token")
-            return episode.rollout(score, text=env.render(episode.tokens))
+            return self._rollout(episode, score)
         except Exception as error:
             error.episode = episode  # type: ignore[attr-defined]
             raise
@@ -300,11 +289,12 @@ class GroupMaker:
         return completion
 
     # -- records -------------------------------------------------------------------------------------------------------
-    def _rollout(self, episode: Episode, score: Score) -> Rollout | BaseException:
-        try:
-            return episode.rollout(score, text=self._env.render(episode.tokens))
-        except Exception as error:  # a reward that is no number, a `render` that fails
-            return error
+    def _rollout(self, episode: Episode, score: Any) -> Rollout:
+        if not isinstance(score, Score):
+            raise TypeError(f"{self.way}() gave a {type(score).__name__} in place of a Score")
+        if not episode.sampled_tokens:
+            raise GroupFailed("the episode ended before the policy sampled a token")
+        return episode.rollout(score, text=self._env.render(episode.tokens))
 
     def _failed(self, prompt: Prompt, error: BaseException, version: int) -> Rollout:
         """An attempt that failed, with what was sampled until then, for people; `version` sampled beside it."""

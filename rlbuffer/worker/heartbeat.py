@@ -1,20 +1,25 @@
-"""The worker's heartbeat, which keeps its tickets."""
+"""The worker's heartbeat, which keeps its tickets, and what it logs: both say the same."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live
-from rlbuffer.records.group import Ticket
-from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.progress import Progress
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.waiting import Problem, Trouble, Waiting
 from rlbuffer.state.heartbeats import failing
+from rlbuffer.state.text import plural
 from rlbuffer.worker.failures import Failures, RunningCalls
 
 if TYPE_CHECKING:
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
 
 WORKER_TICKET_SECONDS = 12.0
 """Seconds that a ticket stays out when its worker has died: five beats missed, and a reconnect."""
+SAY_WAITING_SECONDS = 5.0
+"""Waiting is normal; for this long it is worth a sentence."""
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,7 +50,7 @@ def telling_why(buffer: Buffer, name: str, settings: WorkerSettings) -> Iterator
 
 
 class Pulse(Heartbeats):
-    """Says what a worker samples with and has pushed; renews its tickets."""
+    """Says what a worker samples with and has pushed, its troubles and what it waits for; renews its tickets."""
 
     def __init__(self, buffer: Buffer, name: str, env: str, calls: RunningCalls | None = None) -> None:
         super().__init__("rlbuffer-pulse", Trouble.WORKER_STUCK)
@@ -52,14 +60,16 @@ class Pulse(Heartbeats):
         """Tickets closed because nothing was to be sampled for them."""
         self.failures = Failures()
         """Groups given up, by kind."""
-        self.failed_rollouts: Counter[str] = Counter()
-        """Rollouts that failed in groups that were made, by kind."""
         self.ended = ""
         """Why the worker ends, where that is no order."""
         self._calls = calls or RunningCalls()
         self._buffer, self._name, self._env = buffer, name, env
         self._writer: Writer | None = None
         self._held: dict[int, Ticket] = {}
+        self._progress = Progress(_log, "pushed")
+        self._lasting, self._failing = Lasting(), Lasting()
+        self._waiting_since: float | None = None
+        self._said_waiting = 0.0
         self._listing = threading.Lock()  # never held while the server is asked: the worker's event loop takes it
 
     def hold(self, writer: Writer) -> None:
@@ -91,15 +101,97 @@ class Pulse(Heartbeats):
         with self._holding:
             return
 
+    # -- what happens ------------------------------------------------------------------------------------------------
+    def loaded(self, version: int, seconds: float) -> None:
+        """`version` serves now (-1: none); loading took so long."""
+        level = logging.INFO if self.version < 0 else logging.DEBUG
+        self.version = version
+        if version >= 0:
+            own = fields("version", version=version, seconds=seconds)
+            _log.log(level, "sampling with policy version %d", version, extra=own)
+
+    def pushed(self, group: Group, seconds: float) -> None:
+        """A group is on the server, `seconds` after its prompt was there."""
+        count, tokens = len(group.rollouts), sum(rollout.length for rollout in group.rollouts)
+        self.groups += 1
+        self.rollouts += count
+        self.tokens += tokens
+        self._lasting.is_over()
+        version, rewards = self.version, [r.reward for r in group.rollouts if r.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        own = fields(
+            "group",
+            group_id=group.group_id,
+            version=version,
+            rollouts=count,
+            tokens=tokens,
+            reward=mean,
+            seconds=seconds,
+            lowest=min(rewards, default=None),
+            highest=max(rewards, default=None),
+        )
+        _log.debug("group %s is pushed", group.group_id, extra=own)
+        self._progress.add(count, tokens, reward=mean * count, more=f"version {version}")
+
+    def trouble(self, sentence: str, *, kind: str = "", passes: bool = True) -> None:
+        """Something is wrong, and the worker goes on. Said at once, and each minute while it lasts.
+
+        Args:
+            kind: what of it is always the same; "": all of the sentence.
+            passes: it is over when a group is pushed, and said at once the next time.
+        """
+        is_due = (self._lasting if passes else self._failing).is_due(kind or sentence, time.monotonic())
+        if is_due:
+            self.error = sentence
+        _log.log(logging.WARNING if is_due else logging.DEBUG, "%s", sentence, extra=fields("trouble"))
+
+    def failure(self, kind: str, what: str, sentence: str = "", trace: str = "") -> None:
+        """A group is not made, for `what`: counted, and said with its traceback, each kind of error once a minute."""
+        self.failures.note(kind, what, trace)
+        self.error = sentence = sentence or what
+        level = logging.DEBUG
+        if self._failing.is_due(kind, time.monotonic()):
+            level, count = logging.WARNING, self.failures.record().get(kind, 0)
+            again = f" ({kind}: {plural(count, 'time')} so far)" if count > 1 else ""
+            sentence = "\n".join(filter(None, (sentence + again, trace)))
+        _log.log(level, "%s", sentence, extra=fields("trouble", kind=kind))
+
+    def waits(self, waiting: Waiting) -> None:
+        """Notes what is waited for, and says it once it has lasted."""
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = self._said_waiting = now
+        waiting = replace(waiting, seconds=round(now - self._waiting_since, 1))
+        self.waiting = waiting
+        if now - self._said_waiting >= SAY_WAITING_SECONDS:
+            self._said_waiting = now
+            level = logging.INFO if self._lasting.is_due(waiting.key, now) else logging.DEBUG
+            own = fields("waiting", **waiting.record())
+            _log.log(level, "waiting for %.0f s: %s", waiting.seconds, waiting, extra=own)
+
+    def works(self) -> None:
+        """Nothing is waited for any more."""
+        self._waiting_since = None
+        self.waiting = None
+
+    def stopped(self) -> None:
+        """The worker has ended: counts since its start."""
+        self._progress.say()
+        failed = f", {self.failed_groups} given up" if self.failed_groups else ""
+        text = f"stopped after {plural(self.groups, 'group')}, {plural(self.rollouts, 'rollout')}{failed}"
+        counts = {"groups": self.groups, "rollouts": self.rollouts, "failed_groups": self.failed_groups}
+        _log.info("%s", text, extra=fields("stopped", **counts))
+
+    # -- beats -------------------------------------------------------------------------------------------------------
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
-        own = {"env": self._env, "version": self.version, "skipped": self.skipped}
-        failed: dict[str, Any] = {"failures": self.failures.record()}
-        if self.failed_rollouts:
-            failed["failed_rollouts"] = dict(self.failed_rollouts.copy())
-        if self.failures.traceback:
-            failed["traceback"] = self.failures.traceback
-        return own | failed | super().record()
+        return super().record() | {
+            "env": self._env,
+            "version": self.version,
+            "skipped": self.skipped,
+            "failures": self.failures.record(),
+            "traceback": self.failures.traceback,
+        }
 
     def _problems(self) -> list[Problem]:
         failed = failing(self.failures.record(), self.failures.last)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
@@ -37,8 +38,6 @@ from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_why
-from rlbuffer.worker.job import WorkerJob
-from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.versions import Versions
 
@@ -50,7 +49,7 @@ CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 _log = logging.getLogger(__name__)
 DRAIN_LOOK_SECONDS = 5.0
-"""Seconds between two looks whether a run that gives no ticket drains."""
+"""Seconds between two looks whether a run that gives no ticket drains, and gives this env a share."""
 
 
 def _seed_of(settings: RunSettings, name: str) -> int:
@@ -93,7 +92,7 @@ def run_worker(
             sampler or make_sampler(settings, seed=_seed_of(buffer.settings, name)),
         )
     buffer.role(WorkerStore).open_run()
-    job = WorkerJob(
+    worker = _Worker(
         buffer=buffer,
         name=name,
         settings=settings,
@@ -103,59 +102,73 @@ def run_worker(
         evaluations=evaluations or {},
         section=section,
     )
-    return asyncio.run(_Worker(job).run())
+    return asyncio.run(worker.run())
 
 
+@dataclass(kw_only=True)
 class _Worker:
-    """One worker."""
+    """One worker: what it was started with, and what it is made of."""
 
-    def __init__(self, job: WorkerJob) -> None:
-        buffer, env = job.buffer, job.env
-        self._job, self._buffer, self._env, self._stop = job, buffer, env, job.stop
+    buffer: Buffer
+    name: str
+    settings: WorkerSettings
+    env: Env
+    sampler: Sampler
+    stop: threading.Event
+    """Set: what is in flight lands, then the worker ends."""
+    evaluations: Mapping[str, EvaluationSettings]
+    section: str
+
+    def __post_init__(self) -> None:
+        run = self.buffer.settings
         self._is_done = self._is_draining = False
         self._shares: Mapping[str, float] = {}
         """env -> its share of a step, by the run's budgets."""
-        self._shares_at = float("-inf")
         self._looked_at = float("-inf")
         self._asks_for_all = False
         """The last ask for tickets brought the newest version along, and the next one will."""
-        assumed = buffer.settings.trainer.temperature
         self._maker = GroupMaker(
-            env,
-            job.sampler,
-            job.settings,
-            worker=job.name,
-            assumed_temperature=assumed,
-            row_tokens=buffer.settings.batcher.row_tokens,
-            needs=buffer.settings.needs_of(env.name),
+            self.env,
+            self.sampler,
+            self.settings,
+            worker=self.name,
+            assumed_temperature=run.trainer.temperature,
+            row_tokens=run.batcher.row_tokens,
+            needs=run.needs_of(self.env.name),
         )
-        self._pulse = Pulse(buffer, job.name, env.name, self._maker.calls)
-        self._pulse.failed_rollouts = self._maker.failed_rollouts
-        self._messages = Messages(self._pulse)
+        self._pulse = Pulse(self.buffer, self.name, self.env.name, self._maker.calls)
         self._versions = Versions(
-            buffer.policy(),
-            job.sampler,
-            env,
-            self._messages,
+            self.buffer.policy(),
+            self.sampler,
+            self.env,
+            self._pulse,
             check=self._check,
             on_load=lambda: self._evaluator.wake(),
-            cache=VersionCache.of(buffer.settings, stop=job.stop),
-            max_age=buffer.settings.batcher.for_env(env.name).max_age,
+            cache=VersionCache.of(run, stop=self.stop),
+            max_age=run.batcher.for_env(self.env.name).max_age,
         )
-        self._evaluator = Evaluator(buffer, job.sampler, job.evaluations, hold=self._versions.held)
-        self._flights = Flights(job, self._maker, self._pulse, self._messages, self._versions)
+        self._evaluator = Evaluator(self.buffer, self.sampler, self.evaluations, hold=self._versions.held)
+        self._flights = Flights(
+            self.buffer,
+            self.env,
+            self.settings,
+            self._maker,
+            self._pulse,
+            self._versions,
+            stop=self.stop,
+        )
 
     async def run(self) -> bool:
         self._pulse.start()
         try:
-            while not self._stop.is_set() and not self._is_done:
+            while not self.stop.is_set() and not self._is_done:
                 try:
                     await self._serve_run(
-                        self._buffer.writer(
-                            self._job.name,
+                        self.buffer.writer(
+                            self.name,
                             on_retry=self._flights.held_up,
                             ticket_seconds=WORKER_TICKET_SECONDS,
-                            section=self._job.section,
+                            section=self.section,
                         )
                     )
                 except Stopped:
@@ -171,44 +184,42 @@ class _Worker:
                         await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
                     # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
-                    self._messages.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
+                    self._pulse.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
                     await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
-            await self._job.sampler.close()
-            await close_env(self._env)
+            await self.sampler.close()
+            await close_env(self.env)
             await self._evaluator.close()
             self._flights.close()
             self._pulse.close()
-            self._messages.ended()
+            self._pulse.stopped()
         return self._is_done
 
     def _no_ticket(self) -> Waiting:
         """The reason why there is no ticket."""
         now = time.monotonic()
         if now - self._looked_at >= DRAIN_LOOK_SECONDS:
-            self._is_draining = self._buffer.store.is_draining()
-            self._looked_at = now
+            meta = self.buffer.store.meta()
+            self._is_draining, self._looked_at = meta.draining_ms > 0, now
+            self._shares = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
         if self._is_draining:
             return Waiting(kind=Wait.DRAINING)
-        if now - self._shares_at >= DRAIN_LOOK_SECONDS:
-            meta = self._buffer.store.meta()
-            self._shares, self._shares_at = budgets_at(meta.config.get("budgets", {}), meta.step + 1), now
-        if self._env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
-            return Waiting(kind=Wait.NO_SHARE, env=self._env.name, detail=", ".join(self._shares))
-        return Waiting(kind=Wait.TICKET, env=self._env.name)
+        if self.env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:
+            return Waiting(kind=Wait.NO_SHARE, env=self.env.name, detail=", ".join(self._shares))
+        return Waiting(kind=Wait.TICKET, env=self.env.name)
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
-        flights, sampler, pauses = self._flights, self._job.sampler, pauses_between_asks()
+        flights, sampler, pauses = self._flights, self.sampler, pauses_between_asks()
         watch = asyncio.create_task(self._watch())
         flights.begin(writer)
         try:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 await flights.settle(watch)
                 if not self._versions.is_serving:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
-                room = self._job.settings.groups_per_batch - len(flights)
+                room = self.settings.groups_per_batch - len(flights)
                 if room <= 0 or (len(flights) and sampler.traits.takes_batches):
                     await flights.wait(watch)
                     continue
@@ -219,19 +230,19 @@ class _Worker:
                         await self._say_waiting(flights.refusal)
                     if self._asks_for_all:
                         pause = together(pause, time.time())
-                    await asyncio.to_thread(self._stop.wait, pause)
+                    await asyncio.to_thread(self.stop.wait, pause)
                     continue
                 pauses = pauses_between_asks()
                 self._pulse.add(tickets)
                 # A version that was announced while this worker waited for its tickets.
-                if not self._stop.is_set() and await self._versions.refresh():
+                if not self.stop.is_set() and await self._versions.refresh():
                     await flights.start(tickets)
                 else:
                     await flights.release(tickets)
         except EnvDone as error:
             # Another worker has made the groups in flight here: they were its own before their tickets lapsed.
             self._is_done = True
-            _log.info("%s", error, extra=fields("done", env=self._env.name))
+            _log.info("%s", error, extra=fields("done", env=self.env.name))
         except (RunGone, ServerUnreachable, ServerRefused):
             self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
             raise
@@ -239,12 +250,12 @@ class _Worker:
             await flights.land(watch)
 
     async def _say_waiting(self, refusal: Waiting | None) -> None:
-        self._messages.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
+        self._pulse.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
 
     async def _asked(self, writer: Writer, room: int, pause: float) -> list[Ticket]:
         """Asks for tickets. An idle worker whose next ask is after a long `pause` asks for all it waits for, and tells
         of itself, in one round trip: that is what a server with a thousand of them notices."""
-        env, size = self._env.name, self._flights.tickets
+        env, size = self.env.name, self._flights.tickets
         is_idle = pause >= BEAT_SECONDS and not len(self._flights)
         beat = self._pulse.to_carry() if is_idle else None
         if beat is None:
@@ -257,7 +268,7 @@ class _Worker:
         tickets, asked = answer
         if asked.is_heard:
             self._pulse.carried(pause)
-        self._is_draining, self._looked_at = asked.is_draining, time.monotonic()
+        self._is_draining = asked.is_draining
         if not tickets and not self._versions.serves(asked.policy):
             await self._versions.refresh()
         return tickets
@@ -271,7 +282,7 @@ class _Worker:
         pauses = pauses_between_asks()
         try:
             while True:
-                is_busy = len(self._flights) or self._job.evaluations
+                is_busy = len(self._flights) or self.evaluations
                 asks_suffice = self._asks_for_all and self._versions.is_serving and not is_busy
                 if not asks_suffice:
                     await self._versions.refresh()
@@ -286,7 +297,7 @@ class _Worker:
 
     async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
-        choice, sampler = self._job.settings.self_check, self._job.sampler
+        choice, sampler = self.settings.self_check, self.sampler
         if choice == "never" or (choice == "auto" and sampler.traits.is_exact):
             return
         from rlbuffer.worker.samplers.selfcheck import check_sampler  # imports torch
@@ -300,5 +311,5 @@ class _Worker:
         """The prompt of the first ticket that is not skipped."""
         for number in range(CHECKED_PROMPTS):
             with suppress(Skip):
-                return self._env.prompt(number)
-        raise ConfigError(f"env {self._env.name} skips its first {CHECKED_PROMPTS} prompts", setting="env")
+                return self.env.prompt(number)
+        raise ConfigError(f"env {self.env.name} skips its first {CHECKED_PROMPTS} prompts", setting="env")

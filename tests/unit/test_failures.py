@@ -17,12 +17,11 @@ from rlbuffer.errors import GroupFailed, InvalidRollout
 from rlbuffer.process.threads import places_of_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.worker import failures, messages
+from rlbuffer.worker import failures, heartbeat
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, RunningCalls, place_of, traceback_of
 from rlbuffer.worker.group_maker import GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
-from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.samplers.base import Completion
 
 SOURCE = """
@@ -186,11 +185,11 @@ def test_sampling_for_an_env_is_no_work_of_the_envs(way: str, monkeypatch: pytes
 
 
 def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_are_counted() -> None:
-    logged, worker = Logged("rlbuffer.worker"), Messages(Pulse(Deaf(), "w", "math"))
-    worker.given_up("group m.0 given up", "KeyError", "Traceback: line 3")
+    logged, worker = Logged("rlbuffer.worker"), Pulse(Deaf(), "w", "math")
+    worker.failure("KeyError", "group m.0 given up", trace="Traceback: line 3")
     for number in range(1, 5):
-        worker.given_up(f"group m.{number} given up", "KeyError", "Traceback: line 3")
-    worker.given_up("group m.5 given up", "ValueError", "Traceback: line 4")
+        worker.failure("KeyError", f"group m.{number} given up", trace="Traceback: line 3")
+    worker.failure("ValueError", "group m.5 given up", trace="Traceback: line 4")
     logged.close()
     said = [line["text"] for line in logged.lines if line["level"] == "WARNING"]
     assert said == ["group m.0 given up\nTraceback: line 3", "group m.5 given up\nTraceback: line 4"]
@@ -200,8 +199,8 @@ def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_a
 def test_a_trouble_and_a_wait_that_last_are_said_once_a_minute_though_their_numbers_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "SAY_WAITING_SECONDS", 0.0)
-    logged, worker = Logged("rlbuffer.worker"), Messages(Pulse(Deaf(), "w", "math"))
+    monkeypatch.setattr(heartbeat, "SAY_WAITING_SECONDS", 0.0)
+    logged, worker = Logged("rlbuffer.worker"), Pulse(Deaf(), "w", "math")
     for groups in range(3):
         worker.trouble("the server is away; asked again in 1 s")
         for kind in (Wait.TICKET, Wait.WEIGHTS):

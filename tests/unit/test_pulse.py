@@ -191,7 +191,7 @@ def test_a_record_that_cannot_be_made_goes_with_no_request(server: Server, monke
 
 
 def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((100.0, 104.0))
+    clock = iter((100.0, 100.0, 104.0))
     monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: next(clock))
     pulse = Pulse(server, "w0", "a")
     pulse.rollouts, pulse.tokens = 8, 2000

@@ -209,9 +209,7 @@ class Breaking(Slow):
         return Score(reward=1.0)
 
 
-def test_a_rollout_that_failed_is_pushed_with_its_group_and_counted(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_that_failed_is_pushed_with_its_group(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_maker, "RETRIES", 0)
     stage.env = Breaking()
     stage.allow(1)
@@ -223,7 +221,6 @@ def test_a_rollout_that_failed_is_pushed_with_its_group_and_counted(
     failure = Failure("ConnectionError", "the sandbox is gone")
     assert [(r.reward, r.failure) for r in rollouts] == [(1.0, None)] * 3 + [(None, failure)]
     assert all(r.loss_tokens for r in rollouts)
-    assert stage.heartbeat()["failed_rollouts"] == {"ConnectionError": 1}
 
 
 class Straggling(Slow):
