@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +39,7 @@ from rlbuffer.process.progress import Progress
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, with_column
+from rlbuffer.records.rollout import with_column
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFunction, make_rewards
@@ -63,7 +64,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A pending push that needs what this scorer gives."""
 
@@ -202,7 +203,7 @@ class _Scorer:
             self._cursor = entries[-1].entry_id
             for entry in entries:
                 self._found.pop(entry.replaces, None)
-                if entry.info is not None and self._wanted(entry):
+                if self._wanted(entry):
                     self._found.setdefault(entry.entry_id, _Pending(entry))
 
     def _wanted(self, entry: PoolEntry) -> frozenset[str]:
@@ -231,24 +232,21 @@ class _Scorer:
     async def _score(self, producer: Producer, claimed: Sequence[_Pending]) -> None:
         start = time.monotonic()
         read = await self._unless_stopped(in_thread(lambda: [self._read(pending) for pending in claimed]))
-        work = [(pending, group) for pending, group in zip(claimed, read, strict=True) if group is not None]
-        columns = await self._columns(work)
-        for pending, group in work:
-            rollouts = columns.get(pending.entry.entry_id)
-            if rollouts is None:
-                continue
+        work = {pending: group for pending, group in zip(claimed, read, strict=True) if group is not None}
+        await self._add_column(work)
+        for pending, group in work.items():
             needs = self._wanted(pending.entry)
-            scored = replace(group, rollouts=tuple(rollouts))
-            if self._rewards is not None:
-                try:
-                    scored = replace(
-                        scored, rollouts=tuple(await self._unless_stopped(self._rewards.add(scored, needs)))
-                    )
-                except RewardFailed as error:
-                    self._fail(pending, str(error))
-                    continue
-            scored = replace(scored, needs=tuple(need for need in scored.needs if need not in needs))
-            await self._push(producer, pending, scored, time.monotonic() - start)
+            try:
+                if self._rewards is not None:
+                    rollouts = await self._unless_stopped(self._rewards.add(group, needs))
+                    group = replace(group, rollouts=tuple(rollouts))
+                group = replace(group, needs=tuple(need for need in group.needs if need not in needs))
+                pushed = await self._unless_stopped(in_thread(partial(self._stored, producer, group, pending)))
+            except (RewardFailed, InvalidRollout, PushBroken) as error:
+                self._fail(pending, str(error))
+            else:
+                self._found.pop(pending.entry.entry_id, None)
+                self._note(group, is_first=bool(pushed), seconds=time.monotonic() - start)
 
     def _read(self, pending: _Pending) -> Group | None:
         """The whole group of a push; None when it cannot be read."""
@@ -285,67 +283,58 @@ class _Scorer:
             self._fail(pending, str(error))
             return None
 
-    async def _columns(self, work: Sequence[tuple[_Pending, Group]]) -> dict[str, Sequence[Rollout]]:
-        """entry id -> its rollouts, with the column where it is needed; all groups packed together."""
-        out: dict[str, Sequence[Rollout]] = {pending.entry.entry_id: group.rollouts for pending, group in work}
-        wanting = [(f, g) for f, g in work if self._options.column in self._wanted(f.entry)]
+    async def _add_column(self, work: dict[_Pending, Group]) -> None:
+        """Adds the column where it is needed, to all groups packed together; takes out those that cannot have it."""
         reference, column = self._reference, self._options.column
-        if reference is None or not wanting:
-            return out
-        sequences = {
-            f.entry.entry_id: [s for r in g.rollouts if not r.failure for s in r.sequences] for f, g in wanting
+        if reference is None:
+            return
+        wanting = {
+            pending: [s for rollout in group.rollouts if not rollout.failure for s in rollout.sequences]
+            for pending, group in work.items()
+            if column in self._wanted(pending.entry)
         }
-        every = [sequence for its in sequences.values() for sequence in its]
+        every = [sequence for sequences in wanting.values() for sequence in sequences]
         try:
-            values = await self._unless_stopped(in_thread(lambda: reference.logprobs(every))) if every else []
+            values = iter(await self._unless_stopped(in_thread(lambda: reference.logprobs(every))) if every else [])
         except (RuntimeError, IndexError, RlbufferError) as error:
-            for pending, _ in wanting:
+            for pending in wanting:
                 self._fail(pending, f"{type(error).__name__}: {error}")
-                del out[pending.entry.entry_id]
-            return out
-        for pending, group in wanting:
-            count = len(sequences[pending.entry.entry_id])
-            own, values = iter(values[:count]), values[count:]
+                del work[pending]
+            return
+        for pending, sequences in wanting.items():
+            own = iter([*islice(values, len(sequences))])
             try:
-                out[pending.entry.entry_id] = tuple(
+                rollouts = tuple(
                     rollout if rollout.failure else with_column(rollout, column, [next(own) for _ in rollout.sequences])
-                    for rollout in group.rollouts
+                    for rollout in work[pending].rollouts
                 )
+                work[pending] = replace(work[pending], rollouts=rollouts)
             except InvalidRollout as error:  # logprobs that are not finite: of a model that is broken
                 self._fail(pending, str(error))
-                del out[pending.entry.entry_id]
-        return out
+                del work[pending]
 
-    async def _push(self, producer: Producer, pending: _Pending, group: Group, seconds: float) -> None:
-        try:
-            pushed = await self._unless_stopped(
-                in_thread(lambda: self._stored(producer, group, pending.entry.entry_id))
-            )
-        except (InvalidRollout, PushBroken) as error:
-            self._fail(pending, str(error))
-            return
-        self._found.pop(pending.entry.entry_id, None)
-        if not pushed:
-            self._beat.late += 1
-            _log.debug("group %s was scored by another", group.group_id, extra=fields("late", group_id=group.group_id))
-            return
-        tokens = sum(rollout.length for rollout in group.rollouts)
-        self._beat.groups += 1
-        self._beat.rollouts += len(group.rollouts)
-        self._beat.tokens += tokens
-        self._beat.error = ""
-        own = fields("scored", group_id=group.group_id, env=group.env, rollouts=len(group.rollouts), tokens=tokens)
-        own["fields"]["seconds"] = seconds
-        _log.debug("group %s is scored", group.group_id, extra=own)
-        self._progress.add(len(group.rollouts), tokens)
-
-    def _stored(self, producer: Producer, group: Group, entry_id: str) -> str:
+    def _stored(self, producer: Producer, group: Group, pending: _Pending) -> str:
         """Returns the entry that it became; "" when another was first. Waits as long as the server refuses."""
         while True:
             try:
-                return producer.push([(group, entry_id)])[0].entry_id
+                return producer.push([(group, pending.entry.entry_id)])[0].entry_id
             except ServerRefused as error:
                 self._held_up(error)
+
+    def _note(self, group: Group, *, is_first: bool, seconds: float) -> None:
+        """Counts a group that was scored, here or by another before."""
+        if not is_first:
+            self._beat.late += 1
+            _log.debug("group %s was scored by another", group.group_id, extra=fields("late", group_id=group.group_id))
+            return
+        rollouts, tokens = len(group.rollouts), sum(rollout.length for rollout in group.rollouts)
+        self._beat.groups += 1
+        self._beat.rollouts += rollouts
+        self._beat.tokens += tokens
+        self._beat.error = ""
+        own = {"group_id": group.group_id, "env": group.env, "rollouts": rollouts, "tokens": tokens, "seconds": seconds}
+        _log.debug("group %s is scored", group.group_id, extra=fields("scored", **own))
+        self._progress.add(rollouts, tokens)
 
     def _held_up(self, error: RlbufferError) -> None:
         """The writer waits for the server. Raises Stopped when there is no time for that."""

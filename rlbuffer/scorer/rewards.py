@@ -116,6 +116,3 @@ def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:
     """
     function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
     return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=TIMEOUT_SECONDS)
-
-
-__all__ = ["NAMED", "RewardFunction", "make_rewards"]
