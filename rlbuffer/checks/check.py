@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
@@ -19,8 +19,6 @@ Parts = Collection[str]
 ``run``, which wants workers."""
 EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
 """Parts that `rlbuffer run` starts."""
-At = Literal["settings", "host", "server"]
-"""``settings``: with every loading. ``host``: before something starts, too. ``server``: by `rlbuffer doctor` alone."""
 
 
 class Level(StrEnum):
@@ -110,7 +108,8 @@ class Check:
     """What must hold, for `rlbuffer config explain`."""
     settings: tuple[str, ...]
     """Settings that its findings can name; NAME stands for a name that the user chooses."""
-    level: At
+    level: str
+    """``settings``: with every loading; ``host``: before something starts, too; ``server``: by `doctor` alone."""
     parts: frozenset[str]
     """It is made where one of these shall run; none: always."""
     run: Run
@@ -125,18 +124,25 @@ CHECKS: list[Check] = []
 """All of them, in the order in which they are made."""
 
 
-def check(name: str, about: str, *settings: str, level: At = "settings", parts: Parts = ()) -> Callable[[Run], Run]:
-    """Makes a function a check."""
+def check(settings: str = "", *, parts: Parts = ()) -> Callable[[Run], Run]:
+    """Makes a function a check, with its name, the beginning of its docstring as what must hold, and its file's level.
+
+    Args:
+        settings: names of those that its findings can name, with blanks between them.
+        parts: it is made where one of these shall run; none: always.
+    """
 
     def add(run: Run) -> Run:
-        made = Check(name=name, about=about, settings=settings, level=level, parts=frozenset(parts), run=run)
-        CHECKS.append(made)
+        about = " ".join((run.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
+        name, level = run.__name__.replace("_", "-"), run.__module__.rpartition(".")[2]
+        named = tuple(settings.split())
+        CHECKS.append(Check(name=name, about=about, settings=named, level=level, parts=frozenset(parts), run=run))
         return run
 
     return add
 
 
-def found(context: Context, level: At) -> Iterator[Finding]:
+def found(context: Context, level: str) -> Iterator[Finding]:
     """What the checks of a level find."""
     for each in CHECKS:
         if each.level == level:

@@ -37,9 +37,9 @@ STARTS = ("run", "serve", "worker", "score", "train")
 
 
 # -- folders and the server's address ----------------------------------------------------------------------------------
-@check("home", "its folders can be written to, and have room", "home", "trainer.output", level="host", parts=STARTS)
+@check("home trainer.output", parts=STARTS)
 def home(c: Context) -> Iterator[Finding]:
-    """The folders that the embedded server and the trainer write to."""
+    """The folders of a run can be written to, and have room."""
     if c.settings.redis_url and not {"run", "train"} & c.parts:
         return
     try:
@@ -64,15 +64,9 @@ def home(c: Context) -> Iterator[Finding]:
             yield ok(text)
 
 
-@check(
-    "server-address",
-    "the server's address can be read, and its files are there",
-    *("redis_url", "redis_password_file"),
-    level="host",
-    parts=STARTS,
-)
+@check("redis_url redis_password_file", parts=STARTS)
 def server_address(c: Context) -> Iterator[Finding]:
-    """The files and names in the server's address; of the embedded server, its program."""
+    """The server's address can be read, and its files are there."""
     url, file = c.settings.redis_url, c.settings.redis_password_file
     if not url:
         try:
@@ -98,15 +92,12 @@ def server_address(c: Context) -> Iterator[Finding]:
             yield failure(f"redis_password_file = {str(file)!r} is no file with a password", "redis_password_file")
 
 
-@check(
-    "ports",
-    "nobody else listens where weights and metrics are served",
-    *("weights.listen", "metrics.listen"),
-    level="host",
-    parts=("serve", "train"),
-)
+@check("weights.listen metrics.listen", parts=("serve", "train"))
 def ports(c: Context) -> Iterator[Finding]:
-    """Who has a port may be a process of this run."""
+    """Nobody else listens where weights and metrics are served.
+
+    Who has a port may be a process of this run.
+    """
     served = {"train": ("weights.listen", c.settings.weights.listen)}
     served["serve"] = ("metrics.listen", c.settings.metrics.listen)
     for setting, listen in (served[part] for part in served if part in c.parts):
@@ -129,15 +120,9 @@ def ports(c: Context) -> Iterator[Finding]:
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
-@check(
-    "model",
-    "exactly one of model.path and model.config is set, and a model",
-    *("model.path", "model.config"),
-    level="host",
-    parts=["train"],
-)
+@check("model.path model.config", parts=["train"])
 def model(c: Context) -> Iterator[Finding]:
-    """The policy, by its files alone."""
+    """Exactly one of model.path and model.config is set, and a model."""
     chosen = c.settings.model
     if bool(chosen.path) == bool(chosen.config):
         yield failure(which_model(chosen.path), "model")
@@ -165,15 +150,15 @@ def _directory(setting: str, path: str) -> Iterator[Finding]:
 
 # -- devices, packages, other Pythons ----------------------------------------------------------------------------------
 @check(
-    "devices",
-    "GPUs that settings ask for are here",
-    *("trainer.device", "trainer.gpus", "trainer.world_size", "worker.NAME.device", "worker.NAME.gpus"),
-    *("score.NAME.device", "score.NAME.gpus"),
-    level="host",
+    """trainer.device trainer.gpus trainer.world_size worker.NAME.device worker.NAME.gpus score.NAME.device
+    score.NAME.gpus""",
     parts=("train", "worker", "score"),
 )
 def devices(c: Context) -> Iterator[Finding]:
-    """Devices that this host does not have. Where nobody knows how many there are, nothing is said."""
+    """GPUs that settings ask for are here.
+
+    Where nobody knows how many there are, nothing is said.
+    """
     trainer, there = c.settings.trainer, gpus_here()
     asked: list[tuple[str, Sequence[int | str], str]] = []
     if "train" in c.parts:
@@ -195,14 +180,9 @@ def devices(c: Context) -> Iterator[Finding]:
             yield failure(text, "trainer.world_size")
 
 
-@check(
-    "packages",
-    "the packages are installed that settings ask for",
-    *("trainer.lora.rank", "trainer.reports.tensorboard", "trainer.reports.wandb_project"),
-    level="host",
-)
+@check("trainer.lora.rank trainer.reports.tensorboard trainer.reports.wandb_project")
 def packages(c: Context) -> Iterator[Finding]:
-    """Modules that are not there, without importing any."""
+    """The packages are installed that settings ask for."""
     trainer = c.settings.trainer
     wanted: list[tuple[str, str, str]] = []
     if "train" in c.parts:
@@ -231,9 +211,9 @@ def is_installed(module: str) -> bool:
     return module in sys.modules or find_spec(module) is not None
 
 
-@check("shared-locks", "ranks can share locks in /dev/shm", "trainer.world_size", level="host", parts=["train"])
+@check("trainer.world_size", parts=["train"])
 def shared_locks(c: Context) -> Iterator[Finding]:
-    """A container's /dev/shm may be read-only."""
+    """Ranks can share locks in /dev/shm."""
     try:
         multiprocessing.get_context("spawn").Lock()
     except OSError as error:
@@ -244,17 +224,17 @@ def shared_locks(c: Context) -> Iterator[Finding]:
 
 
 # -- workers, scorers, functions ---------------------------------------------------------------------------------------
-@check("workers", "a run has a worker", "worker", level="host", parts=["run"])
+@check("worker", parts=["run"])
 def workers(c: Context) -> Iterator[Finding]:
-    """Nothing would be sampled."""
+    """A run has a worker."""
     if not c.settings.worker:
         fix = f"Add one ({EXAMPLE} has two)"
         yield failure("there is no [worker.NAME] section: nothing would be sampled", "worker", fix=fix)
 
 
-@check("scorer-models", "a scorer's model is here", "score.NAME.model", level="host", parts=["score"])
+@check("score.NAME.model", parts=["score"])
 def scorer_models(c: Context) -> Iterator[Finding]:
-    """Models that are not there."""
+    """A scorer's model is here."""
     for name, options in c.scorers.items():
         if options.model == INITIAL_MODEL and "train" not in c.parts:
             yield from model(c)
@@ -263,18 +243,16 @@ def scorer_models(c: Context) -> Iterator[Finding]:
 
 
 @check(
-    "functions",
-    "functions, envs and samplers can be imported by the Python that runs them, and take what they are given",
-    *("batcher.order", "batcher.advantage", "batcher.envs.NAME.advantage", "trainer.loss.name", "score.NAME.reward"),
-    *("worker.NAME.env", "worker.NAME.env_options", "worker.NAME.sampler", "worker.NAME.sampler_options"),
-    *("worker.NAME.top_p", "worker.NAME.temperature", "worker.NAME.python"),
-    *("eval.NAME.env", "eval.NAME.env_options", "batcher.row_tokens", "model.config"),
-    level="host",
+    """batcher.order batcher.advantage batcher.envs.NAME.advantage trainer.loss.name score.NAME.reward
+    worker.NAME.env worker.NAME.env_options worker.NAME.sampler worker.NAME.sampler_options worker.NAME.top_p
+    worker.NAME.temperature worker.NAME.python eval.NAME.env eval.NAME.env_options batcher.row_tokens model.config""",
     parts=STARTS,
 )
 def functions(c: Context) -> Iterator[Finding]:
-    """All that is to be imported, in one child of each Python; of envs also what their options and files show, of
-    samplers what they can do."""
+    """Functions, envs and samplers can be imported by the Python that runs them, and take what they are given.
+
+    All is imported in one child of each Python; of envs it is also tried what their options and files show.
+    """
     folders, found = folders_of(c.loaded.file), []
     found += wrong(list(_asked(c)), folders)
     for name, worker in c.workers.items():

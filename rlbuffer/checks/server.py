@@ -115,9 +115,9 @@ def _setting(c: Context, name: str) -> str:
     return "not known"  # who may not ask
 
 
-@check("server", "the server is new enough, evicts nothing and is no replica", "redis_url", level="server")
+@check("redis_url")
 def server(c: Context) -> Iterator[Finding]:
-    """Identity, version, memory policy and role."""
+    """The server is new enough, evicts nothing and is no replica."""
     connection = c.server
     info = dict(_asked(c, lambda client: client.info()))
     try:
@@ -132,9 +132,9 @@ def server(c: Context) -> Iterator[Finding]:
         yield failure(f"{connection.address}: {first}", "redis_url", fix=fix)
 
 
-@check("failover", "somebody takes a lost primary's place, and all agree who it is", "redis_url", level="server")
+@check("redis_url")
 def failover(c: Context) -> Iterator[Finding]:
-    """Sentinels, the replicas of a primary, and those of each shard of a cluster."""
+    """Somebody takes a lost primary's place, and all agree who it is."""
     if c.server.sentinels is not None:
         yield from _sentinels(c.server.sentinels)
     elif not c.server.is_cluster:
@@ -173,14 +173,9 @@ def _sentinels(watchers: Watchers) -> Iterator[Finding]:
         yield ok(f'primary of "{watchers.service}": {next(iter(named))}, by {said} of {len(watchers.places)}')
 
 
-@check(
-    "server-memory",
-    "the server's memory has a limit, is not full, and holds the steps that must be there at once",
-    *("server.maxmemory", "batcher.row_tokens"),
-    level="server",
-)
+@check("server.maxmemory batcher.row_tokens")
 def server_memory(c: Context) -> Iterator[Finding]:
-    """Memory of the fullest server."""
+    """The server's memory has a limit, is not full, and holds the steps that must be there at once."""
     info = fullest(_infos(c))
     used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
     limit = int(info.get("maxmemory", 0))
@@ -198,9 +193,9 @@ def server_memory(c: Context) -> Iterator[Finding]:
         yield from too_small(c.settings, limit)
 
 
-@check("persistence", "what was pushed survives a restart of the server", level="server")
+@check()
 def persistence(c: Context) -> Iterator[Finding]:
-    """The append-only file, and whether the last write of it failed."""
+    """What was pushed survives a restart of the server."""
     info = fullest(_infos(c))
     bad = [name for name in ("aof_last_write_status", "aof_last_bgrewrite_status") if info.get(name, "ok") != "ok"]
     if not info.get("aof_enabled") and info.get("rdb_last_bgsave_status", "ok") != "ok":
@@ -215,16 +210,13 @@ def persistence(c: Context) -> Iterator[Finding]:
         yield warning("no append-only file: a restart of the server loses what was pushed, or much of it", fix=fix)
 
 
-@check("clock", "this host's clock is the server's", level="server")
+@check()
 def clock(c: Context) -> Iterator[Finding]:
-    """The quickest of three answers says most."""
-    looks = []
-    for _ in range(3):
-        before = time.time()
-        seconds, micros = _asked(c, lambda client: client.time())
-        after = time.time()
-        looks.append((after - before, int(seconds) + int(micros) / 1e6 - (before + after) / 2))
-    trip, ahead = min(looks)
+    """This host's clock is the server's."""
+    before = time.time()
+    seconds, micros = _asked(c, lambda client: client.time())
+    after = time.time()
+    ahead, trip = int(seconds) + int(micros) / 1e6 - (before + after) / 2, after - before
     text = f"the server is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this host"
     if abs(ahead) - trip / 2 < CLOCK_SECONDS:
         yield ok(text)
@@ -234,9 +226,9 @@ def clock(c: Context) -> Iterator[Finding]:
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
-@check("run", "the run that is meant can be read, and goes on", "run", level="server")
+@check("run")
 def run(c: Context) -> Iterator[Finding]:
-    """The run's schema, and what keeps it from going on."""
+    """The run that is meant can be read, and goes on."""
     try:
         names = Viewer(c.server, c.settings.run, patience_seconds=0).runs()
     except ServerUnsuitable:  # a role's user reads its own run alone

@@ -20,13 +20,9 @@ LATE = 2**53
 """A step after every schedule of budgets has ended."""
 
 
-@check(
-    "group-size",
-    "a worker's group_size is at least 2, and the min_group_size of its env",
-    *("batcher.min_group_size", "batcher.envs.NAME.min_group_size", "worker.NAME.group_size"),
-)
+@check("batcher.min_group_size batcher.envs.NAME.min_group_size worker.NAME.group_size")
 def group_size(c: Context) -> Iterator[Finding]:
-    """Groups that are never trained, or teach nothing."""
+    """A worker's group_size is at least 2, and the min_group_size of its env."""
     batcher = c.settings.batcher
     for name, options in c.settings.worker.items():
         required, setting = batcher.for_env(options.env).min_group_size, f"worker.{name}.group_size"
@@ -40,9 +36,12 @@ def group_size(c: Context) -> Iterator[Finding]:
             yield warning(f"{setting} = 1: advantages compare the rollouts of a group, so all of them are 0", setting)
 
 
-@check("same-env", "workers of one env sample the same prompts", "worker.NAME.env", "worker.NAME.env_options")
+@check("worker.NAME.env worker.NAME.env_options")
 def same_env(c: Context) -> Iterator[Finding]:
-    """A ticket's number is a prompt: of two kinds of worker it must be the same one."""
+    """Workers of one env sample the same prompts.
+
+    A ticket's number is a prompt: of two kinds of worker it must be the same one.
+    """
     first: dict[str, tuple[str, WorkerSettings]] = {}
     for name, options in c.settings.worker.items():
         env = _name_of(options)
@@ -54,13 +53,9 @@ def same_env(c: Context) -> Iterator[Finding]:
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
-@check(
-    "publish-age",
-    "publish.every is at most max_age + 1: the newest weights would be too old when they are published",
-    *("trainer.publish.every", "batcher.max_age", "batcher.envs.NAME.max_age"),
-)
+@check("trainer.publish.every batcher.max_age batcher.envs.NAME.max_age")
 def publish_age(c: Context) -> Iterator[Finding]:
-    """Between two published versions the newest weights are up to publish.every - 1 versions old already."""
+    """At most max_age + 1 steps lie between two published versions: the newest weights would be too old else."""
     batcher, every = c.settings.batcher, c.settings.trainer.publish.every
     ages = {f"batcher.envs.{env}.max_age": o.max_age for env, o in batcher.envs.items() if o.max_age is not None}
     for name, age in {"batcher.max_age": batcher.max_age, **ages}.items():
@@ -70,13 +65,9 @@ def publish_age(c: Context) -> Iterator[Finding]:
             yield failure(f"{text}, {why}", "trainer.publish.every", name)
 
 
-@check(
-    "env-names",
-    "an env that settings name is sampled, and one without a budget is left a share",
-    *("batcher.budgets", "batcher.envs", "batcher.remainder", "score.NAME.envs", "worker.NAME.env"),
-)
+@check("batcher.budgets batcher.envs batcher.remainder score.NAME.envs worker.NAME.env")
 def env_names(c: Context) -> Iterator[Finding]:
-    """Names of envs that no worker here has; they may be sampled elsewhere."""
+    """An env that settings name is sampled, and one without a budget is left a share."""
     batcher = c.settings.batcher
     names = {f"worker.{name}.env": _name_of(options) for name, options in c.settings.worker.items()}
     named = [(f"batcher.budgets.{env}", env) for env in batcher.budgets]
@@ -95,22 +86,18 @@ def env_names(c: Context) -> Iterator[Finding]:
                 yield warning(f"{text}: its groups will never train", setting, "batcher.budgets")
 
 
-@check(
-    "loss",
-    "the loss's gradient is the policy's",
-    *("trainer.loss.name", "trainer.loss.old_logprobs", "trainer.loss.options", "batcher.max_age"),
-)
+@check("trainer.loss.name trainer.loss.old_logprobs trainer.loss.options batcher.max_age")
 def loss(c: Context) -> Iterator[Finding]:
-    """Losses whose gradient points elsewhere, or hardly anywhere."""
+    """The loss's gradient is the policy's."""
     chosen = c.settings.trainer.loss
     for sentence, others in losses.doubts(chosen, largest_age=c.settings.batcher.largest_max_age):
         names = ("trainer.loss.name", "trainer.loss.old_logprobs", *others)
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 
 
-@check("schedule", "wsd_sqrt falls before the run ends", "trainer.optimizer.stable_updates", "trainer.steps")
+@check("trainer.optimizer.stable_updates trainer.steps")
 def schedule(c: Context) -> Iterator[Finding]:
-    """A rate that would never fall."""
+    """Schedule wsd_sqrt falls before the run ends."""
     optimizer, planned = c.settings.trainer.optimizer, planned_updates(c.settings.trainer)
     if optimizer.schedule == "wsd_sqrt" and optimizer.stable_updates >= planned:
         setting = "trainer.optimizer.stable_updates"
@@ -119,14 +106,12 @@ def schedule(c: Context) -> Iterator[Finding]:
 
 
 @check(
-    "deterministic",
-    "deterministic: on policy, one worker, a step holds as many groups as it samples at once",
-    *("deterministic", "batcher.max_age", "batcher.envs.NAME.max_age", "batcher.lookahead", "batcher.step_groups"),
-    *("batcher.fill_timeout_seconds", "batcher.max_age_seconds", "worker.NAME.groups_per_batch"),
-    *("worker.NAME.replicas", "worker.NAME.env", "eval.NAME.env"),
+    """deterministic batcher.max_age batcher.envs.NAME.max_age batcher.lookahead batcher.step_groups
+    batcher.fill_timeout_seconds batcher.max_age_seconds worker.NAME.groups_per_batch worker.NAME.replicas
+    worker.NAME.env eval.NAME.env""",
 )
 def deterministic(c: Context) -> Iterator[Finding]:
-    """The settings that make two runs of the same settings differ."""
+    """A deterministic run is on policy, with one worker, and a step holds as many groups as it samples at once."""
     if not c.settings.deterministic:
         return
     batcher, workers = c.settings.batcher, c.settings.worker
@@ -144,13 +129,9 @@ def deterministic(c: Context) -> Iterator[Finding]:
         yield failure(f"deterministic = true: {section} must go: one worker samples", f"{section}.env", "deterministic")
 
 
-@check(
-    "reference",
-    "with kl_beta above 0 groups need ref_logprobs, and a scorer adds them",
-    *("trainer.loss.kl_beta", "trainer.loss.columns", "score.NAME.model", "worker.NAME.env"),
-)
+@check("trainer.loss.kl_beta trainer.loss.columns score.NAME.model worker.NAME.env")
 def reference(c: Context) -> Iterator[Finding]:
-    """Columns that no rollout of an env here would have; an env of the user's own may give them."""
+    """With kl_beta above 0 groups need ref_logprobs, and a scorer adds them."""
     for name, worker in c.settings.worker.items():
         given = c.settings.needs_of(_name_of(worker) or worker.env)
         lacking = [column for column in columns_of(c.settings.trainer.loss) if column not in given]
@@ -161,13 +142,11 @@ def reference(c: Context) -> Iterator[Finding]:
 
 
 @check(
-    "memory",
-    "lookahead + max_age + 3 full steps fit into 60 % of the server's memory",
-    *("server.maxmemory", "batcher.row_tokens", "batcher.micro_batches_per_rank", "batcher.rows_per_micro_batch"),
-    *("trainer.world_size", "batcher.lookahead", "batcher.max_age"),
+    """server.maxmemory batcher.row_tokens batcher.micro_batches_per_rank batcher.rows_per_micro_batch
+    trainer.world_size batcher.lookahead batcher.max_age""",
 )
 def memory(c: Context) -> Iterator[Finding]:
-    """An embedded server that cannot hold the steps that must be there at once."""
+    """The server's memory holds lookahead + max_age + 3 full steps in 60 % of it."""
     if not c.settings.redis_url:
         yield from too_small(c.settings, memory_bytes(c.settings.server))
 
@@ -183,14 +162,9 @@ def too_small(settings: RunSettings, limit: int) -> Iterator[Finding]:
             yield failure(text, "server.maxmemory", "batcher.row_tokens")
 
 
-@check(
-    "gpus",
-    "every replica gets as many GPUs, and every rank one of its own",
-    *("trainer.gpus", "trainer.world_size", "worker.NAME.gpus", "worker.NAME.replicas"),
-    *("score.NAME.gpus", "score.NAME.replicas"),
-)
+@check("trainer.gpus trainer.world_size worker.NAME.gpus worker.NAME.replicas score.NAME.gpus score.NAME.replicas")
 def gpus(c: Context) -> Iterator[Finding]:
-    """GPUs that cannot be dealt out."""
+    """Every replica gets as many GPUs, and every rank one of its own."""
     trainer = c.settings.trainer
     kinds: list[tuple[str, WorkerSettings | ScoreSettings]] = []
     kinds += [(f"worker.{name}", options) for name, options in c.settings.worker.items()]

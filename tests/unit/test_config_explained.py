@@ -59,7 +59,7 @@ def test_a_setting_is_explained_with_its_value_and_where_that_comes_from(run: Ru
         "  default   1",
         "  value     4   (rlbuffer.toml:2)",
         "  variable  RLBUFFER_BATCHER__MIN_GROUP_SIZE",
-        "  checked   a worker's group_size is at least 2, and the min_group_size of its env   (group-size)",
+        "  checked   A worker's group_size is at least 2, and the min_group_size of its env   (group-size)",
     ]
     for key in ("worker.a.group_size", "worker.NAME.group_size"):
         assert "  value     worker.a.group_size = 8   (rlbuffer.toml:5)" in run("config", "explain", key)[1]
