@@ -51,37 +51,6 @@ def member(
     return DONE if is_done else 0
 
 
-def member_main(settings_json: str, kind: str, key: str, replica: int, name: str, log: Connection) -> None:
-    """:func:`member` in a process that was forked."""
-    _enter(log, f"{kind} {name}")
-    _work(from_json(settings_json), kind, key, replica, name, threading.Event())
-
-
-def member_apart_main(kind: str, key: str, replica: int, name: str) -> None:
-    """The same with an interpreter of its own, as :func:`serve_main` is the batcher's."""
-    settings, stop = _begin(f"{kind} {name}")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    _work(settings, kind, key, replica, name, stop)
-
-
-def _work(settings: RunSettings, kind: str, key: str, replica: int, name: str, stop: threading.Event) -> None:
-    with stop_on_signals(stop), ended_when_stuck(stop):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
-        _leave_with(lambda: member(settings, kind, key, replica, name, stop))
-
-
-# -- trainer ---------------------------------------------------------------------------------------------------------
-def trainer_main(settings_json: str, log: Connection) -> None:
-    """The launcher of all ranks."""
-    from rlbuffer.process.forkserver import share
-    from rlbuffer.trainer.launch.launcher import launch
-
-    _enter(log, "train")
-    share()
-    settings = from_json(settings_json)
-    _leave_with(lambda: launch(settings, world_size=settings.trainer.world_size))
-
-
 # -- batcher ---------------------------------------------------------------------------------------------------------
 def serve(
     settings: RunSettings,
@@ -112,53 +81,35 @@ def serve(
     return 0
 
 
-def serve_main() -> None:
-    """The batcher with an interpreter of its own.
-
-    With ``--again`` this process takes the place of one that ended: the run's settings count, which an operator may
-    have changed since.
-    """
-    settings, stop = _begin("serve")
-    with stop_on_signals(stop):
-        _leave_with(lambda: serve(settings, stop, follows="--again" in sys.argv[1:]))
-
-
-# -- both ends -------------------------------------------------------------------------------------------------------
+# -- beginning and end -----------------------------------------------------------------------------------------------
 def main() -> None:
-    """``python -m rlbuffer.run.members WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin
-    as `_begin` says."""
-    what, *rest = sys.argv[1:]
-    if what == "serve":
-        serve_main()
-    else:
-        key, replica, name = rest
-        member_apart_main(what, key, int(replica), name)
+    """A process with an interpreter of its own, ``python -m rlbuffer.run.members WHAT ARGUMENTS``.
 
-
-def _begin(title: str) -> tuple[RunSettings, threading.Event]:
-    """Settings come on the first line of stdin; the end of stdin is the supervisor's."""
-    name_process(title)
-    logs.start(clock=False)
+    The settings come on the first line of stdin, whose end is the supervisor's.
+    """
     settings = from_json(sys.stdin.readline())
     end_with(sys.stdin.read)
-    return settings, threading.Event()
+    _work(settings, *sys.argv[1:])
 
 
-def _enter(log: Connection, title: str) -> None:
+def forked_main(settings_json: str, log: Connection, *work: str) -> None:
+    """A process that comes from the forkserver."""
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     log.close()
-    logs.start(clock=False)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    name_process(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
     end_with_supervisor()
+    _work(from_json(settings_json), *work)
 
 
-def _leave_with(work: Callable[[], int]) -> None:
-    """Exits with what `work` returns; an error is one line in the log and its own exit code."""
+def _work(settings: RunSettings, what: str, *arguments: str) -> None:
+    """Does the work of ``train``, ``serve [again]``, ``worker`` or ``score KEY REPLICA NAME``, and exits with its code;
+    an error is one line in the log and its own exit code."""
+    name_process(" ".join([what, *arguments[2:]]))
+    logs.start(clock=False)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     try:
-        code = work()
+        code = _done(settings, what, *arguments)
     except RlbufferError as error:
         code = error.exit_code
         if os.environ.get("RLBUFFER_DEBUG"):
@@ -171,6 +122,24 @@ def _leave_with(work: Callable[[], int]) -> None:
     finally:
         logs.stop()  # a process that was forked by the forkserver leaves without `atexit`
     sys.exit(code)
+
+
+def _done(settings: RunSettings, what: str, *arguments: str) -> int:
+    if what == "train":  # the launcher of all ranks
+        from rlbuffer.process.forkserver import share
+        from rlbuffer.trainer.launch.launcher import launch
+
+        share()
+        return launch(settings, world_size=settings.trainer.world_size)
+    stop = threading.Event()
+    with stop_on_signals(stop):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as above
+        if what == "serve":
+            # In the place of one that ended the run's settings count, which an operator may have changed since.
+            return serve(settings, stop, follows="again" in arguments)
+        key, replica, name = arguments
+        with ended_when_stuck(stop):
+            return member(settings, what, key, int(replica), name, stop)
 
 
 if __name__ == "__main__":

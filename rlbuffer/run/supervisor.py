@@ -24,8 +24,6 @@ from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from rlbuffer.batcher.ordering import load_selector
-from rlbuffer.batcher.step_plan import load_estimators
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.models import model_modules
 from rlbuffer.config.placement import environment_of, is_apart, python_of
@@ -82,12 +80,9 @@ class Supervisor:
 
         Raises:
             ServerUnreachable, ServerUnsuitable: there is no server to run on.
-            ConfigError: a function of the batcher's cannot be imported.
+            ConfigError: the run has a supervisor already, or a Python that it names is not there.
         """
         settings = self.settings
-        # The batcher would refuse them as well, when the run is begun already.
-        load_selector(settings.batcher)
-        load_estimators(settings.batcher)
         self.log.open()
         replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]
         share_cores(settings.trainer.world_size + sum(replicas))
@@ -159,32 +154,26 @@ class Supervisor:
         for kind, key, options in sections:
             for replica in range(options.replicas):
                 title = key if options.replicas == 1 else f"{key}-{replica}"
-                start = partial(self._start_member, kind, key, replica, title, options)
-                children.append(Child(name=f"{kind} {title}", start=start, is_forked=not is_apart(options)))
-        train = partial(self._fork, "train", members.trainer_main, (self._json,))
-        return [*children, Child(name="train", start=train)]
+                name, work = f"{kind} {title}", (kind, key, str(replica), title)
+                start: Callable[[], Any] = partial(self._fork, name, *work)
+                if is_apart(options):
+                    python = python_of(key, options, sys.executable)
+                    environment = environment_of(options, replica, python)
+                    start = partial(self._start_apart, name, *work, python=python, environment=environment)
+                children.append(Child(name=name, start=start, is_forked=not is_apart(options)))
+        return [*children, Child(name="train", start=partial(self._fork, "train", "train"))]
 
     def _start_serve(self) -> subprocess.Popen[str]:
-        process = self._start_apart("serve", sys.executable, ["serve", *["--again"] * self._has_served], None)
+        process = self._start_apart("serve", "serve", *["again"] * self._has_served)
         self._has_served = True
         return process
 
-    def _start_member(
-        self, kind: str, key: str, replica: int, title: str, options: WorkerSettings | ScoreSettings
-    ) -> subprocess.Popen[str] | ForkServerProcess:
-        name = f"{kind} {title}"
-        if not is_apart(options):
-            return self._fork(name, members.member_main, (self._json, kind, key, replica, title))
-        python = python_of(key, options, sys.executable)
-        environment = environment_of(options, replica, python)
-        return self._start_apart(name, python, [kind, key, str(replica), title], environment)
-
     def _start_apart(
-        self, name: str, python: str, arguments: list[str], environment: Mapping[str, str] | None
+        self, name: str, *work: str, python: str = sys.executable, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """A process with an interpreter of its own. It ends when its stdin does: when this process is gone."""
         process = subprocess.Popen(
-            [python, "-m", "rlbuffer.run.members", *arguments],
+            [python, "-m", "rlbuffer.run.members", *work],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -201,11 +190,12 @@ class Supervisor:
             process.stdin.flush()  # and stays open
         return process
 
-    def _fork(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
+    def _fork(self, name: str, *work: str) -> ForkServerProcess:
         if self._context is None:
             raise RlbufferError("the forkserver was not started")
         reading, writing = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=target, args=(*arguments, writing), name=f"rlbuffer {name}")
+        arguments = (self._json, writing, *work)
+        process = self._context.Process(target=members.forked_main, args=arguments, name=f"rlbuffer {name}")
         process.start()
         writing.close()
         stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
