@@ -80,9 +80,14 @@ def _settings(
     from rlbuffer.checks.check import EVERYTHING
 
     run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
-    with resources.as_file(resources.files("rlbuffer.run") / name) as packaged:
+    workers = ["vcopy"] if deterministic else ["vcopy", "repeat"]
+    with resources.as_file(resources.files("rlbuffer.run") / "demo.toml") as packaged:
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "seed": ("--seed", seed)}
+        if deterministic:
+            one = {"vcopy": {"env": "vcopy", "group_size": 16, "groups_per_batch": 16}}
+            instead = {"deterministic": True, "batcher.max_age": 0, "batcher.lookahead": 0, "batcher.budgets": {}}
+            instead |= {"worker": one, "trainer.reports.proofs": True}
+            flags |= {name: ("--deterministic", value) for name, value in instead.items()}
         if given.config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.
             flags["trainer.checkpoint.every"] = ("--steps", max(1, min(10, steps // 4)))
