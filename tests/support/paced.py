@@ -36,7 +36,7 @@ from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.envs.vocabulary import VOCAB_SIZE
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, Sampling
-from rlbuffer.worker.samplers.batched import Batched
+from rlbuffer.worker.samplers.transformers import Batched
 
 LONGEST = 40
 """Tokens of the longest completion."""

@@ -26,7 +26,7 @@ from rlbuffer.worker import heartbeat as pulse
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion
-from rlbuffer.worker.samplers.batched import Batched
+from rlbuffer.worker.samplers.transformers import Batched
 
 PATIENCE_SECONDS = 240.0
 

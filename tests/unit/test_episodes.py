@@ -20,7 +20,7 @@ from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
-from rlbuffer.worker.samplers.batched import Batched
+from rlbuffer.worker.samplers.transformers import Batched
 
 PROMPT = Prompt(prompt_id="p", tokens=np.array([1, 2, 11], np.int32), answer="12")
 TICKET = Ticket(env="tools", number=7, group_id="tools.7")

@@ -12,10 +12,10 @@ import pytest
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.worker.samplers import Completion, Sampling
-from rlbuffer.worker.samplers.batched import Batched
 from rlbuffer.worker.samplers.conformance import PLAIN, PROMPTS, policies
 from rlbuffer.worker.samplers.decoding import Decoder
 from rlbuffer.worker.samplers.selfcheck import check_sampler
+from rlbuffer.worker.samplers.transformers import Batched
 
 
 class Lying(Batched):

@@ -31,7 +31,7 @@ from rlbuffer.worker.envs import Score, make_env
 from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers import SamplerTraits
-from rlbuffer.worker.samplers.batched import Batched
+from rlbuffer.worker.samplers.transformers import Batched
 
 
 @pytest.fixture
