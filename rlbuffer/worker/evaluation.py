@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
@@ -192,9 +193,8 @@ def summary(rollouts: list[Rollout], *, failed: int) -> dict[str, Any]:
     """
     rewards = [rollout.reward or 0.0 for rollout in rollouts]
     n = len(rewards)
-    mean = sum(rewards) / n
-    variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
-    out: dict[str, Any] = {"reward/mean": mean, "reward/error": math.sqrt(variance / n)}
+    error = stdev(rewards) / math.sqrt(n) if n > 1 else 0.0
+    out: dict[str, Any] = {"reward/mean": fmean(rewards), "reward/error": error}
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         out[f"reward/{name}"] = sum(rollout.rewards.get(name, 0.0) for rollout in rollouts) / n
     for name in sorted({name for rollout in rollouts for name in rollout.successes}):
