@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
@@ -59,7 +58,6 @@ class Versions:
         self._refused: tuple[PolicyVersion, float] | None = None
         """Weights that could not be loaded, and when (monotonic) they may be tried again."""
         self._lock = asyncio.Lock()
-        self._is_held = False
 
     @property
     def is_serving(self) -> bool:
@@ -75,15 +73,9 @@ class Versions:
         """`policy` is loaded."""
         return policy == self._served
 
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """No newer version is loaded meanwhile."""
-        async with self._lock:
-            self._is_held = True
-            try:
-                yield
-            finally:
-                self._is_held = False
+    def held(self) -> asyncio.Lock:
+        """While it is entered, no newer version is loaded."""
+        return self._lock
 
     def forget(self) -> None:
         """Version numbers mean something else from now on."""
@@ -95,7 +87,7 @@ class Versions:
         Raises:
             ConfigError: the env does not fit the model.
         """
-        if self._is_held and await asyncio.to_thread(self._policy.current) == self._served:
+        if self._lock.locked() and await asyncio.to_thread(self._policy.current) == self._served:
             return True  # what would be loaded serves already: no need to wait
         async with self._lock:
             current = await asyncio.to_thread(self._policy.current)

@@ -146,12 +146,11 @@ class Verifiers:
             (slot,) = self._env.slots(task, n=1)
             episode = await self._env.run_slot(slot, context, on_trace=minted)
         finally:
-            for session in sessions:
-                self._gateway.forget(session)
-        for session_id in sessions:
-            error = sessions[session_id].error
-            if error is not None:
-                raise error
+            for name in sessions:
+                self._gateway.forget(name)
+        for session in sessions.values():
+            if session.error is not None:
+                raise session.error
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise TraceUnusable(f"the episode has {len(traces)} traces to train, a rollout is one")
