@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+def write_whole(path: Path, text: str | Iterable[str], *, is_private: bool = False) -> None:
     """Replaces a file's text: whoever reads it meanwhile sees all of the old one or all of the new one.
 
-    Nothing is flushed: this is for what nobody needs after the power went, such as who runs here. `is_private`:
-    readable by its owner only.
+    Nothing is flushed: this is for what nobody needs after the power went, such as who runs here. `text` may come in
+    pieces, of which only one is held. `is_private`: readable by its owner only.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; then it is as it was.
 
     Example:
         >>> import tempfile
@@ -26,26 +26,16 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
         ...     [path.name for path in Path(folder).iterdir()], (Path(folder) / "who").read_text()
         (['who'], 'serve 23')
     """
-    part = path.with_name(f"{path.name}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if is_private else 0o666)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    part.replace(path)
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replaces a file's lines, as :func:`write_whole` does its text, without ever holding all of them.
-
-    Raises:
-        OSError: it cannot be written; then it is as it was.
-    """
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        mode = 0o600 if is_private else 0o666
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.writelines([text] if isinstance(text, str) else text)
         part.replace(path)
-    finally:
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
 
 
 def rename_for_good(temporary: Path, final: Path) -> None:

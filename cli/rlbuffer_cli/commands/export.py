@@ -174,14 +174,14 @@ def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> 
 
         write_groups(path, counted(), run=run)
         return run
-    from rlbuffer.process.files import write_lines
+    from rlbuffer.process.files import write_whole
     from rlbuffer.wire.json_lines import line_of
 
-    lines = (line_of(group) for group in counted())
+    lines = (f"{line_of(group)}\n" for group in counted())
     if str(path) == STDOUT:
         clear()
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.writelines(lines)
         sys.stdout.flush()  # a reader that has left ends it here, before anything is reported
     else:
-        write_lines(path, lines)
+        write_whole(path, lines)
     return run
