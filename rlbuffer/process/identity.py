@@ -36,7 +36,7 @@ def may_live(beat: Mapping[str, Any]) -> bool:
     """Another process than this one, whose heartbeat this is, may be there still. Of one whose number says nothing here
     only silence tells."""
     pid = beat.get("pid")
-    if beat.get("left") or not isinstance(pid, int):
+    if beat.get("left") or not isinstance(pid, int) or pid <= 0:
         return False
     if beat.get("space") != visible_from():
         return float(beat["seconds_ago"]) <= FRESH_SECONDS
@@ -44,7 +44,7 @@ def may_live(beat: Mapping[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # anybody may have written it
         return False
     except PermissionError:
         return True

@@ -195,10 +195,6 @@ class Viewer(Session):
         reply = self.look(lambda client: client.xrevrange(key, count=count))
         return [record_of(entry_id, fields) for entry_id, fields in ranged(reply)]
 
-    def is_draining(self) -> bool:
-        """True while an operator lets no tickets be given: a cheap look."""
-        return bool(self.look(lambda client: client.hexists(self.keys.meta, "draining")))
-
     def is_led(self) -> bool:
         """True when a batcher holds the lease."""
         until, now = self.piped(lambda pipe: pipe.hget(self.keys.lease, "until").time(), at_once=True)

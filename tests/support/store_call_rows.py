@@ -269,7 +269,6 @@ ROWS: dict[str, Row] = {
     "ask_undrain": Row(
         call=lambda store, run: store.ask_undrain() in (True, False), prepare=lambda run: run.store.ask_drain()
     ),
-    "is_draining": Row(call=lambda store, run: store.is_draining(), prepare=lambda run: run.store.ask_drain()),
     # A repetition finds nothing to drop, but tells the leader once more to look (`asked`).
     "drop_pending": Row(call=lambda store, run: store.drop_pending(_drops(run)) >= 0, prepare=_pool, counts_twice=True),
     "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),

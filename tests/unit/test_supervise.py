@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.process.identity import visible_from
+from rlbuffer.process.identity import may_live, visible_from
 from rlbuffer.run import silence
 from rlbuffer.run.child import Child
 from rlbuffer.run.run_log import RunLog
@@ -91,3 +91,8 @@ def test_nobody_is_silent_where_nobody_is_heard_as_while_the_servers_disk_is_ful
     child, looking = Child(name="worker a", start=_Alive, process=_Alive()), silence.Silence()
     looking.of([child], Beats(HERE))  # type: ignore[arg-type]
     assert looking.of([child], Beats(HERE, batcher_seconds_ago=900.0)) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70, "12", None])
+def test_a_heartbeat_with_a_strange_number_is_nobodys(pid: Any) -> None:
+    assert not may_live({"pid": pid, "space": visible_from(), "seconds_ago": 0.1})

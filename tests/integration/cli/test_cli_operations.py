@@ -222,7 +222,7 @@ def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
     assert (code, out) == (5, "")
     assert f"{state}. " in err
     assert err.rstrip().endswith(f"`rlbuffer drain --undo` lets workers go on.{sentence}")
-    assert made.store.is_draining()
+    assert made.store.meta().draining_ms
 
 
 def test_a_drain_that_is_undone_by_somebody_else_ends(made: Run, call: Call) -> None:

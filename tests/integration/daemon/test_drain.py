@@ -119,7 +119,7 @@ def test_a_request_that_comes_late_does_not_drain_a_run_that_goes_on_again(serve
     run.store.ask_drain()
     run.store.ask_undrain()
     assert run.store.move("ask", (keys.meta, keys.allowance), late) == [b"CHANGED"]
-    assert (run.store.meta().asked, run.store.is_draining()) == (2, False)
+    assert (run.store.meta().asked, run.store.meta().draining_ms) == (2, 0)
     run.store.ask_drain()
     assert run.store.move("ask", (keys.meta, keys.allowance), ("undrain", epoch, 1)) == [b"CHANGED"]
-    assert run.store.is_draining()
+    assert run.store.meta().draining_ms

@@ -164,7 +164,7 @@ class Counted:
         self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("take_tickets", "ask", "policy", "is_draining", "heartbeat"):
+        if name in ("take_tickets", "ask", "policy", "meta", "heartbeat"):
             self.calls[name] += 1
         return getattr(self._store, name)
 
