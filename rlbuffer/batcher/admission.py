@@ -85,7 +85,7 @@ def allow(
     """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
 
     A ticket is an env's, and which adapter its group will have is the worker's to say. So the groups of all adapters
-    count against it, each as long as it can still train, and the window is that of the adapter whose version reaches
+    count against it, each as long as it is kept, and the window is that of the adapter whose version reaches
     furthest: what is sampled now can train if it is of that one.
 
     Args:
@@ -106,9 +106,12 @@ def allow(
             # The step waits for another env. Newest first, whatever this one samples beyond a step's worth only
             # pushes its own older groups out of the next steps.
             window = min(window, 1)
+        # What waits for a version of its own adapter takes room from what others sample; where none of them can train
+        # what is sampled now, it stands in nobody's way.
+        waited_for = known.published if window > 0 else _NOTHING
         supply[env] = EnvSupply(
             window=window,
-            pending=max(0, known.pool.trainable(env, known.steps(step)) - used[env]),
+            pending=max(0, known.pool.kept(env, known.steps(step), waited_for) - used[env]),
             share=fractions[env],
             mean=known.mean(env),
             owed=known.accounts[env].deficit if env in known.accounts else 0.0,

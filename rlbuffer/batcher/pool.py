@@ -352,9 +352,7 @@ class Pool:
             max_age = env.settings.max_age
             for adapter, lane in env.lanes.items():
                 step = step_of(adapter)
-                oldest = oldest_version(step, max_age)
-                if published.get(adapter, oldest) < oldest:
-                    continue
+                oldest = _oldest_kept(step, max_age, published.get(adapter))
                 for index in (lane.ready, lane.forming, lane.used):
                     for group in index.pop_older_than(oldest):
                         age = age_at(step, group.min_version)
@@ -396,11 +394,11 @@ class Pool:
         env = self.env(name)
         return bool(env.forming) or any(len(lane.ready) for lane in env.lanes.values())
 
-    def trainable(self, name: str, step_of: StepOf) -> int:
-        """The env's groups, forming or ready, that can still train; others may wait to be swept."""
+    def kept(self, name: str, step_of: StepOf, published: Mapping[str, int]) -> int:
+        """The env's groups, forming or ready; without those that :meth:`sweep_stale` drops."""
         env = self.env(name)
-        lanes, max_age = env.lanes.items(), env.settings.max_age
-        return len(env.forming) + sum(lane.ready.count(oldest_version(step_of(a), max_age)) for a, lane in lanes)
+        oldest = {a: _oldest_kept(step_of(a), env.settings.max_age, published.get(a)) for a in env.lanes}
+        return len(env.forming) + sum(lane.ready.count(oldest[adapter]) for adapter, lane in env.lanes.items())
 
     def queues(self, name: str, step_of: StepOf) -> dict[str, Iterator[Group]]:
         """adapter -> the env's ready groups that can train, in the order in which they should. The pool must not change
@@ -479,6 +477,12 @@ class Pool:
             if at + keep >= self.now or step + steps >= self._step:
                 break
             self._closed.popitem(last=False)
+
+
+def _oldest_kept(step: int, max_age: int, published: int | None) -> int:
+    """The oldest version of which groups are kept for `step`: all of them where the newest, `published`, is so old."""
+    oldest = oldest_version(step, max_age)
+    return oldest if published is None or published >= oldest else 0
 
 
 def _whose(adapter: str) -> str:

@@ -195,6 +195,21 @@ def test_tickets_count_the_groups_of_all_adapters_of_an_env():
     assert one.allowances(1, world_size=2) == two.allowances(1, world_size=2) == {"a": 2}
 
 
+def test_groups_that_wait_for_a_version_count_against_the_tickets():
+    made = batcher(step_groups=2, budgets={"a": 1.0}, max_age=0, lookahead=0)
+    made.set_published(0)
+    put(made, "g1", lengths=(10,))
+    put(made, "g2", lengths=(10,), adapter="x")
+    commit(made, 1)
+    # Nobody has said which version of x there is: one that step 2 trains may be. All weights are at version 0, which it
+    # does not train, and what they sampled is kept until there are others.
+    assert made.allowances(2, world_size=2) == {"a": 2}
+    put(made, "g3", lengths=(10,))
+    assert made.allowances(2, world_size=2) == {"a": 1}
+    put(made, "g4", lengths=(10,))
+    assert made.allowances(2, world_size=2) == {"a": 0}
+
+
 def test_the_window_is_that_of_the_adapter_whose_version_reaches_furthest():
     made = batcher(step_groups=2, budgets={"a": 1.0}, max_age=0, lookahead=0)
     made.set_published(0)
