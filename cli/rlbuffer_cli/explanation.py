@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlbuffer.checks.check import Check
 from rlbuffer.checks.loading import checks_of
-from rlbuffer.config.explain import Setting, known, meant_by, pattern_of, tables
+from rlbuffer.config.explain import known, meant_by, pattern_of, tables
 from rlbuffer.config.loading import PREFIX, Given, places
 from rlbuffer.errors import ConfigError
+from rlbuffer_cli.text import as_json
 
 LISTED_SETTINGS = 12
 """Settings of one last name that an error lists."""
@@ -20,24 +19,9 @@ _SECRET = re.compile(r"(?:^|[._])(?:api_?key|password|secret|token|credentials?)
 """Settings whose values nobody shall read over a shoulder: options of envs and samplers may hold keys of services."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """A setting; its name has NAME where the user chooses one."""
-
-    name: str
-    meaning: Setting
-    checks: tuple[Check, ...]
-    given: Sequence[tuple[str, Any, str]]
-    """(name, value, source) in the settings at hand: one, or one for each name that the user has chosen."""
-
-    @property
-    def variable(self) -> str:
-        """The environment variable; "" where the name is the user's."""
-        return "" if "NAME" in self.name else PREFIX + self.name.replace(".", "__").upper()
-
-
-def explain(key: str, given: Given) -> list[Explained]:
-    """The setting `key`, or those of the table `key`. The last part of a name is enough where it is unique.
+def explain(key: str, given: Given) -> list[dict[str, Any]]:
+    """``rlbuffer.explanation/1`` of the setting `key`, or of those of the table `key`. The last part of a name is
+    enough where it is unique.
 
     Raises:
         ConfigError: there is no such setting, or several.
@@ -57,8 +41,23 @@ def explain(key: str, given: Given) -> list[Explained]:
     raise ConfigError(f"{key} is not a setting.{meant_by(key)}", setting=key)
 
 
-def _explained(name: str, asked: str, given: Given) -> Explained:
-    return Explained(name=name, meaning=known()[name], checks=checks_of(name), given=list(_values(name, asked, given)))
+def _explained(name: str, asked: str, given: Given) -> dict[str, Any]:
+    setting = known()[name]
+    return {
+        "schema": "rlbuffer.explanation/1",
+        "name": name,
+        "meaning": setting.meaning,
+        "values": setting.values.replace("`", ""),
+        "default": setting.default.replace("`", ""),
+        "variable": "" if "NAME" in name else PREFIX + name.replace(".", "__").upper(),
+        "given": [
+            {"name": own, "value": shown(own, value), "source": source}
+            for own, value, source in _values(name, asked, given)
+        ],
+        "checked": [
+            {"check": check.name, "text": check.about, "settings": list(check.settings)} for check in checks_of(name)
+        ],
+    }
 
 
 def _values(name: str, asked: str, given: Given) -> Iterator[tuple[str, Any, str]]:
@@ -75,41 +74,20 @@ def _values(name: str, asked: str, given: Given) -> Iterator[tuple[str, Any, str
         yield name, value, places(given.sources, name)
 
 
-def explained_lines(explained: Explained) -> Iterator[str]:
-    """The lines for people; values are as `config show` shows them."""
-    yield explained.name
-    yield f"  {explained.meaning.meaning}"
-    yield f"  values    {_plain(explained.meaning.values)}"
-    yield f"  default   {_plain(explained.meaning.default)}"
-    for name, value, source in explained.given:
-        alone = name == explained.name
-        yield f"  value     {'' if alone else name + ' = '}{shown_value(name, value)}   ({source})"
-    if explained.variable:
-        yield f"  variable  {explained.variable}"
-    for check in explained.checks:
-        yield f"  checked   {check.about}   ({check.name})"
-
-
-def explained_record(explained: Explained) -> dict[str, Any]:
-    """``rlbuffer.explanation/1``."""
-    return {
-        "schema": "rlbuffer.explanation/1",
-        "name": explained.name,
-        "meaning": explained.meaning.meaning,
-        "values": _plain(explained.meaning.values),
-        "default": _plain(explained.meaning.default),
-        "variable": explained.variable,
-        "given": [
-            {"name": name, "value": shown(name, value), "source": source} for name, value, source in explained.given
-        ],
-        "checked": [
-            {"check": check.name, "text": check.about, "settings": list(check.settings)} for check in explained.checks
-        ],
-    }
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")
+def explained_lines(explained: Mapping[str, Any]) -> Iterator[str]:
+    """What :func:`explain` gives in lines for people; values are as `config show` shows them."""
+    yield explained["name"]
+    yield f"  {explained['meaning']}"
+    yield f"  values    {explained['values']}"
+    yield f"  default   {explained['default']}"
+    for each in explained["given"]:
+        name = "" if each["name"] == explained["name"] else f"{each['name']} = "
+        value = "not set" if each["value"] is None else as_toml(each["value"])
+        yield f"  value     {name}{value}   ({each['source']})"
+    if explained["variable"]:
+        yield f"  variable  {explained['variable']}"
+    for check in explained["checked"]:
+        yield f"  checked   {check['text']}   ({check['check']})"
 
 
 def shown(name: str, value: Any) -> Any:
@@ -121,13 +99,6 @@ def shown(name: str, value: Any) -> Any:
     return redacted(value) if name == "redis_url" and value else value
 
 
-def shown_value(name: str, value: Any) -> str:
-    """The value as TOML has it; a setting that is not set has none."""
-    return "not set" if value is None else json.dumps(shown(name, value), default=plain)
-
-
-def plain(value: Any) -> Any:
-    """A value that JSON has no word for: a mapping as an object, anything else as text."""
-    if hasattr(value, "items"):
-        return dict(value)
-    return str(value)
+def as_toml(value: Any) -> str:
+    """The value as a file of settings has it."""
+    return json.dumps(as_json(value), default=str)

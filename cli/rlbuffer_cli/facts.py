@@ -14,8 +14,8 @@ from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.lenses import advantages_of
 from rlbuffer_cli.table import View, of_tuples
-from rlbuffer_cli.tables import as_json, shared_words, worst_rows
-from rlbuffer_cli.text import cut, utc
+from rlbuffer_cli.tables import shared_words, worst_rows
+from rlbuffer_cli.text import as_json, cut, utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer

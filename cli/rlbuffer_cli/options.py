@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer_cli.starting import clear, is_drawable, starting
+from rlbuffer_cli.starting import clear, has_colours, is_drawable, starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -28,10 +28,12 @@ def echo(text: str = "") -> None:
     click.echo(printable(text, lines=True))
 
 
-def say(text: str, *, err: bool = False, indent: str | None = None) -> None:
+def say(text: str, *, err: bool = False, indent: str | None = None, colour: str = "") -> None:
     """Prints prose, broken between words where the terminal is too narrow for a line; elsewhere as :func:`echo`.
 
-    `indent` begins the rows after the first of a line; None: two blanks more than the line has.
+    Args:
+        indent: begins the rows after the first of a line; None: two blanks more than the line has.
+        colour: of the first word, where the terminal has colours.
     """
     from rlbuffer.state.text import printable
     from rlbuffer_cli.text import wrapped
@@ -39,7 +41,27 @@ def say(text: str, *, err: bool = False, indent: str | None = None) -> None:
     clear()
     for line in printable(text, lines=True).split("\n"):
         for row in wrapped(line, indent=indent, stream=sys.stderr if err else sys.stdout):
-            click.echo(row, err=err)
+            word, blank, rest = row.partition(" ")
+            is_coloured = colour and has_colours(sys.stdout)
+            click.echo(click.style(word, fg=colour) + blank + rest if is_coloured else row, err=err)
+            colour = ""
+
+
+def show_json(record: Any) -> None:
+    """Prints a record as one line; types of msgpack become those of JSON."""
+    import json
+
+    from rlbuffer_cli.text import as_json
+
+    echo(json.dumps(as_json(record), default=str))
+
+
+def answer(record: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Prints how a command went: the record as JSON, or the text for people."""
+    if as_json:
+        show_json(record)
+    else:
+        say(text)
 
 
 def _debug(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
@@ -63,6 +85,21 @@ display = click.option(
     show_default=True,
     help="rich: a live view. plain: lines. json: one object per line. auto: rich on a terminal, else plain.",
 )
+
+
+purpose = click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["run", "serve", "worker", "score", "train"]),
+    help="Which command shall find what it needs on this host. [default: run, of a config file: all of them]",
+)
+
+
+def parts_of(purpose: str) -> Collection[str]:
+    """The parts of a run that a command needs; "" for none."""
+    from rlbuffer.checks.check import EVERYTHING
+
+    return EVERYTHING if purpose == "run" else (purpose,) if purpose else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from rlbuffer.state.text import printable
 from rlbuffer_cli import facts, look
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import echo, say, show_json
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import PROCESSES, READ_RECORDS
 from rlbuffer_cli.table import Printed, View, of_tuples
@@ -20,7 +19,6 @@ from rlbuffer_cli.tables import (
     GROUPS,
     MEMBERS,
     STEPS,
-    as_json,
     detail_record,
     member_rows,
     rollout_record,
@@ -42,11 +40,6 @@ TOKENS = of_tuples(
     ("token", "id", "text", "mask", "logprob", "advantage"),
     {"token", "id", "logprob", "advantage"},
 )
-
-
-def show_json(record: Any) -> None:
-    """Prints a record as one line."""
-    echo(json.dumps(as_json(record), default=str))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

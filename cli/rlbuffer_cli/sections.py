@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,47 +12,50 @@ from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
+    from rlbuffer.config.settings import RunSettings
 
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
 
 
-def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
-    """The section that is meant when no NAME is given: the only one there is. ConfigError with `none` without any."""
+def only(kind: str, settings: RunSettings, flags: str) -> str:
+    """The section that is meant when no NAME is given: the only one there is. `flags` do without one."""
     from rlbuffer.errors import ConfigError
 
-    if len(known) == 1:
-        return known[0]
-    if known:
-        raise click.UsageError(f"which {what}? The config has {', '.join(known)}: rlbuffer {kind} {known[0]}")
-    raise ConfigError(none)
+    known = list(sections_of(kind, settings))
+    if not known:
+        raise ConfigError(f"there is no [{kind}.NAME] section. Give {flags}, or add one.")
+    if len(known) > 1:
+        raise click.UsageError(f"which one? The config has {', '.join(known)}: rlbuffer {kind} {known[0]}")
+    return known[0]
 
 
-def check(kind: str, key: str, known: Iterable[str], file: Path | None, flags: str) -> None:
-    """ConfigError unless `file` (None: there is none) has a section `key`, with the name that may have been meant or
-    else `flags`, which do without one."""
+def sections_of(kind: str, settings: RunSettings) -> dict[str, Any]:
+    """The `[KIND.NAME]` sections by their names."""
+    found: dict[str, Any] = getattr(settings, kind)
+    return found
+
+
+def run_alone(kind: str, key: str, replica: int, loaded: Loaded, display: str, flags: str) -> int:
+    """Runs one process of ``[KIND.KEY]`` until a signal. -> its exit code.
+
+    Raises:
+        ConfigError: there is no such section; `flags` do without one.
+    """
     from rlbuffer.errors import ConfigError
-    from rlbuffer.state.text import did_you_mean
-
-    names = list(known)
-    if key not in names:
-        if file is None:
-            text = f"no rlbuffer.toml is here, and so no [{kind}.{key}] section. Give {flags}, or a file to begin with:"
-            raise ConfigError(f"{text} `rlbuffer config example > rlbuffer.toml`", setting=f"{kind}.{key}")
-        hint = did_you_mean(key, names, otherwise=f" Give {flags}, or add the section.")
-        raise ConfigError(f"{file} has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
-
-
-def run_alone(kind: str, key: str, replica: int, loaded: Loaded, display: str) -> int:
-    """Runs one process of ``[KIND.KEY]`` until a signal. -> its exit code."""
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.process.watchdog import ended_when_stuck
     from rlbuffer.run import members
+    from rlbuffer.state.text import did_you_mean
 
-    settings = loaded.settings
-    replicas = settings.worker[key].replicas if kind == "worker" else settings.score[key].replicas
-    title = f"{key}-{replica}" if replica or replicas > 1 else key
+    settings, sections = loaded.settings, sections_of(kind, loaded.settings)
+    if key not in sections:
+        otherwise = f" Give {flags}, add the section, or begin with a file: `rlbuffer config example > rlbuffer.toml`"
+        hint = did_you_mean(key, list(sections), otherwise=otherwise)
+        where = loaded.file or "no rlbuffer.toml is here"
+        raise ConfigError(f"there is no [{kind}.{key}] section ({where}).{hint}", setting=f"{kind}.{key}")
+    title = f"{key}-{replica}" if replica or sections[key].replicas > 1 else key
     name_process(f"{kind} {title}")
     share_cores(SHARING)
     stop = threading.Event()

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlbuffer_cli.options import EXIT_INTERRUPTED, say
+from rlbuffer_cli.options import EXIT_INTERRUPTED, redis_origin, say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.config.loading import Loaded
     from rlbuffer.config.settings import RunSettings
+    from rlbuffer_cli.options import Given
+
+NAMED = ("--run", "RLBUFFER_RUN")
+"""Sources of a run's name that somebody has typed for this command."""
+
+
+def connected(loaded: Loaded, name: str, run: str = "") -> Buffer:
+    """Connects to the server of the settings as `name`, to `run`; without one to that of the settings."""
+    from rlbuffer.client.buffer import connect
+
+    settings = of_run(loaded, run or loaded.settings.run).settings
+    starting("connecting to the server")
+    return connect(settings.redis_url, run=settings.run, config=settings, name=name, origin=redis_origin(loaded))
 
 
 def check_home(loaded: Loaded) -> None:
@@ -25,58 +39,49 @@ def check_home(loaded: Loaded) -> None:
         )
 
 
-def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False) -> Buffer:
+def of_run(loaded: Loaded, run: str) -> Loaded:
+    """The settings as if `run` had been typed."""
+    settings = loaded.settings.model_copy(update={"run": run})
+    return replace(loaded, settings=settings, sources={**loaded.sources, "run": "--run"})
+
+
+def open_run(given: Given) -> Buffer:
+    """The run that the flags, variables and the file mean, as :func:`open_existing`."""
+    return open_existing(given.load())
+
+
+def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
     """Connects to an existing run: the one named by flag, variable or file, else the one opened last.
 
     A file's run that was never opened on this server does not count: the example file has one. `even_damaged`: also one
     that has lost its meta.
 
     Raises:
-        NotFound: there is no server data, or no such run on the server.
+        NotFound: there is no server data, or no such run on the server. SchemaMismatch: it was written by an
+            incompatible version. RunDamaged.
     """
-    from rlbuffer.client.buffer import connect
     from rlbuffer.config.loading import meant_run
-    from rlbuffer.errors import NotFound
-    from rlbuffer_cli.options import redis_origin
+    from rlbuffer.errors import NotFound, RunDamaged
 
-    settings = loaded.settings
     check_home(loaded)
-    starting("connecting to the server")
-    buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
+    buffer, own = connected(loaded, "inspect"), loaded.settings.run
     try:
         runs = buffer.store.runs()
-        source = loaded.place("run")
-        is_named = run_given or source == "RLBUFFER_RUN"
-        latest = max(runs, key=lambda name: runs[name], default="")
-        run = meant_run(loaded, runs, is_named=is_named)
-        if run in runs and run == settings.run:
-            if not is_named and run != latest:
-                say(f'showing run "{run}" ({source}); "{latest}" was opened later (--run chooses)', err=True)
-            return _readable(buffer, even_damaged)
+        run, latest = meant_run(loaded, runs), max(runs, key=lambda name: runs[name], default="")
         if run not in runs:
-            address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
-            raise NotFound(f"there is no run {settings.run!r} on {address}.{there}")
-    except BaseException:
-        buffer.close()
-        raise
-    buffer.close()
-    say(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
-    return _readable(
-        connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
-    )
-
-
-def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
-    """Says that a run was written by an incompatible version (SchemaMismatch) before anything is done to it."""
-    from rlbuffer.errors import RunDamaged
-
-    try:
-        buffer.store.meta()
-    except RunDamaged:
-        if not even_damaged:
+            raise NotFound(f"there is no run {run!r} on {buffer.store.server()['address']}.{there}")
+        if loaded.place("run") not in NAMED and not run == own == latest:
+            why = "the one opened last" if run == latest else f'of {loaded.place("run")}; "{latest}" was opened later'
+            say(f'showing run "{run}", {why} (--run chooses another)', err=True)
+        if run != own:
             buffer.close()
-            raise
+            buffer = connected(loaded, "inspect", run)
+        try:
+            buffer.store.meta()
+        except RunDamaged:
+            if not even_damaged:
+                raise
     except BaseException:
         buffer.close()
         raise
@@ -92,10 +97,10 @@ def at_work(buffer: Buffer) -> list[str]:
     return leader + sorted(p.title for p in state.processes if p.is_fresh and p.kind != "batcher")
 
 
-def resume_hint(settings: RunSettings, run: str, step: int) -> str:
+def resume_hint(settings: RunSettings, step: int) -> str:
     """The way for the trainer to go on from `step`: it takes its newest checkpoint, which must be of no later step."""
-    folder = settings.model_copy(update={"run": run}).output_dir / "checkpoints"
     # Read by name: the module of the checkpoints loads torch.
+    folder = settings.output_dir / "checkpoints"
     checkpoints = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
     newer = [str(path) for number, path in checkpoints if number > step]
     if newer:
@@ -109,14 +114,10 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     from rlbuffer.records.waiting import Wait, Waiting
 
     try:
-        trained = buffer.store.trainer().trained
-        if code == 0:
-            last = Waiting(kind=Wait.ENDED, step=trained)
-        else:
-            log = settings.run_dir / "run.log"
-            detail = "" if code == EXIT_INTERRUPTED else f"exit code {code}, see {log}"
-            last = Waiting(kind=Wait.FAILED, step=trained, detail=detail)
+        detail = "" if code in (0, EXIT_INTERRUPTED) else f"exit code {code}, see {settings.run_dir / 'run.log'}"
+        kind, trained = Wait.FAILED if code else Wait.ENDED, buffer.store.trainer().trained
         beat = buffer.store.heartbeats("batcher").get("leader", {})
+        last = Waiting(kind=kind, step=trained, detail=detail)
         buffer.heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
     except RlbufferError as error:
         say(f"Warning: could not note that the run ended: {error}", err=True)

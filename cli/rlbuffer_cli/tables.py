@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
 from rlbuffer_cli.table import Column, View, figure, number, or_least
-from rlbuffer_cli.text import WIDE, cut, utc
+from rlbuffer_cli.text import WIDE, as_json, cut, utc
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
@@ -118,15 +117,6 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
             "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
         }
     return record
-
-
-def as_json(value: Any) -> Any:
-    """Types of msgpack as JSON types: bytes as base64."""
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    if hasattr(value, "items"):
-        return {str(k): as_json(v) for k, v in value.items()}
-    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _read_groups(run: Any, where: str, most: int) -> Sequence[GroupRow]:

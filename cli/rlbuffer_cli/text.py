@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import IO
+from typing import IO, Any
 
 WIDE = 110
 """Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
@@ -70,6 +71,15 @@ def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = No
     lead = line[: len(line) - len(line.lstrip())]
     after = f"{lead}  " if indent is None else indent
     return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
+
+
+def as_json(value: Any) -> Any:
+    """Types of msgpack as JSON types: bytes as base64."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if hasattr(value, "items"):
+        return {str(k): as_json(v) for k, v in value.items()}
+    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def utc(seconds: float | None) -> str | None:

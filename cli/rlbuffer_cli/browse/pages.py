@@ -12,7 +12,7 @@ from rlbuffer.state.text import plural
 from rlbuffer_cli.browse.panes import Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
-from rlbuffer_cli.tables import as_json
+from rlbuffer_cli.text import as_json
 
 HELP = """
 What each screen answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import answer, echo, say, show_json
+from rlbuffer_cli.session import open_existing
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -32,15 +32,8 @@ def command() -> None:
 
 @command.command("check")
 @options.common
-@click.option(
-    "--for",
-    "purpose",
-    type=click.Choice(["run", "serve", "worker", "score", "train"]),
-    default="run",
-    show_default=True,
-    help="Which command shall find what it needs on this host; run: all of them.",
-)
-def check(given: options.Given, purpose: str) -> int:
+@options.purpose
+def check(given: options.Given, purpose: str | None) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
 
     Imports modules that the settings name in a process of its own, looks at models and packages without importing any,
@@ -52,9 +45,7 @@ def check(given: options.Given, purpose: str) -> int:
     Example:
       rlbuffer config check --config rlbuffer.toml
     """
-    from rlbuffer.checks.check import EVERYTHING
-
-    loaded = given.load(parts=EVERYTHING if purpose == "run" else (purpose,))
+    loaded = given.load(parts=options.parts_of(purpose or "run"))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
     count, warnings = len(loaded.sources), len(loaded.warnings)
     say(f"ok: {where}, {plural(count, 'setting')} given, {plural(warnings, 'warning')}")
@@ -133,7 +124,7 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
     given.check()
     for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags))):
         if as_json:
-            echo(json.dumps(explanation.explained_record(explained), default=explanation.plain))
+            show_json(explained)
             continue
         if number:
             echo("")
@@ -153,14 +144,13 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
     Example:
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
-    from rlbuffer_cli.explanation import plain, shown
+    from rlbuffer_cli.explanation import shown
 
     loaded = given.load()
     rows = [(name, shown(name, value), loaded.place(name)) for name, value in loaded.values()]
     if as_json:
         for name, value, source in rows:
-            record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
-            echo(json.dumps(record, default=plain))
+            show_json({"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source})
         return 0
     for line in _as_toml(rows, sources):
         echo(line)
@@ -169,12 +159,12 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
 
 def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterator[str]:
     """Settings by table, in the order of the schema; one that is not set is a comment."""
-    from rlbuffer_cli.explanation import plain
+    from rlbuffer_cli.explanation import as_toml
 
     tables: dict[str, list[tuple[str, str]]] = {}
     for name, value, source in rows:
         table, _, key = name.rpartition(".")
-        line = f"{key} = {json.dumps(value, default=plain)}" if value is not None else f"# {key} = (not set)"
+        line = f"{key} = {as_toml(value)}" if value is not None else f"# {key} = (not set)"
         tables.setdefault(table, []).append((line, source))
     for number, (table, lines) in enumerate(sorted(tables.items(), key=lambda item: bool(item[0]))):
         if number:
@@ -206,40 +196,33 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     from rlbuffer.daemon.config_changes import changes, check_change, config_digest
     from rlbuffer.records.states import SettingsState
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.explanation import plain
-    from rlbuffer_cli.session import open_existing
 
     loaded = given.load()
     batcher = loaded.settings.batcher
-    with open_existing(loaded, run_given=given.run is not None) as buffer:
+    with open_existing(loaded) as buffer:
         seen, name = buffer.store.meta(), buffer.run
         check_change(seen.config, batcher.as_dict(), step=seen.step)
         differences = changes(seen.wanted or seen.config, batcher.as_dict()) if seen.config or seen.wanted else []
         for change in differences:
-            if as_json:
-                record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
-                more = {"new": change.new, "consequence": change.consequence, "source": loaded.place(change.setting)}
-                echo(json.dumps(record | more, default=plain))
-                continue
-            note = f"   ({change.consequence})" if change.consequence else ""
-            say(f"{change}   {loaded.place(change.setting)}{note}")
+            source, consequence = loaded.place(change.setting), change.consequence
+            record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old, "new": change.new}
+            text = f"{change}   {source}" + (f"   ({consequence})" if consequence else "")
+            answer({**record, "consequence": consequence, "source": source}, text, as_json=as_json)
         state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
             state = SettingsState.STORED
         elif state == SettingsState.ASKED:
             state, revision = SettingsState.TAKEN, _wait_until_taken(buffer, config_digest(batcher), seen, timeout)
-    if as_json:
-        echo(json.dumps({"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision}))
-        return 0
-    say(
-        {
-            SettingsState.SAME: f'run "{name}" has these settings already (revision {revision})',
-            SettingsState.STORED: (
-                f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them'
-            ),
-            SettingsState.TAKEN: f'run "{name}" has these settings from the next step on (revision {revision})',
-        }[state]
+    said = {
+        SettingsState.SAME: "has these settings already",
+        SettingsState.STORED: "keeps them for the next batcher that starts with them: no batcher is at work",
+        SettingsState.TAKEN: "has these settings from the next step on",
+    }
+    answer(
+        {"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision},
+        f'run "{name}" {said[state]} (revision {revision})',
+        as_json=as_json,
     )
     return 0
 

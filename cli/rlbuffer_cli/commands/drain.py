@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import answer, say
+from rlbuffer_cli.session import open_run
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -22,12 +22,7 @@ DRAIN_POLL_SECONDS = 0.3
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
 @click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def command(
-    undo: bool,
-    timeout: float | None,
-    as_json: bool,
-    given: options.Given,
-) -> int:
+def command(undo: bool, timeout: float | None, as_json: bool, given: options.Given) -> int:
     """Let a run come to rest: no more tickets, until nothing is out and no further step can be made.
 
     Workers finish what they have tickets for and then wait; the batcher goes on making steps while it can. This
@@ -40,17 +35,13 @@ def command(
       rlbuffer drain --undo --run math
     """
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
 
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         if undo:
             was_draining = buffer.role(OperatorStore).ask_undrain()
-            if as_json:
-                echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
-            elif was_draining:
-                say(f'run "{buffer.run}" gives tickets again')
-            else:
-                say(f'run "{buffer.run}" was not draining')
+            record = {"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}
+            text = "gives tickets again" if was_draining else "was not draining"
+            answer(record, f'run "{buffer.run}" {text}', as_json=as_json)
             return 0
         buffer.role(OperatorStore).ask_drain()
         return _wait(buffer, timeout, as_json)
@@ -80,10 +71,11 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         time.sleep(DRAIN_POLL_SECONDS)
     step, trained = store.meta().step, store.trainer().trained
     groups, rollouts, tokens = pending_amounts(store)
-    if as_json:
-        record = {"schema": "rlbuffer.drain/1", "run": name, "step": step, "trained": trained, "groups": groups}
-        echo(json.dumps(record | {"rollouts": rollouts, "tokens": tokens}))
-        return 0
-    left = f"{amounts(groups, rollouts, tokens)} stay in the pool" if groups else "the pool is empty"
-    say(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
+    left = {"groups": groups, "rollouts": rollouts, "tokens": tokens}
+    answer(
+        {"schema": "rlbuffer.drain/1", "run": name, "step": step, "trained": trained, **left},
+        f'run "{name}" is drained after step {step} ({trained} trained): {amounts(**left)} stay in the pool. '
+        "Back: rlbuffer drain --undo",
+        as_json=as_json,
+    )
     return 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
-
-if TYPE_CHECKING:
-    from rlbuffer.client.operations import Chosen
+from rlbuffer_cli.options import answer, say
+from rlbuffer_cli.session import open_run
 
 
 @click.command("drop")
@@ -36,34 +32,30 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     from rlbuffer.client.filters import parse
     from rlbuffer.client.operations import choose
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
 
     if not parse(where).terms:
         raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         name, store = buffer.run, buffer.role(OperatorStore)
         chosen = choose(store, where, text_of=buffer.texts.decoded)
-        what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)
-        if as_json and (not yes or not chosen.drops):
-            echo(json.dumps(_record(name, where, chosen, pushes=0)))
-            return 0
-        if not chosen.drops:
-            say(f'no pending group of run "{name}" matches {where!r}')
-            return 0
-        question = f'this drops {what} of run "{name}" for good ({_envs(chosen)})'
-        if not yes:
+        sums = {"groups": len(chosen.drops), "rollouts": chosen.rollouts, "tokens": chosen.tokens}
+        envs = chosen.envs()
+        named = ", ".join(f"{env} {groups}" for env, (groups, _, _) in envs.items())
+        what = f'{amounts(**sums)} of run "{name}" for good ({named})'
+        if chosen.drops and not yes and not as_json:
             if not sys.stdin.isatty():
-                raise click.UsageError(f"{question}: say so with --yes")
-            if not click.confirm(f"{question}: do it?"):
+                raise click.UsageError(f"this drops {what}: say so with --yes")
+            if not click.confirm(f"this drops {what}: do it?"):
                 say("nothing was dropped")
                 return 1
-        pushes = store.drop_pending(chosen.drops)
-    if as_json:
-        echo(json.dumps(_record(name, where, chosen, pushes=pushes)))
-        return 0
-    say(f'dropped {what} of run "{name}" ({_envs(chosen)})')
+            yes = True
+        pushes = store.drop_pending(chosen.drops) if yes and chosen.drops else 0
+    record = {"schema": "rlbuffer.drop/1", "run": name, "where": where, **sums, "dropped_pushes": pushes}
+    record["envs"] = {env: dict(zip(sums, counts, strict=True)) for env, counts in envs.items()}
+    text = f"dropped {what}" if chosen.drops else f'no pending group of run "{name}" matches {where!r}'
+    answer(record, text, as_json=as_json)
     gone = sum(len(entries) for _, entries in chosen.drops) - pushes
-    if gone:
+    if gone and yes:
         say(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
     return 0
 
@@ -73,23 +65,3 @@ def amounts(groups: int, rollouts: int, tokens: int) -> str:
     from rlbuffer.state.text import amount, plural
 
     return f"{plural(groups, 'group')} ({plural(rollouts, 'rollout')}, {amount(tokens)} tokens)"
-
-
-def _envs(chosen: Chosen) -> str:
-    return ", ".join(f"{env} {groups}" for env, (groups, _, _) in chosen.envs().items())
-
-
-def _record(run: str, where: str, chosen: Chosen, *, pushes: int) -> dict[str, Any]:
-    return {
-        "schema": "rlbuffer.drop/1",
-        "run": run,
-        "where": where,
-        "groups": len(chosen.drops),
-        "rollouts": chosen.rollouts,
-        "tokens": chosen.tokens,
-        "envs": {
-            env: {"groups": groups, "rollouts": rollouts, "tokens": tokens}
-            for env, (groups, rollouts, tokens) in chosen.envs().items()
-        },
-        "dropped_pushes": pushes,
-    }

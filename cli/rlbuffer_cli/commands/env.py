@@ -10,6 +10,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
+from rlbuffer_cli.session import open_run
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -94,11 +95,10 @@ def _run_of(env: str, given: options.Given) -> Iterator[tuple[OperatorStore, str
     """The run's store and its name."""
     from rlbuffer.records.info import ENV_NAME
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
 
     if not ENV_NAME.match(env):
         raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         _check_known(buffer, env)
         yield buffer.role(OperatorStore), buffer.run
 

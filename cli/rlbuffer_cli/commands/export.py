@@ -90,10 +90,10 @@ def _of_server(given: options.Given, path: Path, where: str, gone: list[str], co
     """Writes the groups of the server. -> the run."""
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.session import open_run
     from rlbuffer_cli.web.files import sources_of
 
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         if path.suffix != ".html":
             return _write(path, export_groups(buffer, where, gone), counts, buffer.run)
         details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)

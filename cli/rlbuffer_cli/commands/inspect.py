@@ -92,14 +92,14 @@ def command(
     from rlbuffer.client.filters import parse
     from rlbuffer_cli import printed
     from rlbuffer_cli.facts import member_of
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.session import open_run
     from rlbuffer_cli.tables import GROUPS, VIEWS
     from rlbuffer_cli.whole_run import WholeRun
 
     view = GROUPS if what is None else VIEWS.get(what)
     if view in (None, GROUPS):
         parse(where)  # a typing mistake needs no server
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         run = WholeRun(buffer, archive)
         if tokenizer is not None:
             buffer.texts = _texts(tokenizer)

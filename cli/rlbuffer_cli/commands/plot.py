@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import echo, say, show_json
+from rlbuffer_cli.session import of_run, open_existing
 from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
+    from rlbuffer.config.settings import RunSettings
 
 
 @click.command("plot")
@@ -40,55 +41,55 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
       rlbuffer plot rewards math math-2 -o rewards.svg
       rlbuffer plot entropy /data/math
     """
-    from rlbuffer_cli.plots import FILES, Curve, curves_of
+    from rlbuffer_cli.plots import FILES, Curve, chart, curves_of, write_chart
+    from rlbuffer_cli.text import columns_of
 
     if output is not None and output.suffix not in FILES:
         raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
     loaded = given.load()
     curves: list[Curve] = []
     for name in runs or ("",):
-        curves += curves_of(_records(name, field, given, loaded), field, name if len(runs) > 1 else "")
+        curves += curves_of(_records(name, field, loaded), field, name if len(runs) > 1 else "")
     clear()
     if as_json:
         for curve in curves:
             for step, value in curve.points:
-                echo(json.dumps({"schema": "rlbuffer.point/1", "curve": curve.name, "step": step, "value": value}))
+                show_json({"schema": "rlbuffer.point/1", "curve": curve.name, "step": step, "value": value})
     if output is not None:
-        from rlbuffer_cli.plots import write_chart
-
         write_chart(curves, " ".join([field, *runs]), output)
         say(f"wrote {output}", err=True)
     elif not as_json:
-        from rlbuffer_cli.plots import chart
-        from rlbuffer_cli.text import columns_of
-
         is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
         for line in chart(curves, width=columns_of(sys.stdout), is_ascii=is_ascii):
             echo(line)
     return 0
 
 
-def _records(name: str, field: str, given: options.Given, loaded: Loaded) -> Sequence[dict[str, Any]]:
+def _records(name: str, field: str, loaded: Loaded) -> Sequence[dict[str, Any]]:
     """The steps of a run, of a metrics file or the folder that it is in, or of an archive; "" for the settings' run."""
-    from rlbuffer_cli.plots import FROM_HISTORY, HISTORY_RECORDS, archive_of, history_of, metrics_of
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.plots import (
+        FROM_HISTORY,
+        HISTORY_RECORDS,
+        METRICS_FILE,
+        archive_of,
+        history_of,
+        metrics_of,
+    )
 
-    settings = loaded.settings
     is_of_history = field.partition(".")[0] in FROM_HISTORY
     path = Path(name) if "/" in name or name.endswith(".jsonl") else None
     if path is not None:
         if any(path.glob("steps-*.parquet")):
             return archive_of(path)
-        return metrics_of(path / "metrics.jsonl" if path.is_dir() else path)
-    if name:
-        settings = settings.model_copy(update={"run": name})
-        loaded = type(loaded)(settings=settings, sources={**loaded.sources, "run": "plot"}, file=loaded.file)
-    file = settings.output_dir / "metrics.jsonl"
-    is_known = bool(name or given.run) or loaded.place("run") != "default"
-    if is_known and not is_of_history and file.is_file():
-        return metrics_of(file)
-    with open_existing(loaded, run_given=bool(name or given.run)) as buffer:
-        file = settings.model_copy(update={"run": buffer.run}).output_dir / "metrics.jsonl"
-        if not is_of_history and file.is_file():
-            return metrics_of(file)
-        return history_of(buffer.store.history(HISTORY_RECORDS))
+        return metrics_of(path / METRICS_FILE if path.is_dir() else path)
+    loaded = of_run(loaded, name) if name else loaded
+
+    def trained(settings: RunSettings) -> list[dict[str, Any]] | None:
+        file = settings.output_dir / METRICS_FILE
+        return metrics_of(file) if not is_of_history and file.is_file() else None
+
+    known = trained(loaded.settings) if loaded.place("run") != "default" else None  # without asking a server
+    if known is not None:
+        return known
+    with open_existing(loaded) as buffer:
+        return trained(buffer.settings) or history_of(buffer.store.history(HISTORY_RECORDS))

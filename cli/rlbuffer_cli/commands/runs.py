@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -13,10 +12,12 @@ import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import answer, echo, say, show_json
+from rlbuffer_cli.session import at_work, check_home, connected, open_existing, open_run, resume_hint
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
+    from rlbuffer.config.loading import Loaded
     from rlbuffer.store.operator import OperatorStore
 
 RUN_HEADER = ("run", "step", "trained", "pending rollouts", "opened")
@@ -45,61 +46,61 @@ def list_runs(given: options.Given, as_json: bool) -> int:
     Example:
       rlbuffer runs list --redis redis://host:6379
     """
-    from rlbuffer.client.buffer import connect
-    from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
     from rlbuffer_cli import look
-    from rlbuffer_cli.session import check_home
     from rlbuffer_cli.table import Printed, of_tuples
 
     loaded = given.load()
     check_home(loaded)
-    url, origin = loaded.settings.redis_url, options.redis_origin(loaded)
-    with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs", origin=origin) as buffer:
-        opened_at_of = {name: at for name, at in buffer.store.runs().items() if given.run in (None, name)}
-        now = buffer.store.now()
-        address = buffer.store.server()["address"]
-    if not opened_at_of and not as_json:
-        echo(f"no runs on {address}")
-    rows: list[list[str]] = []
-    unreadable: list[str] = []
-    for name, opened in opened_at_of.items():
-        with connect(url, run=name, config=loaded.settings, name="runs", origin=origin) as other:
-            try:
-                meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
-            except SchemaMismatch as error:
-                if as_json:
-                    echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
-                else:  # named, and keeps nobody from seeing the others
-                    unreadable.append(f"{name} ! {str(error).partition(' was ')[2]}")
-                continue
-            except RunDamaged as error:
-                if as_json:
-                    echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "damaged": str(error)}))
-                else:
-                    unreadable.append(f"{name} ! {error}")
-                continue
-            except RunGone:
-                continue  # deleted between the two looks
-        record = {
-            "schema": "rlbuffer.run/1",
-            "run": name,
-            "step": meta.step,
-            "trained": trainer.trained,
-            "epoch": meta.epoch,
-            "pending_rollouts": total.pending[0],
-            "trained_rollouts": total.trained[0],
-            "opened_seconds_ago": round(max(0.0, now - opened), 1),
-        }
-        if as_json:
-            echo(json.dumps(record))
-            continue
-        opened_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(opened))
-        rows.append([name, str(meta.step), str(trainer.trained), f"{total.pending[0]:,}", opened_at])
+    with connected(loaded, "runs") as buffer:
+        opened_at = {name: at for name, at in buffer.store.runs().items() if given.run in (None, name)}
+        now, address = buffer.store.now(), buffer.store.server()["address"]
+    records = [record for name, at in opened_at.items() if (record := _record(loaded, name, max(0.0, now - at)))]
+    if as_json:
+        for record in records:
+            show_json(record)
+        return 0
+    rows = [
+        (
+            *(r["run"], str(r["step"]), str(r["trained"]), f"{r['pending_rollouts']:,}"),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(opened_at[r["run"]])),
+        )
+        for r in records
+        if "step" in r
+    ]
     if rows:
         look.show(Printed(of_tuples("runs", RUN_HEADER, RUN_NUMBERS), rows))
-    for line in unreadable:
-        echo(line)
+    elif not records:
+        echo(f"no runs on {address}")
+    for record in records:
+        if "step" not in record:
+            echo(f"{record['run']} ! {record['problem']}")
     return 0
+
+
+def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, Any] | None:
+    """``rlbuffer.run/1``; of a run that cannot be read the reason why: it keeps nobody from seeing the others. None of
+    one that was deleted between the two looks."""
+    from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
+
+    record = {"schema": "rlbuffer.run/1", "run": name}
+    with connected(loaded, "runs", name) as buffer:
+        try:
+            meta, trainer, total = buffer.store.meta(), buffer.store.trainer(), buffer.ledger().total()
+        except SchemaMismatch as error:
+            return {**record, "schema_of_run": error.schema, "problem": str(error)}
+        except RunDamaged as error:
+            return {**record, "damaged": str(error), "problem": str(error)}
+        except RunGone:
+            return None
+    return {
+        **record,
+        "step": meta.step,
+        "trained": trainer.trained,
+        "epoch": meta.epoch,
+        "pending_rollouts": total.pending[0],
+        "trained_rollouts": total.trained[0],
+        "opened_seconds_ago": round(opened_seconds_ago, 1),
+    }
 
 
 @command.command("dump")
@@ -121,17 +122,17 @@ def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> in
     from rlbuffer.errors import DumpError
     from rlbuffer.store.dump import dump
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing
 
     if file.exists() and not force:
         raise DumpError(f"{file} exists: use another name, or --force")
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         dumped = dump(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
-    if as_json:
-        echo(json.dumps({"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)}))
-        return 0
-    size = file.stat().st_size / 2**20
-    say(f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, {size:.1f} MiB')
+    answer(
+        {"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)},
+        f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, '
+        f"{file.stat().st_size / 2**20:.1f} MiB",
+        as_json=as_json,
+    )
     return 0
 
 
@@ -150,7 +151,6 @@ def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
     Example:
       rlbuffer runs restore math.dump --redis redis://new-host:6379
     """
-    from rlbuffer.client.buffer import connect
     from rlbuffer.store.dump import read, restore
     from rlbuffer.store.operator import OperatorStore
 
@@ -158,16 +158,16 @@ def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
     if given.run not in (None, name):
         raise click.UsageError(f"{file} holds run {name!r}, and --run is {given.run!r}: a run keeps its name")
     loaded = replace(given, run=name).load()
-    url, origin = loaded.settings.redis_url, options.redis_origin(loaded)
-    with connect(url, run=name, config=loaded.settings, name="restore", origin=origin) as buffer:
+    with connected(loaded, "restore") as buffer:
         restored = restore(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
         address = buffer.store.server()["address"]
-    if as_json:
-        echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(restored)}))
-        return 0
     # The options that were typed here must be typed there: without them, verify looks at another server.
-    verify = f"rlbuffer verify {given.again(name)}"
-    say(f'run "{name}" at step {restored.step} is on {address}: {plural(restored.keys, "key")}. Check it: {verify}')
+    answer(
+        {"schema": "rlbuffer.restore/1", "file": str(file), **asdict(restored)},
+        f'run "{name}" at step {restored.step} is on {address}: {plural(restored.keys, "key")}. '
+        f"Check it: rlbuffer verify {given.again(name)}",
+        as_json=as_json,
+    )
     return 0
 
 
@@ -208,16 +208,11 @@ def rewind(number: int, force: bool, given: options.Given) -> int:
 
 def _take_back(given: options.Given, step: int, ask: Callable[[OperatorStore], Mapping[str, Any]]) -> int:
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import open_existing, resume_hint
 
-    loaded = given.load()
-    with open_existing(loaded, run_given=given.run is not None) as buffer:
-        outcome, name = ask(buffer.role(OperatorStore)), buffer.run
+    with open_run(given) as buffer:
+        outcome, hint = ask(buffer.role(OperatorStore)), resume_hint(buffer.settings, step)
     void = f"{plural(outcome['steps'], 'step')}, {plural(outcome['entries'], 'pending push', 'pending pushes')}"
-    say(
-        f'run "{name}" goes on from step {step} in epoch {outcome["epoch"]}; void: {void}. '
-        f"{resume_hint(loaded.settings, name, step)}"
-    )
+    say(f'run "{buffer.run}" goes on from step {step} in epoch {outcome["epoch"]}; void: {void}. {hint}')
     return 0
 
 
@@ -240,9 +235,8 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
         raise click.UsageError(f"the run is named twice: {name!r} and --run {given.run!r}")
     from rlbuffer.errors import RlbufferError, RunDamaged
     from rlbuffer.store.operator import OperatorStore
-    from rlbuffer_cli.session import at_work, open_existing
 
-    with open_existing(replace(given, run=name).load(), run_given=True, even_damaged=True) as buffer:
+    with open_existing(replace(given, run=name).load(), even_damaged=True) as buffer:
         try:
             step = plural(buffer.store.meta().step, "step")
         except RunDamaged:

@@ -6,6 +6,8 @@ import click
 
 from rlbuffer_cli import options, sections
 
+HOW = "--model PATH or --reward package.module:function"
+
 
 @click.command("score")
 @click.argument("name", required=False)
@@ -40,7 +42,10 @@ def command(
       rlbuffer score --reward my_judge.api:reward --env essays
       rlbuffer score ref          (the section [score.ref] of rlbuffer.toml)
     """
-    key = name or _only_scorer(given.config, model, reward)
+    from rlbuffer.checks.loading import load
+
+    # Without a name: one of the flags alone, or the only section there is.
+    key = name or ("ref" if model else "reward" if reward else sections.only("score", load(given.config).settings, HOW))
     flags = {
         "model": ("--model", model),
         "reward": ("--reward", reward),
@@ -48,22 +53,5 @@ def command(
         "gives": ("--gives", list(gives) or None),
         "device": ("--device", device),
     }
-    named = {f"score.{key}.{k}": v for k, v in flags.items()}
-    loaded = given.load(named, parts=(f"score.{key}",))
-    sections.check("score", key, loaded.settings.score, loaded.file, "--model or --reward")
-
-    return sections.run_alone("score", key, replica, loaded, display)
-
-
-def _only_scorer(config: str | None, model: str | None, reward: str | None) -> str:
-    """The section that is meant when no NAME is given: one of the flags alone, or the only one there is."""
-    if model is not None or reward is not None:
-        return "ref" if model is not None else "reward"
-    from rlbuffer.checks.loading import load
-
-    return sections.only(
-        "score",
-        "scorer",
-        list(load(config).settings.score),
-        "what shall be added? Give --model PATH, --reward package.module:function, or a [score.NAME] section.",
-    )
+    loaded = given.load({f"score.{key}.{k}": v for k, v in flags.items()}, parts=(f"score.{key}",))
+    return sections.run_alone("score", key, replica, loaded, display, HOW)

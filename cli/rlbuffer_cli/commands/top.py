@@ -47,7 +47,7 @@ def command(given: options.Given, once: bool, every: float, as_json: bool) -> in
     from rlbuffer_cli.starting import is_drawable
 
     loaded = given.load()
-    with open_existing(loaded, run_given=given.run is not None) as buffer, suppress(KeyboardInterrupt):
+    with open_existing(loaded) as buffer, suppress(KeyboardInterrupt):
         if as_json:
             while True:
                 echo(json.dumps(read_run_state(buffer.store).as_object()))

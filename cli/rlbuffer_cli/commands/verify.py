@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import say, show_json
+from rlbuffer_cli.session import open_run
 
 if TYPE_CHECKING:
     from rlbuffer.store.records import Report
@@ -34,10 +34,8 @@ def command(given: options.Given, archive: str | None, as_json: bool) -> int:
     report, name = _of_archive(archive) if archive is not None else _of_server(given)
     if as_json:
         for finding in report.findings:
-            record = {"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message}
-            echo(json.dumps(record))
-        summary = {"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": dict(report.checked)}
-        echo(json.dumps(summary))
+            show_json({"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message})
+        show_json({"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": report.checked})
         return 0 if report.ok else 1
     checked = " · ".join(f"{what.replace('_', ' ')} {count:,}" for what, count in report.checked.items())
     say(f'run "{name}": checked {checked}')
@@ -48,9 +46,8 @@ def command(given: options.Given, archive: str | None, as_json: bool) -> int:
 
 
 def _of_server(given: options.Given) -> tuple[Report, str]:
-    from rlbuffer_cli.session import open_existing
 
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+    with open_run(given) as buffer:
         return buffer.verify(), buffer.run
 
 

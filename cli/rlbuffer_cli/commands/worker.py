@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer_cli import options, sections
+from rlbuffer_cli.session import of_run, open_existing
+
+if TYPE_CHECKING:
+    from rlbuffer.config.loading import Loaded
+
+HOW = "--env (vcopy, repeat, arithmetic, package.module:factory)"
 
 
 @click.command("worker")
@@ -41,52 +47,29 @@ def command(
       rlbuffer worker vcopy       (the section [worker.vcopy] of rlbuffer.toml)
       rlbuffer worker --env repeat --group-size 16
     """
+    from rlbuffer.checks.loading import load
+
+    # Without a name: the section named like the env, or the only one there is.
+    key = name or (env.rpartition(":")[2].lower() if env else sections.only("worker", load(given.config).settings, HOW))
     flags = {
         "env": ("--env", env),
         "group_size": ("--group-size", group_size),
         "temperature": ("--temperature", temperature),
     }
-    key = name or _only_worker(given.config, env)
     named = {f"worker.{key}.{k}": v for k, v in flags.items()} | {"seed": ("--seed", seed)}
-    from rlbuffer.errors import ConfigError
-
     try:
         loaded = given.load(named, parts=(f"worker.{key}",))
     except ConfigError as error:
-        _tell_run(given, named, key, str(error))
+        with suppress(RlbufferError):  # the settings say no more where the run is, or it is not there
+            _tell_run(load(given.config, flags={**given.flags, **named}), key, error)
         raise
-    sections.check("worker", key, loaded.settings.worker, loaded.file, "--env")
-
-    return sections.run_alone("worker", key, replica, loaded, display)
+    return sections.run_alone("worker", key, replica, loaded, display, HOW)
 
 
-def _tell_run(
-    given: options.Given,
-    named: Mapping[str, tuple[str, Any]],
-    key: str,
-    why: str,
-) -> None:
+def _tell_run(loaded: Loaded, key: str, why: ConfigError) -> None:
     """A run that is there hears why this worker does not begin."""
-    from rlbuffer.checks.loading import load
-    from rlbuffer.errors import ConfigError, RlbufferError
     from rlbuffer.worker.heartbeat import telling_why
-    from rlbuffer_cli.session import open_existing
 
-    with suppress(RlbufferError):  # the settings say no more where the run is, or it is not there
-        loaded = load(given.config, flags={**given.flags, **named})
-        with open_existing(loaded, run_given=True) as buffer, telling_why(buffer, key, loaded.settings.worker[key]):
-            raise ConfigError(why)
-
-
-def _only_worker(config: str | None, env: str | None) -> str:
-    """The section that is meant when no NAME is given: one named like the env, or the only one there is."""
-    if env is not None:
-        return env.rpartition(":")[2].lower()
-    from rlbuffer.checks.loading import load
-
-    return sections.only(
-        "worker",
-        "worker",
-        list(load(config).settings.worker),
-        "which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] section.",
-    )
+    settings = loaded.settings
+    with open_existing(of_run(loaded, settings.run)) as buffer, telling_why(buffer, key, settings.worker[key]):
+        raise why

@@ -29,8 +29,8 @@ from rlbuffer_cli.facts import answer, headline, life, sections, shared_prompt, 
 from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
-from rlbuffer_cli.tables import MEMBERS, as_json, member_rows
-from rlbuffer_cli.text import utc
+from rlbuffer_cli.tables import MEMBERS, member_rows
+from rlbuffer_cli.text import as_json, utc
 
 LENSES = NAMES[:7]
 TITLED_TOKENS = 20_000

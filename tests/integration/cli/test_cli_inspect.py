@@ -52,7 +52,7 @@ def test_the_run_opened_last_is_shown_unless_one_was_named(
         (tmp_path / "rlbuffer.toml").write_text('run = "math"\n')
         code, out, err = call("inspect")
         assert out.startswith('run "math" on ')
-        assert err == 'showing run "math" (rlbuffer.toml:1); "newest" was opened later (--run chooses)\n'
+        assert err == 'showing run "math", of rlbuffer.toml:1; "newest" was opened later (--run chooses another)\n'
         code, out, err = call("inspect", "--run", "default")
         assert (out.startswith('run "default" on '), err) == (True, "")
 
