@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import answer, say
+from rlbuffer_cli.session import connected
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -88,51 +88,42 @@ def command(
     Example:
       rlbuffer push groups.jsonl --run math
     """
-    from rlbuffer.client.buffer import connect
-    from rlbuffer.errors import ServerRefused, ServerUnreachable
+    from rlbuffer.errors import InvalidRollout, ServerRefused, ServerUnreachable
     from rlbuffer.records.states import PushStatus
+    from rlbuffer.wire.payload import encode_push
 
     loaded = given.load()
-    settings = loaded.settings
+    statuses: Counter[PushStatus] = Counter()
     with Path(file).open("rb") as stream:
         traces = _traces(Path(file), env, reward, version)
-        count, checksum, ages = check_all(stream, file) if traces is None else _checked(file, traces)
-        stream.seek(0)
-        stored = duplicate = 0
-        envs: set[str] = set()
-        with connect(
-            settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
-        ) as buffer:
-            writer = buffer.writer(worker, incarnation=checksum, on_retry=_Waiting())
+        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+        ages = Counter(map(_ages_of, read_groups(stream, file, traces, check=encode_push)))
+        envs = sorted({env for env, *_ in ages})
+        if not ages:
+            raise InvalidRollout(f"{file} holds no group")
+        with connected(loaded, "push") as buffer:
+            writer = buffer.writer(worker, incarnation=checksum, on_retry=_teller())
             current = {adapter: newest_version(buffer, adapter) for _, adapter, *_ in ages}
             own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
-            if sentence := not_the_runs(buffer, ages, current, own):
+            if sentence := _said_of_versions(buffer, ages, current, own):
                 say(f"{file}: {sentence}", err=True)
-            for first, groups in _together(
-                _as_sampled_by(own, iter(read_groups(stream, file) if traces is None else traces))
-            ):
+            for first, groups in _together(_as_sampled_by(own, read_groups(stream, file, traces))):
                 try:
-                    pushed = writer.push_many(groups, sequence=first)
+                    statuses.update(one.status for one in writer.push_many(groups, sequence=first))
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
-                        f"{error}\n  {writer.sequence} of {plural(count, 'group')} are stored; pushing the file "
+                        f"{error}\n  {writer.sequence} of {plural(ages.total(), 'group')} are stored; pushing the file "
                         "again goes on from there"
                     ) from error
-                for group, one in zip(groups, pushed, strict=True):
-                    envs.add(group.env)
-                    duplicate += one.status == PushStatus.DUPLICATE
-                    stored += one.status == PushStatus.STORED
-            for env in sorted(envs) if done else ():
+            for env in envs if done else ():
                 writer.done(env)
-    if as_json:
-        record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
-        record |= {"done": sorted(envs)} if done else {}
-        echo(json.dumps(record))
-    else:
-        what = plural(count, "group")
-        say(f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate')
-        if done:
-            say(f"done: nothing more comes of {', '.join(sorted(envs))}")
+    run, stored, duplicate = buffer.run, statuses[PushStatus.STORED], statuses[PushStatus.DUPLICATE]
+    record = {"schema": "rlbuffer.push/1", "run": run, "stored": stored, "duplicate": duplicate}
+    text = f'{file}: {plural(ages.total(), "group")} into run "{run}": {stored} stored, {duplicate} duplicate'
+    if done:
+        record["done"] = envs
+        text += f"\ndone: nothing more comes of {', '.join(envs)}"
+    answer(record, text, as_json=as_json)
     return 0
 
 
@@ -153,16 +144,7 @@ def _traces(path: Path, env: str, reward: str | None, version: int | str | None)
     return found.groups
 
 
-def _checked(file: str, groups: Sequence[Group]) -> tuple[int, str, Counter[Ages]]:
-    """As :func:`check_all`, of groups that were read."""
-    from rlbuffer.wire.payload import encode_push
-
-    for group in groups:
-        encode_push(group)
-    return len(groups), hashlib.sha256(Path(file).read_bytes()).hexdigest(), Counter(map(ages_of, groups))
-
-
-def ages_of(group: Group) -> Ages:
+def _ages_of(group: Group) -> Ages:
     """What a run asks of a group before it takes it."""
     oldest = min(rollout.min_policy_version for rollout in group.rollouts)
     return group.env, group.adapter, oldest, max(rollout.max_policy_version for rollout in group.rollouts)
@@ -200,13 +182,12 @@ def _sampled_by(sequence: _Sequence, number: int) -> _Sequence:
     return replace(sequence, version_spans=spans)
 
 
-def not_the_runs(
+def _said_of_versions(
     buffer: Buffer, ages: Mapping[Ages, int], current: Mapping[str, int], own: Mapping[str, Any] | None
 ) -> str:
     """A sentence about the groups that the run drops by their versions, and those that it may; "" when there are none.
 
     Args:
-        ages: what :func:`check_all` gave.
         current: adapter -> the run's newest version.
         own: adapter -> the version that the groups are pushed as; None: those of the file.
     """
@@ -214,32 +195,25 @@ def not_the_runs(
 
     held = buffer.store.meta().config
     config = BatcherConfig(**held) if held else buffer.settings.batcher
-    future: Counter[int] = Counter()
-    stale: Counter[int] = Counter()
+    dropped: dict[str, Counter[int]] = {"future": Counter(), "stale": Counter()}
     last = 0
     for (env, adapter, oldest, newest), count in ages.items():
         oldest, newest = (own[adapter], own[adapter]) if own else (oldest, newest)
         limit = config.for_env(env).max_age
         last = max(last, oldest + limit + 1)
         if newest > current[adapter]:
-            future[newest] += count
+            dropped["future"][newest] += count
         elif current[adapter] - oldest > limit:
-            stale[oldest] += count
-    dropped = [
-        f"{plural(sum(found.values()), 'group')} of policy version {_range(found)} will be dropped as {reason}"
-        for reason, found in (("future", future), ("stale", stale))
+            dropped["stale"][oldest] += count
+    said = [
+        f"{plural(found.total(), 'group')} of policy versions {min(found)} to {max(found)} will be dropped as {reason}"
+        for reason, found in dropped.items()
         if found
     ]
-    if dropped:
+    if said:
         where = f'run "{buffer.run}" is at version {max(current.values())}, batcher.max_age is {config.max_age}'
-        return f"{', '.join(dropped)}: {where}. --version current pushes them as this run's own"
-    if own:
-        return f"what is not trained by step {last} will be dropped as stale: batcher.max_age is {config.max_age}"
-    return ""
-
-
-def _range(found: Mapping[int, int]) -> str:
-    return str(min(found)) if len(found) == 1 else f"{min(found)} to {max(found)}"
+        return f"{', '.join(said)}: {where}. --version current pushes them as this run's own"
+    return f"what no step up to {last} trains will be dropped as stale" if own else ""
 
 
 def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
@@ -255,53 +229,49 @@ def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
         yield first, together
 
 
-class _Waiting:
+def _teller() -> Callable[[Exception], None]:
     """Says now and then what the push waits for: it may be for minutes."""
+    said = float("-inf")
 
-    def __init__(self) -> None:
-        self._said = float("-inf")
-
-    def __call__(self, error: Exception) -> None:
-        now = time.monotonic()
-        if now - self._said >= SAY_SECONDS:
-            self._said = now
+    def tell(error: Exception) -> None:
+        nonlocal said
+        if (now := time.monotonic()) - said >= SAY_SECONDS:
+            said = now
             say(f"waiting: {str(error).splitlines()[0]}", err=True)
 
-
-def check_all(stream: IO[bytes], file: str) -> tuple[int, str, Counter[Ages]]:
-    """Reads and encodes every group. -> (groups, sha256 of the file, how many of them have which versions).
-
-    Raises:
-        InvalidRollout: the first bad line; the message begins with its place.
-    """
-    from rlbuffer.errors import InvalidRollout
-    from rlbuffer.wire.payload import encode_push
-
-    digest = hashlib.sha256()
-    ages: Counter[Ages] = Counter()
-    for group in read_groups(stream, file, seen=digest.update, check=encode_push):
-        ages[ages_of(group)] += 1
-    if not ages:
-        raise InvalidRollout(f"{file} holds no group")
-    return ages.total(), digest.hexdigest(), ages
+    return tell
 
 
 def read_groups(
     stream: IO[bytes],
     file: str,
+    traces: Sequence[Group] | None = None,
     *,
-    seen: Callable[[bytes], Any] = lambda line: None,
     check: Callable[[Group], Any] = lambda group: None,
 ) -> Iterator[Group]:
-    """The groups of a file, one per line that is not blank; `seen` gets every byte, `check` every group."""
+    """The groups of `traces`, else of the file: one per line that is not blank. `check` gets every group.
+
+    Raises:
+        InvalidRollout: the first bad one; the message begins with its place.
+    """
     from rlbuffer.errors import InvalidRollout, PayloadError
     from rlbuffer.wire.jsonl import group_from_line
 
-    if stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
-        stream.seek(0)
-        yield from _from_parquet(stream, file, seen, check)
-        return
     stream.seek(0)
+    groups: Iterable[Group] | None = traces
+    if groups is None and stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
+        from rlbuffer.archive.groups import read_group_file
+
+        groups = read_group_file(Path(file))
+    stream.seek(0)
+    if groups is not None:
+        try:
+            for group in groups:
+                check(group)
+                yield group
+        except InvalidRollout as error:
+            raise InvalidRollout(f"{file}  {error}") from None
+        return
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -311,7 +281,6 @@ def read_groups(
                 f"{place}  the line is longer than {MAX_LINE_BYTES // 2**20} MiB, the most that one rollout may take; "
                 "push large rollouts from Python"
             )
-        seen(line)
         if number == 1:
             line = line.removeprefix(BOM_UTF8)
         if not line.strip():
@@ -322,19 +291,3 @@ def read_groups(
         except (InvalidRollout, PayloadError) as error:
             raise InvalidRollout(f"{place}  {error}") from None
         yield group
-
-
-def _from_parquet(
-    stream: IO[bytes], file: str, seen: Callable[[bytes], Any], check: Callable[[Group], Any]
-) -> Iterator[Group]:
-    from rlbuffer.archive.groups import read_group_file
-    from rlbuffer.errors import InvalidRollout
-
-    while piece := stream.read(2**20):
-        seen(piece)
-    try:
-        for group in read_group_file(Path(file)):
-            check(group)
-            yield group
-    except InvalidRollout as error:
-        raise InvalidRollout(f"{file}  {error}") from None
