@@ -3,13 +3,13 @@ is away or the terminal is halted."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -21,10 +21,17 @@ from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import duration, printable
 from rlbuffer_cli import look
+from rlbuffer_cli.options import redis_origin, writing
 from rlbuffer_cli.plots import METRICS_FILE, chart, curves_of, step_of
 from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.session import connected, say_ended
 from rlbuffer_cli.starting import clear
-from rlbuffer_cli.view import run_view, trainer_view
+from rlbuffer_cli.view import bad, run_view, trainer_view
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.config.loading import Loaded
+    from rlbuffer.run.supervisor import Supervisor
 
 TAIL_SECONDS, ASK_SECONDS = 0.2, 1.0
 """Between two looks at the metrics, at the server."""
@@ -67,7 +74,7 @@ class Watch:
     Args:
         title: the first line; "" for none.
         opening: stands where nothing is known yet.
-        asks: there is a server; set :attr:`may_ask` once it is there.
+        asks: there is a server. None: there is one once :attr:`may_ask` is set.
         from_end: steps that were trained before are left out.
         on_step: gets each new record.
     """
@@ -78,7 +85,7 @@ class Watch:
         *,
         title: str = "",
         opening: str = "",
-        asks: bool = True,
+        asks: bool | None = True,
         from_end: bool = False,
         on_step: Callable[[StepRecord], None] = lambda record: None,
     ) -> None:
@@ -92,11 +99,13 @@ class Watch:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         """What the processes said last."""
         self.may_ask = threading.Event()
+        if asks:
+            self.may_ask.set()
         self._on_step = on_step
         self._tail = MetricsTail(settings.output_dir / METRICS_FILE, from_end=from_end)
         self._done = threading.Event()
         self._threads = [threading.Thread(target=self._follow, name="follow", daemon=True)]
-        if asks:
+        if asks is not False:
             self._threads.append(threading.Thread(target=self._ask, name="ask", daemon=True))
 
     def __enter__(self) -> Watch:
@@ -153,7 +162,7 @@ class Watch:
         if self.title:
             yield Text(f"{self.title}   {duration(self.seconds)}", "accent")
         if self.trouble:
-            yield Text.assemble(("✕ ", "dropped"), printable(self.trouble))
+            yield bad(self.trouble)
         if self.records:
             yield trainer_view(self.records, self.settings.trainer.steps, self.seconds, is_alone=self.state is None)
             rewards = [{"step": r.step, "reward": r.reward} for r in self.records if r.reward is not None]
@@ -173,26 +182,57 @@ def shown(view: RenderableType, *, is_whole: bool = False, keep: bool = True) ->
     """Draws `view` a few times a second while the block runs: at the foot of the terminal, or on a screen of its own,
     which a terminal that changes its size leaves whole. `keep`: it stays when the block ends."""
     clear()
-    live = Live(
-        get_renderable=lambda: view,
-        console=look.console(),
-        screen=is_whole,
-        transient=not keep,
-        vertical_overflow="ellipsis",
-    )
+    live = Live(view, console=look.console(), screen=is_whole, transient=not keep, vertical_overflow="ellipsis")
     try:
         with live:
             yield live
     finally:
         if is_whole and keep:
-            live.console.print(view)
+            live.console.print(live.get_renderable())
+
+
+class Ended(NamedTuple):
+    """A run whose processes have ended."""
+
+    code: int
+    """Exit code of the run."""
+    buffer: Buffer
+    watch: Watch
+    supervisor: Supervisor
+
+
+@contextmanager
+def supervised(
+    loaded: Loaded,
+    display: str,
+    stop: threading.Event,
+    relay: Callable[[str, str], None],
+    *,
+    title: str,
+    clock: bool = True,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    tick: Callable[[Watch], None] = lambda watch: None,
+) -> Iterator[Ended]:
+    """Runs every process of a run until it ends or `stop` is set, in a view or by lines; then the block.
+
+    Args:
+        relay: gets a process and each of its lines, where no view shows them.
+        on_step: gets each new record, where no view shows it.
+        tick: is called now and then.
+    """
+    from rlbuffer.run.supervisor import Supervisor
+
+    settings, is_drawn = loaded.settings, display == "rich"
+    with connected(loaded, "run") as buffer, writing(display, clock=clock):
+        follow = (lambda record: None) if is_drawn else on_step
+        watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=follow)
+        supervisor = Supervisor(settings, say=watch.log if is_drawn else relay, origin=redis_origin(loaded))
+        with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
+            code = supervisor.run(stop, lambda: tick(watch))
+            say_ended(buffer, settings, code)
+        yield Ended(code, buffer, watch, supervisor)
 
 
 def say(live: Live, text: str) -> None:
     """Prints above the view, where it stays."""
     live.console.print(Text(printable(text, lines=True)))
-
-
-def print_error(text: str) -> None:
-    """Prints where no view is."""
-    print(printable(text, lines=True), file=sys.stderr, flush=True)

@@ -47,6 +47,8 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_proces
     parts: list[RenderableType] = [head(state, trained)]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
+    else:
+        parts.append(Text(ENVS.empty, "faint"))
     if processes:
         parts += [Text(), Printed(PROCESSES, processes[:SHOWN_PROCESSES])]
     if len(processes) > SHOWN_PROCESSES:
@@ -74,14 +76,14 @@ def alerts(state: RunState) -> Iterator[Text]:
     """What somebody must cure, then what each process waits for."""
     server = state.server
     if not server.memory_limit and server.name != "memory":
-        yield _bad(f"server memory: no limit (maxmemory 0), {server.memory / 2**20:,.0f} MiB used: set one")
+        yield bad(f"server memory: no limit (maxmemory 0), {server.memory / 2**20:,.0f} MiB used: set one")
     if state.retired_early:
-        yield _bad(f"steps up to {state.retired_early} retired early, because the server's memory was short")
+        yield bad(f"steps up to {state.retired_early} retired early, because the server's memory was short")
     if state.damaged or state.lost:
-        yield _bad(f"{plural(state.damaged, 'rollout')} damaged, {plural(state.lost, 'push', 'pushes')} lost")
+        yield bad(f"{plural(state.damaged, 'rollout')} damaged, {plural(state.lost, 'push', 'pushes')} lost")
     if state.error:
-        yield _bad(f"the batcher failed: {state.error}")
-    yield from (_bad(str(problem)) for problem in state.problems)
+        yield bad(f"the batcher failed: {state.error}")
+    yield from (bad(str(problem)) for problem in state.problems)
     leader = state.leader
     waits = [("batcher", 0.0 if leader is None or leader.is_fresh else leader.seconds_ago, state.waiting)]
     waits += [(rank.title, 0.0, rank.waiting) for rank in state.of_kind("rank") if rank.is_fresh]
@@ -89,10 +91,11 @@ def alerts(state: RunState) -> Iterator[Text]:
         if waiting is not None:
             said = f"{who}{f' ({duration(ago)} ago)' if ago else ''}: {waiting}"
             part = look.meter(waiting.done, cells=16).append(" ") if waiting.done else ""
-            yield Text.assemble(("● ", "trained"), part, printable(said)) if waiting.is_normal else _bad(said)
+            yield Text.assemble(("● ", "trained"), part, printable(said)) if waiting.is_normal else bad(said)
 
 
-def _bad(sentence: str) -> Text:
+def bad(sentence: str) -> Text:
+    """Something that somebody must cure."""
     return Text.assemble(("✕ ", "dropped"), (printable(sentence), "bold"))
 
 

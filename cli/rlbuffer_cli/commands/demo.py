@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +21,7 @@ from rlbuffer_cli.starting import starting
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.state.step_record import StepRecord
-    from rlbuffer.store.records import Ledger
-    from rlbuffer_cli.live import Watch
+    from rlbuffer_cli.live import Ended
 
 EDGE_STEPS = 10
 """Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
@@ -65,18 +63,40 @@ def command(
     if deterministic and given.config is not None:
         raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
     loaded = _settings(given, steps, seed, deterministic)
-    stop = threading.Event()
-    with stop_on_signals(stop):
-        starting("connecting to the server, loading torch")
-        return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
+    display, settings = options.choose_display(display), loaded.settings
+    stop, is_time_up = threading.Event(), threading.Event()
+    starting("loading torch")
+    from rlbuffer_cli.live import Watch, supervised
+    from rlbuffer_cli.view import step_line
+
+    def relay(name: str, line: str) -> None:
+        if display in ("plain", "json") and name not in ("serve", "train"):
+            # Their step lines would only repeat the steps; everything is in the log.
+            say(f"{name:<14} {line}", err=True)
+
+    def on_step(record: StepRecord) -> None:
+        envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
+        text = step_line(record, settings.trainer.steps)
+        _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
+
+    def tick(watch: Watch) -> None:
+        if seconds is not None and watch.seconds >= seconds:
+            is_time_up.set()
+            stop.set()
+
+    title = f'rlbuffer demo · run "{settings.run}"'
+    with (
+        stop_on_signals(stop),
+        supervised(loaded, display, stop, relay, title=title, clock=False, on_step=on_step, tick=tick) as ended,
+    ):
+        code = ended.code
+        if is_time_up.is_set():
+            code = 0 if ended.watch.records else 5
+        _summarize(loaded, ended, code, seed)
+    return code
 
 
-def _settings(
-    given: options.Given,
-    steps: int | None,
-    seed: int,
-    deterministic: bool,
-) -> Loaded:
+def _settings(given: options.Given, steps: int | None, seed: int, deterministic: bool) -> Loaded:
     from rlbuffer.checks.check import EVERYTHING
 
     run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -96,126 +116,65 @@ def _settings(
         return replace(given, run=run, config=given.config or str(packaged)).load(flags, parts=EVERYTHING)
 
 
-class _Demo:
-    def __init__(self, loaded: Loaded, shown: str, seconds: float | None, seed: int) -> None:
-        self._loaded = loaded
-        self._settings = loaded.settings
-        self._shown = shown
-        self._seconds = seconds
-        self._seed = seed
-        self._is_time_up = False
+def _summarize(loaded: Loaded, ended: Ended, code: int, seed: int) -> None:
+    """Says where reward began and ended, what was trained, whether it adds up, and what to type next."""
+    from rlbuffer.config.fractions import budgets_at
+    from rlbuffer.state.text import amount, duration, plural
+    from rlbuffer_cli.text import wrapped
 
-    def run(self, stop: threading.Event) -> int:
-        from rlbuffer.client.buffer import connect
-        from rlbuffer.run.supervisor import Supervisor
-        from rlbuffer_cli.live import Watch, shown
-        from rlbuffer_cli.session import say_ended
-
-        settings, origin, is_drawn = self._settings, options.redis_origin(self._loaded), self._shown == "rich"
-        title = f'rlbuffer demo · run "{settings.run}"'
-        on_step = (lambda record: None) if is_drawn else self._on_step  # a view shows the steps
-        with (
-            connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer,
-            options.writing(self._shown, clock=False),
-        ):
-            watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=on_step)
-            watch.may_ask.set()
-            supervisor = Supervisor(settings, say=watch.log if is_drawn else self._relay, origin=origin)
-            with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
-                code = supervisor.run(stop, lambda: self._tick(watch, stop))
-                say_ended(buffer, settings, code)
-            if self._is_time_up and watch.records:
-                code = 0
-            elif self._is_time_up:
-                say(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log.path}", err=True)
-                code = 5
-            self._summarize(watch, buffer.ledger(), code, supervisor.restarts, str(supervisor.log.path))
-        return code
-
-    def _tick(self, watch: Watch, stop: threading.Event) -> None:
-        if self._seconds is not None and watch.seconds >= self._seconds:
-            self._is_time_up = True
-            stop.set()
-
-    # -- telling -----------------------------------------------------------------------------------------------------
-    def _relay(self, name: str, line: str) -> None:
-        if self._shown in ("plain", "json") and name not in ("serve", "train"):
-            # Their step lines would only repeat the steps; everything is in the log.
-            say(f"{name:<14} {line}", err=True)
-
-    def _on_step(self, record: StepRecord) -> None:
-        from rlbuffer_cli.view import step_line
-
-        envs = "  ".join(f"{env} {r:.2f}" for env, r in record.rewards.items() if r is not None)
-        text = step_line(record, self._settings.trainer.steps)
-        _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
-
-    def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
-        """Says where reward began and ended, what was trained, whether it adds up, and what to type next."""
-        from rlbuffer.config.fractions import budgets_at
-        from rlbuffer.state.text import amount, duration, plural
-        from rlbuffer_cli.text import wrapped
-
-        settings, records, total = self._settings, watch.records, ledger.total()
-        edge = max(1, min(EDGE_STEPS, len(records) // 2))
-        began, ended = _mean_reward(records[:edge]), _mean_reward(records[-edge:])
-        steps = records[-1].step if records else 0
-        digest = next(iter(records[-1].parameters_sha256), None) if records else None
-        seconds, first = watch.seconds, watch.first_step_seconds
-        tokens: Counter[str] = Counter()
-        for record in records:
-            tokens.update({env: n for env, n in record.tokens_by_env.items() if n})
-        shares = {env: n / tokens.total() for env, n in sorted(tokens.items())}
-        dropped = {reason: drops[0] for reason, drops in total.dropped.items()}
-        rollouts = {"pending": total.pending[0], "packed": total.packed[0], "trained": total.trained[0]}
-        balances = sum(rollouts.values()) + sum(dropped.values()) == total.pushed[0]
-        numbers = {
-            "run": settings.run,
-            "steps": steps,
-            "seconds": round(seconds, 2),
-            "first_step_seconds": None if first is None else round(first, 2),
-            "reward_from": began,
-            "reward_to": ended,
-            "edge_steps": edge,
-            "tokens": tokens.total(),
-            "shares": shares,
-            "ledger": {"pushed": total.pushed[0], **rollouts, "dropped": dropped, "balances": balances},
-            "stored": str(settings.output_dir),
-            "parameters_sha256": digest,
-            "exit_code": code,
-            "restarts": restarts,
-            "seed": self._seed,
-        }
-        budgets = budgets_at(settings.batcher.budgets, settings.trainer.steps)
-        trained = " · ".join(
-            f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
-            for env, share in shares.items()
-        )
-        drops = " ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "0"
-        known = " + ".join(f"{n:,} {name}" for name, n in rollouts.items())
-        account = f"{plural(total.pushed[0], 'rollout')} pushed = {known} + dropped {drops}"
-        head = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}.get(
-            code, f"ended early (exit code {code}, see {log})"
-        )
-        when = "" if first is None else f", the first after {duration(first)}"
-        reward = "no step was trained"
-        if began is not None and ended is not None:
-            reward = f"{began:.3f} -> {ended:.3f}  (means of {plural(edge, 'step')})"
-        where = f"--run {settings.run}" + ("" if str(settings.home) == "~/.rlbuffer" else f" --home {settings.home}")
-        lines = [
-            "",
-            f"{head}: {plural(steps, 'step')} in {duration(seconds)}{when}",
-            f"  reward   {reward}",
-            f"  tokens   {amount(tokens.total())} trained   {trained}",
-            *wrapped(f"  ledger   {'balances' if balances else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
-            *([f"  digest   {digest} of the parameters"] if digest else []),
-            f"  stored   {settings.output_dir}   (log: run.log)",
-            f"  next     {options.program()} inspect {where}",
-            f"           {options.program()} verify {where}",
-        ]
-        _log.info("%s", "\n".join(lines), extra=fields("summary", **numbers))
-
-
-def _mean_reward(records: Sequence[StepRecord]) -> float | None:
+    settings, watch, total = loaded.settings, ended.watch, ended.buffer.ledger().total()
+    records, first = watch.records, watch.first_step_seconds
     rewards = [record.reward for record in records if record.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
+    edge = max(1, min(EDGE_STEPS, len(records) // 2))
+    began, reached = (fmean(part) if part else None for part in (rewards[:edge], rewards[-edge:]))
+    steps = records[-1].step if records else 0
+    digest = next(iter(records[-1].parameters_sha256), None) if records else None
+    tokens: Counter[str] = Counter()
+    for record in records:
+        tokens.update({env: n for env, n in record.tokens_by_env.items() if n})
+    shares = {env: n / tokens.total() for env, n in sorted(tokens.items())}
+    dropped = {reason: drops[0] for reason, drops in total.dropped.items()}
+    rollouts = {"pending": total.pending[0], "packed": total.packed[0], "trained": total.trained[0]}
+    balances = sum(rollouts.values()) + sum(dropped.values()) == total.pushed[0]
+    numbers = {
+        "run": settings.run,
+        "steps": steps,
+        "seconds": round(watch.seconds, 2),
+        "first_step_seconds": None if first is None else round(first, 2),
+        "reward_from": began,
+        "reward_to": reached,
+        "edge_steps": edge,
+        "tokens": tokens.total(),
+        "shares": shares,
+        "ledger": {"pushed": total.pushed[0], **rollouts, "dropped": dropped, "balances": balances},
+        "stored": str(settings.output_dir),
+        "parameters_sha256": digest,
+        "exit_code": code,
+        "restarts": ended.supervisor.restarts,
+        "seed": seed,
+    }
+    budgets = budgets_at(settings.batcher.budgets, settings.trainer.steps)
+    trained = " · ".join(
+        f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
+        for env, share in shares.items()
+    )
+    drops = " ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "0"
+    known = " + ".join(f"{n:,} {name}" for name, n in rollouts.items())
+    account = f"{plural(total.pushed[0], 'rollout')} pushed = {known} + dropped {drops}"
+    ends = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}
+    head = ends.get(code, f"ended early (exit code {code}, see {ended.supervisor.log.path})")
+    when = "" if first is None else f", the first after {duration(first)}"
+    reward = f"{began:.3f} -> {reached:.3f}  (means of {plural(edge, 'step')})" if rewards else "no step was trained"
+    where = f"--run {settings.run}" + ("" if str(settings.home) == "~/.rlbuffer" else f" --home {settings.home}")
+    lines = [
+        "",
+        f"{head}: {plural(steps, 'step')} in {duration(watch.seconds)}{when}",
+        f"  reward   {reward}",
+        f"  tokens   {amount(tokens.total())} trained   {trained}",
+        *wrapped(f"  ledger   {'balances' if balances else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
+        *([f"  digest   {digest} of the parameters"] if digest else []),
+        f"  stored   {settings.output_dir}   (log: run.log)",
+        f"  next     {options.program()} inspect {where}",
+        f"           {options.program()} verify {where}",
+    ]
+    _log.info("%s", "\n".join(lines), extra=fields("summary", **numbers))

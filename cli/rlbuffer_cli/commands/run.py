@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack
 from dataclasses import replace
 
 import click
@@ -22,12 +21,7 @@ _log = logging.getLogger("rlbuffer.run")
 @options.common
 @click.option("--steps", type=int, metavar="N", help="Stop after this many trained steps.")
 @options.display
-def command(
-    config_file: str | None,
-    given: options.Given,
-    steps: int | None,
-    display: str,
-) -> int:
+def command(config_file: str | None, given: options.Given, steps: int | None, display: str) -> int:
     """Start and supervise every process of a run on this machine.
 
     CONFIG is an rlbuffer.toml. Starts the embedded server (unless redis_url is set), the batcher, every worker and
@@ -39,39 +33,17 @@ def command(
       rlbuffer run rlbuffer.toml --steps 500
     """
     from rlbuffer.checks.check import EVERYTHING
-    from rlbuffer.client.buffer import connect
     from rlbuffer.process.signals import stop_on_signals
-    from rlbuffer.run.supervisor import Supervisor
-    from rlbuffer_cli.session import say_ended
 
-    flags = {"trainer.steps": ("--steps", steps)}
     given = replace(given, config=config_file or given.config)
-    loaded = given.load(flags, parts=EVERYTHING)
-    settings = loaded.settings
-    shown = options.choose_display(display)
-    stop = threading.Event()
-    starting("connecting to the server, loading torch")
+    loaded = given.load({"trainer.steps": ("--steps", steps)}, parts=EVERYTHING)
+    run, display, stop = loaded.settings.run, options.choose_display(display), threading.Event()
+    starting("loading torch")
+    from rlbuffer_cli.live import supervised
 
-    with stop_on_signals(stop):
-        origin = options.redis_origin(loaded)
-        with ExitStack() as stack:
-            enter = stack.enter_context
-            buffer = enter(connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin))
-            relay = _relay
-            if shown == "rich":
-                from rlbuffer_cli.live import Watch
-                from rlbuffer_cli.live import shown as drawn
-
-                watch = Watch(settings, title=f'rlbuffer run "{settings.run}"', opening="starting the processes ...")
-                watch.may_ask.set()
-                relay = watch.log
-                enter(drawn(watch, is_whole=True))
-                enter(watch)
-            else:
-                enter(options.writing(shown))
-            code = Supervisor(settings, say=relay, origin=origin).run(stop)
-            say_ended(buffer, settings, code)
-    name, where = options.program(), given.again(settings.run)
+    with stop_on_signals(stop), supervised(loaded, display, stop, _relay, title=f'rlbuffer run "{run}"') as ended:
+        code = ended.code
+    name, where = options.program(), given.again(run)
     say(f"next: {name} inspect {where}   {name} verify {where}", err=True)
     return code
 

@@ -7,19 +7,26 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.errors import RlbufferError, RunGone
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
+from rlbuffer_cli.session import connected, of_run, open_existing
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
 
 
 _log = logging.getLogger("rlbuffer.serve")
+DECIDING = (
+    *("batcher.row_tokens", "batcher.rows_per_micro_batch", "batcher.micro_batches_per_rank", "batcher.step_"),
+    *("batcher.max_age", "batcher.min_group_size", "batcher.budgets", "archive.dir"),
+)
+"""Settings that the first lines of `serve` show, by the beginnings of their names."""
 
 
 @click.command("serve")
@@ -28,13 +35,7 @@ _log = logging.getLogger("rlbuffer.serve")
 @click.option("--fresh", is_flag=True, help="Only begin a run: refused when it holds steps or pending groups.")
 @click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
 @click.option("--archive", metavar="DIR", help="Keep every step and every drop in Parquet files there.")
-@click.option(
-    "--display",
-    type=click.Choice(["auto", "rich", "plain", "json", "none"]),
-    default="auto",
-    help="rich: a line per step, and below what it waits for. plain: lines. json: an object per event. auto: rich on a "
-    "terminal, else plain.",
-)
+@options.display
 def command(
     given: options.Given,
     resume: bool,
@@ -77,7 +78,7 @@ def command(
             from rlbuffer_cli import live
 
             opening = f'run "{settings.run}": connecting to the server ...'
-            watch = live.Watch(settings, opening=opening, from_end=True)
+            watch = live.Watch(settings, opening=opening, asks=None, from_end=True)
             ready = watch.may_ask
             drawn = views.enter_context(live.shown(watch, keep=False))
             views.enter_context(watch)
@@ -111,33 +112,16 @@ def _take(loaded: Loaded, began: list[float], ready: threading.Event, line: Mapp
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:
     """Raises NotFound when there is nothing to resume, RlbufferError when what shall be fresh is not."""
-    from rlbuffer.client.buffer import connect
-    from rlbuffer.errors import NotFound, RlbufferError, RunGone
-    from rlbuffer_cli.session import check_home
-
-    settings = loaded.settings
     if resume:
-        check_home(loaded)
-    with connect(
-        settings.redis_url, run=settings.run, config=settings, name="serve", origin=options.redis_origin(loaded)
-    ) as buffer:
-        store = buffer.store
-        try:
-            step, pending = store.meta().step, buffer.ledger().total().pending[0]
-        except RunGone:
-            if not resume:
-                return
-            runs = ", ".join(sorted(store.runs())[:8])
-            there = f" Runs there: {runs}." if runs else ""
-            raise NotFound(
-                f"there is no run {settings.run!r} to resume on {store.server()['address']}.{there} "
-                f"Without --resume it is begun."
-            ) from None
-        if not resume and (step or pending):
+        open_existing(of_run(loaded, loaded.settings.run)).close()
+        return
+    with connected(loaded, "serve") as buffer, suppress(RunGone):
+        step, pending = buffer.store.meta().step, buffer.ledger().total().pending[0]
+        if step or pending:
             raise RlbufferError(
-                f"run {settings.run!r} is not fresh: it holds {plural(step, 'step')} and "
-                f"{plural(pending, 'pending rollout')}. "
-                f"`rlbuffer runs reset {settings.run} --yes` removes it; or use another name (--run)."
+                f"run {buffer.run!r} is not fresh: it holds {plural(step, 'step')} and "
+                f"{plural(pending, 'pending rollout')}. `rlbuffer runs reset {buffer.run} --yes` removes it; or use "
+                "another name (--run)."
             )
 
 
@@ -145,63 +129,35 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
     """Which server `serve` works with, and the settings that decide with where they came from; `ready` is the line that
     says so."""
     from rlbuffer import __version__
-    from rlbuffer.config.fractions import budgets_at
-    from rlbuffer.state.text import percent
+    from rlbuffer_cli.explanation import as_toml
 
-    batcher = loaded.settings.batcher
     server = ready["server"]
     where = "embedded" if server.get("embedded") else loaded.place("redis_url")
-    per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
-    if batcher.step_groups or batcher.step_rollouts:
-        size = (
-            plural(batcher.step_groups, "group")
-            if batcher.step_groups
-            else plural(batcher.step_rollouts or 0, "rollout")
-        )
-        size = f"{size}, rows of {batcher.row_tokens:,} tokens"
-    else:
-        size = f"{plural(per_rank, 'row')} of {batcher.row_tokens:,} tokens per rank"
-    budgets = budgets_at(batcher.budgets, ready["step"] + 1)
-    shares = " · ".join(f"{env} {percent(share)}" for env, share in budgets.items())
-    memory = _bytes(server.get("used_memory", 0))
-    if server.get("maxmemory"):
-        memory += f" of {_bytes(server['maxmemory'])}"
-    rows = [
-        (
-            "redis",
-            f"{server['name']} {server['version']} ({where}), {memory}, {server.get('policy', 'noeviction')} ok",
-        ),
-        ("", str(server["address"])),
-        ("step", f"{size}   ({loaded.place('batcher.row_tokens')})"),
-        (
-            "age",
-            f"at most {plural(batcher.max_age, 'version')}   ({loaded.place('batcher.max_age')})",
-        ),
-        (
-            "groups",
-            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({loaded.place('batcher.min_group_size')})"),
-        ),
-        ("budgets", shares or f"{batcher.remainder} (none set)"),
-        *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
-        *_memory_needs(server, loaded),
+    limit = f" of {_bytes(server['maxmemory'])}" if server.get("maxmemory") else ""
+    memory = f"{_bytes(server.get('used_memory', 0))}{limit}, {server.get('policy', 'noeviction')} ok"
+    shown = [
+        f"{name} = {as_toml(value)}   ({loaded.place(name)})"
+        for name, value in loaded.values()
+        if value is not None and name.startswith(DECIDING)
     ]
-    lines = [f"rlbuffer {__version__}"]
-    lines += [f"  {name:<9} {text}" for name, text in rows]
-    look = f"{options.program()} inspect --run {ready['run']}"
-    lines.append(f"  ready in {seconds:.1f} s.   look: {look}   stop: ctrl-c")
-    return lines
+    return [
+        f"rlbuffer {__version__}",
+        f"  {server['name']} {server['version']} at {server['address']} ({where}), {memory}",
+        *(f"  {line}" for line in (*shown, _memory_needs(server, loaded)) if line),
+        f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready['run']}   stop: ctrl-c",
+    ]
 
 
-def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> list[tuple[str, str]]:
-    """The share of the server's memory that the run's steps take; nothing where that is not known."""
+def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> str:
+    """The share of the server's memory that the run's steps take; "" where that is not known."""
     from rlbuffer.config.memory_needs import capacity_bytes, steps_at_once
 
     batcher, limit = loaded.settings.batcher, server.get("maxmemory", 0)
     size, count = capacity_bytes(batcher, loaded.settings.trainer.world_size), steps_at_once(batcher)
     if size is None or not limit:
-        return []
+        return ""
     takes = f"a step takes about {_bytes(size)}, {count} at once {100 * size * count / limit:.0f} % of the server's"
-    return [("memory", f"{takes}   ({loaded.place('batcher.row_tokens')})")]
+    return f"{takes}   ({loaded.place('batcher.row_tokens')})"
 
 
 def _bytes(n: int) -> str:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from contextlib import nullcontext, suppress
 
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-    from rlbuffer.state.run_state import RunState
-    from rlbuffer.state.step_record import StepRecord
-    from rlbuffer_cli.live import MetricsTail
+from rlbuffer_cli.options import show_json
+from rlbuffer_cli.session import open_run
+from rlbuffer_cli.starting import is_drawable
 
 
 @click.command("top")
@@ -39,63 +32,41 @@ def command(given: options.Given, once: bool, every: float, as_json: bool) -> in
     Example:
       rlbuffer top --once
     """
+    from rich.console import Group, RenderableType
+    from rich.text import Text
+
     from rlbuffer.client.run_state import read_run_state
     from rlbuffer.errors import ServerRefused, ServerUnreachable
+    from rlbuffer.state.step_record import StepRecord
+    from rlbuffer_cli import look
+    from rlbuffer_cli.live import MetricsTail, shown
     from rlbuffer_cli.plots import METRICS_FILE
     from rlbuffer_cli.run_tables import READ_RECORDS
-    from rlbuffer_cli.session import open_existing
-    from rlbuffer_cli.starting import is_drawable
+    from rlbuffer_cli.view import bad, run_view
 
-    loaded = given.load()
-    with open_existing(loaded) as buffer, suppress(KeyboardInterrupt):
-        if as_json:
+    is_drawn = not (once or as_json) and is_drawable(sys.stdout)
+    with open_run(given) as buffer, suppress(KeyboardInterrupt):
+        tail, trained = MetricsTail(buffer.settings.output_dir / METRICS_FILE), list[StepRecord]()
+        with shown(Text("looking ..."), is_whole=True) if is_drawn else nullcontext() as live:
+            view: RenderableType = ""
             while True:
-                echo(json.dumps(read_run_state(buffer.store).as_object()))
-                if once:
-                    return 0
-                sys.stdout.flush()
-                time.sleep(every)
-        from rlbuffer_cli import look
-        from rlbuffer_cli.live import MetricsTail, shown
-
-        folder = loaded.settings.model_copy(update={"run": buffer.run}).output_dir
-        view = _View(MetricsTail(folder / METRICS_FILE))
-        if once or not is_drawable(sys.stdout):
-            while True:
-                view.state = read_run_state(buffer.store, history=READ_RECORDS)
-                look.show(view)
-                if once:
-                    return 0
-                echo("")
-                sys.stdout.flush()
-                time.sleep(every)
-        with shown(view, is_whole=True):
-            while True:
+                trouble = ""
                 try:
-                    view.state, view.trouble = read_run_state(buffer.store, history=READ_RECORDS), ""
+                    state = read_run_state(buffer.store, history=0 if as_json else READ_RECORDS)
+                    trained += tail.new()
+                    view = run_view(state, trained)
                 except (ServerRefused, ServerUnreachable) as error:
-                    view.trouble = str(error).splitlines()[0]
+                    if live is None:
+                        raise
+                    trouble = str(error).splitlines()[0]
+                if as_json:
+                    show_json(state.as_object())
+                elif live is None:
+                    look.show(view, *([] if once else [""]))
+                else:
+                    live.update(Group(*([bad(trouble)] if trouble else []), view))
+                if once:
+                    break
+                sys.stdout.flush()
                 time.sleep(every)
     return 0
-
-
-class _View:
-    """The last look."""
-
-    def __init__(self, tail: MetricsTail) -> None:
-        self._tail = tail
-        self._trained: list[StepRecord] = []
-        self.state: RunState | None = None
-        self.trouble = ""
-        """The reason why it failed."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        from rlbuffer.state.text import printable
-        from rlbuffer_cli.view import run_view
-
-        self._trained += self._tail.new()
-        if self.trouble:
-            yield Text.assemble(("✕ ", "dropped"), printable(self.trouble))
-        yield Text("looking ...") if self.state is None else run_view(self.state, self._trained)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
+from rlbuffer_cli.session import connected
 from rlbuffer_cli.starting import starting
-
-if TYPE_CHECKING:
-    from rlbuffer.config.settings import RunSettings
 
 
 @click.command("train")
@@ -64,42 +62,27 @@ def command(
     }
     loaded = given.load(flags, parts=("train",))
     settings = loaded.settings
-    with ExitStack() as connections:
-        if not fake_data:
-            from rlbuffer.client import connect
+    # Ranks that cannot connect would be started again and again: whether there is a server is asked first.
+    with nullcontext() if fake_data else connected(loaded, "train"), ExitStack() as views:
+        starting("train: loading torch and the model")
+        from rlbuffer.process.environment import name_process
+        from rlbuffer.trainer.launch.launcher import launch
 
-            # Ranks that cannot connect would be started again and again: whether there is a server is asked first.
-            starting("connecting to the server")
-            origin = options.redis_origin(loaded)
-            connections.enter_context(
-                connect(settings.redis_url, run=settings.run, config=settings, name="train", origin=origin)
-            )
-        return _train(settings, display, fake_data=fake_data, max_restarts=max_restarts, debug_samples=debug_samples)
-
-
-def _train(settings: RunSettings, display: str, *, fake_data: bool, max_restarts: int, debug_samples: int) -> int:
-    starting("train: loading torch and the model")
-
-    from rlbuffer.process.environment import name_process
-    from rlbuffer.trainer.launch.launcher import launch
-
-    name_process("train")
-    # A live view would draw over the tables.
-    shown = "plain" if display == "auto" and debug_samples else options.choose_display(display)
-    tell: dict[str, Any] = {"display": shown}
-    with ExitStack() as views:
+        name_process("train")
+        # A live view would draw over the tables.
+        shown = "plain" if display == "auto" and debug_samples else options.choose_display(display)
+        tell: dict[str, Any] = {"display": shown}
         if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself
             from rlbuffer_cli import live
 
             first = "the steps are made up" if fake_data else "the first step comes once the batcher has committed it"
             watch = live.Watch(settings, opening=f"starting the ranks; {first}", asks=not fake_data, from_end=True)
-            watch.may_ask.set()
             drawn = views.enter_context(live.shown(watch))
             views.enter_context(watch)
 
             def say_last(text: str) -> None:
                 views.close()
-                live.print_error(text)
+                say(text, err=True)
 
             tell = {"display": "none", "say": lambda text: live.say(drawn, text), "say_last": say_last}
         code = launch(
