@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer_cli.lenses import advantages_of
+from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.table import View, of_tuples
 from rlbuffer_cli.tables import shared_words, worst_rows
 from rlbuffer_cli.text import as_json, cut, utc
@@ -272,18 +272,14 @@ def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> 
 
 def token_cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[list[str]]:
     """Id, text, mask, logprob and advantage of each position; empty behind the rollout's end."""
-    rollout: Any = member.rollout
+    rollout: Rollout = member.rollout
     pieces = texts.pieces(rollout, first, end) if texts.has_pieces(rollout) else []
-    advantages = advantages_of(member)
+    numbers_at = numbers_of(member)
     for at in range(first, end):
-        if at >= rollout.length:
-            yield [""] * 5
-            continue
-        text, numbers = pieces[at - first] if pieces else "", ["", "", ""]
-        if rollout.loss_mask[at]:
-            advantage = "" if advantages is None else f"{float(advantages[at]):+.3f}"
-            numbers = ["trained", f"{float(rollout.logprobs[at]):.3f}", advantage]
-        yield [str(int(rollout.tokens[at])), text, *numbers]
+        numbers = numbers_at(at) if at < rollout.length else {}
+        text = pieces[at - first] if numbers and pieces else ""
+        trained = "trained" if numbers.get("trained") == "yes" else ""
+        yield [numbers.get("id", ""), text, trained, numbers.get("logprob", ""), numbers.get("advantage", "")]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -333,6 +329,11 @@ def env_marks(step: StepView) -> Mapping[str, str]:
     return {env: ENV_MARKS[i % len(ENV_MARKS)] for i, env in enumerate(envs)}
 
 
+def env_shades(step: StepView) -> Mapping[str, str]:
+    """Env -> the style of its tokens in a bar."""
+    return {env: f"e{min(4, at)}" for at, env in enumerate(env_marks(step), 1)}
+
+
 def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
     """Rank, rows, tokens and cost of each rank; `cost` (a, b): a rollout of L tokens costs a L + b L^2."""
     lengths = {member.name: member.info.length for _, member in step.rollouts}
@@ -345,28 +346,35 @@ def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
     return out
 
 
-def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[Text]:
-    """A bar for each row of each rank: the tokens of its envs, then what is empty."""
-    marks = env_marks(step)
-    shades = {mark: f"e{min(4, at)}" for at, mark in enumerate(marks.values(), 1)}
-    rollouts: dict[str, Any] = {member.name: member for _, member in step.rollouts}
-    capacity = max(1, step.row_tokens)
-    room = max(8, width - 26)
-    legend = [part for env, mark in marks.items() for part in ((mark, shades[mark]), f" {printable(env)}  ")]
-    yield Text.assemble(f"rows of {step.row_tokens:,} tokens: ", *legend, (EMPTY, "line"), " empty")
+def rank_bars(step: StepView, cost: tuple[int, int]) -> list[tuple[str, list[list[tuple[str, int]]]]]:
+    """Of each rank: what it has to do, and its rows, each as the (env, tokens) of its rollouts."""
+    members = {member.name: member for _, member in step.rollouts}
     ranks = rank_figures(step, cost)
     most = max((rank["cost"] for rank in ranks), default=0) or 1
+    bars = []
     for rank in ranks:
-        rows, tokens = rank["rows"], rank["tokens"]
-        empty = 1 - tokens / (capacity * len(rows)) if rows else 0.0
-        size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
+        rows = [[(members[name].env, members[name].info.length) for name in row] for row in rank["rows"]]
+        empty = 1 - rank["tokens"] / (max(1, step.row_tokens) * len(rows)) if rows else 0.0
+        size = f"{plural(rank['tokens'], 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
         pace = ", sets the pace" if rank["cost"] == most and len(ranks) > 1 else ""
-        yield Text(f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank{pace}")
+        work = f"{percent(rank['cost'] / most)} of the work of the busiest rank{pace}"
+        bars.append((f"rank {rank['rank']}: {size}, {work}", rows))
+    return bars
+
+
+def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[Text]:
+    """A bar for each row of each rank: the tokens of its envs, then what is empty."""
+    marks, shades = env_marks(step), env_shades(step)
+    room = max(8, width - 26)
+    legend = [part for env, mark in marks.items() for part in ((mark, shades[env]), f" {printable(env)}  ")]
+    yield Text.assemble(f"rows of {step.row_tokens:,} tokens: ", *legend, (EMPTY, "line"), " empty")
+    for title, rows in rank_bars(step, cost):
+        yield Text(title)
         for number, row in enumerate(rows):
-            used = sum(rollouts[name].info.length for name in row)
-            bar, reached = "", 0
-            for name in row:
-                reached += rollouts[name].info.length
-                bar += marks[rollouts[name].env] * (min(room, round(room * reached / capacity)) - len(bar))
-            drawn = [("".join(run), shades.get(mark, "line")) for mark, run in groupby(bar.ljust(room, EMPTY))]
-            yield Text.assemble(f"  {number:>4} ", *drawn, f" {used:>9,} tokens", no_wrap=True)
+            drawn, reached, cells = Text(f"  {number:>4} ", no_wrap=True), 0, 0
+            for env, size in row:
+                reached += size
+                end = min(room, round(room * reached / max(1, step.row_tokens)))
+                drawn.append(marks[env] * (end - cells), shades[env])
+                cells = end
+            yield drawn.append(EMPTY * (room - cells), "line").append(f" {reached:>9,} tokens")

@@ -24,7 +24,12 @@ ENTROPIES = (2.0, 1.0, 0.5, 0.1)
 MISMATCHES = (1.0, 0.2, 0.05, 0.01)
 """Nats that trainer and sampler differ by in a token's logprob."""
 STRONG_ADVANTAGE = 1.0
-KEPT = "a worker pushes it as a column `{column}`, or `rlbuffer train --debug-samples N` keeps it of N rollouts"
+OF_TRAINER = {"entropy": "entropy", "mismatch": "trainer_logprobs"}
+"""Lens of what the trainer knows -> the column in which a worker may push it."""
+NOT_KEPT = (
+    "not kept per token: a worker pushes it as a column `{column}`, or `rlbuffer train --debug-samples N` keeps it of N"
+    " rollouts"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +63,8 @@ def lens(
         "logprob": lambda: _logprob(rollout),
         "advantage": lambda: _advantage(group, member, rollout),
         "mask": lambda: _mask(rollout),
-        "entropy": lambda: _entropy(rollout, kept),
-        "mismatch": lambda: _mismatch(rollout, kept),
+        "entropy": lambda: _of_trainer(name, rollout, kept, ENTROPIES),
+        "mismatch": lambda: _of_trainer(name, rollout, kept, MISMATCHES),
         "version": lambda: _version(rollout),
     }
     if name == "column" and column:
@@ -104,45 +109,29 @@ def _mask(rollout: Rollout) -> Lens:
     )
 
 
-def entropy_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
-    """Entropies [T] in nats, and who computed them; None where nobody keeps them."""
-    own = rollout.columns.get("entropy")
+def of_trainer(name: str, rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
+    """[T] in nats, and who computed it: the `entropy`, or the `mismatch`: the trainer's minus the sampler's logprob.
+    None where nobody keeps it."""
+    column, values = OF_TRAINER[name], kept.entropy if name == "entropy" else kept.logprobs
+    own, who = rollout.columns.get(column), f"of the trainer in step {kept.step}"
     if own is not None and own.ndim == 1:
-        return own, "pushed as column `entropy`"
-    return None if kept.entropy is None else (kept.entropy, f"of the trainer in step {kept.step}")
+        values, who = own, f"pushed as column `{column}`"
+    if values is None:
+        return None
+    return values if name == "entropy" else values - rollout.logprobs, who
 
 
-def mismatch_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
-    """Trainer's minus sampler's logprobs [T] in nats, and who computed them; None where nobody keeps the trainer's."""
-    own = rollout.columns.get("trainer_logprobs")
-    if own is not None and own.ndim == 1:
-        return own - rollout.logprobs, "column `trainer_logprobs`"
-    return None if kept.logprobs is None else (kept.logprobs - rollout.logprobs, f"of the trainer in step {kept.step}")
-
-
-def _entropy(rollout: Rollout, kept: TrainerValues) -> Lens:
-    known = entropy_of(rollout, kept)
+def _of_trainer(name: str, rollout: Rollout, kept: TrainerValues, edges: Sequence[float]) -> Lens:
+    known = of_trainer(name, rollout, kept)
     if known is None:
-        note = f"not kept per token: {KEPT.format(column='entropy')}. Its mean by step is in metrics.jsonl"
-        return Lens(name="entropy", note=note)
-    values, who = known
-    trained = values[rollout.loss_mask]
-    note = f"nats, {who}" + (f"; mean {trained.mean():.3f}, most {trained.max():.3f}" if len(trained) else "")
-    return _heat("entropy", rollout, values, note, ENTROPIES)
-
-
-def _mismatch(rollout: Rollout, kept: TrainerValues) -> Lens:
-    known = mismatch_of(rollout, kept)
-    if known is None:
-        note = f"trainer's logprobs are not kept per token: {KEPT.format(column='trainer_logprobs')}"
-        return Lens(name="mismatch", note=note)
-    values, who = known
-    off, note = np.abs(values), f"|trainer - sampler| in nats, {who}"
+        return Lens(name=name, note=NOT_KEPT.format(column=OF_TRAINER[name]))
+    unit = "nats" if name == "entropy" else "|trainer - sampler| in nats"
+    sizes, note = np.abs(known[0]), f"{unit}, {known[1]}"
     if rollout.loss_tokens:
-        worst = int(np.where(rollout.loss_mask, off, -1.0).argmax())
-        mean = float(off[rollout.loss_mask].mean())
-        note += f"; mean {mean:.4f}, most {float(off[worst]):.4f} at token {worst:,}"
-    return _heat("mismatch", rollout, off, note, MISMATCHES)
+        worst = int(np.where(rollout.loss_mask, sizes, -1.0).argmax())
+        mean = float(sizes[rollout.loss_mask].mean())
+        note += f"; mean {mean:.4f}, most {float(sizes[worst]):.4f} at token {worst:,}"
+    return _heat(name, rollout, sizes, note, edges)
 
 
 def advantages_of(member: RolloutView) -> NDArray[Any] | None:
@@ -207,3 +196,24 @@ def _column(rollout: Rollout, column: str) -> Lens:
         labels=list(enumerate(words)),
         note=f"from {low:g} to {high:g}, mean {values.mean():g}; 8 again: the next column",
     )
+
+
+def numbers_of(member: RolloutView, kept: TrainerValues = NONE) -> Callable[[int], dict[str, str]]:
+    """Position of a token -> its numbers by name: those of training where it is trained, its version where sampled."""
+    rollout: Rollout = member.rollout
+    logprobs, advantages = rollout.logprobs, advantages_of(member)
+    versions = np.full(rollout.length, -1, np.int64)
+    for span in rollout.version_spans:
+        versions[span.start : span.end] = span.policy_version
+    further = {name: values[0] for name in OF_TRAINER if (values := of_trainer(name, rollout, kept)) is not None}
+
+    def numbers(at: int) -> dict[str, str]:
+        known = {"id": str(int(rollout.tokens[at])), "trained": "yes" if rollout.loss_mask[at] else "no"}
+        if rollout.loss_mask[at]:
+            known["logprob"] = f"{float(logprobs[at]):.4f}"
+            known["p"] = f"{np.exp(min(float(logprobs[at]), 0.0)):.3f}"
+            known |= {"advantage": f"{float(advantages[at]):+.4f}"} if advantages is not None else {}
+            known |= {name: f"{float(values[at]):.4f}" for name, values in further.items()}
+        return known | ({"version": f"v{versions[at]}"} if versions[at] >= 0 else {})
+
+    return numbers

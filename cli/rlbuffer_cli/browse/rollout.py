@@ -19,7 +19,7 @@ from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.facts import life, member_of, short, verdict
-from rlbuffer_cli.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
+from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
 from rlbuffer_cli.tables import rollout_record, shared_words
 from rlbuffer_cli.text import cell_len, cut
 
@@ -181,23 +181,13 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     rollout, at = member.rollout, tokens.cursor
     if rollout is None:
         return []
-    trained = bool(rollout.loss_mask[at])
-    values = advantages_of(member)
-    version = next((s.policy_version for s in rollout.version_spans if s.start <= at < s.end), None)
-    label = tokens.label(at)
-    token = int(rollout.tokens[at])
+    label, numbers = tokens.label(at), numbers_of(member, kept)(at)
     facts = {
-        "text": f"'{label}'" if label != str(token) else "",
-        "id": str(token),
+        "text": f"'{label}'" if label != numbers["id"] else "",
         "role": tokens.role(at),
-        "trained": "yes" if trained else "no",
-        "logprob": f"{float(rollout.logprobs[at]):.4f}" if trained else "none",
-        "advantage": f"{float(values[at]):+.4f}" if trained and values is not None else "",
-        "version": f"v{version}" if version is not None else "none",
+        "version": "none",
+        **numbers,
     }
-    for name, known in (("entropy", entropy_of(rollout, kept)), ("mismatch", mismatch_of(rollout, kept))):
-        if known is not None and trained:
-            facts[name] = f"{float(known[0][at]):.4f}"
     further = [name for name in columns_of(rollout) if name not in ("advantages", "entropy")]
     facts |= {name: f"{rollout.columns[name][at]:g}" for name in further}
     known_facts = [_fact(f"  {name}", value) for name, value in facts.items() if value]

@@ -17,7 +17,6 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup, escape
 
 from rlbuffer.client.texts import Texts
@@ -26,7 +25,7 @@ from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.facts import answer, headline, life, sections, shared_prompt, verdict
-from rlbuffer_cli.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
+from rlbuffer_cli.lenses import NAMES, Lens, lens, numbers_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
 from rlbuffer_cli.tables import MEMBERS, member_rows
@@ -200,7 +199,7 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
     is_sampled = rollout.loss_mask.copy()
     for span in rollout.version_spans:
         is_sampled[span.start : span.end] = True
-    titles = _titles(member, kept) if rollout.length <= TITLED_TOKENS else None
+    has_titles, numbers_at = rollout.length <= TITLED_TOKENS, numbers_of(member, kept)
     given = member.shared.tokens if member.shared is not None else 0
 
     def marks(at: int) -> str:
@@ -208,40 +207,17 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
         return f"{own} given".strip() if at < given and not rollout.loss_mask[at] else own
 
     def alike(at: int) -> Any:
-        return (marks(at), at if titles is not None and is_sampled[at] else -1)
+        return (marks(at), at if has_titles and is_sampled[at] else -1)
 
     for start, end, title, rule in sections(member):
         tokens = []
         for (classes, _), run in groupby(range(start, end), key=alike):
             first, *rest = run
             text = blank.join([pieces[first], *(pieces[at] for at in rest)]) + blank
-            numbers = titles(first) if titles is not None and is_sampled[first] else ""
-            tokens.append((text, classes, numbers))
+            known = numbers_at(first) if has_titles and is_sampled[first] else {}
+            numbers = [f"token {first}", *(f"{name} {value}" for name, value in known.items())] if known else []
+            tokens.append((text, classes, " · ".join(numbers)))
         yield {"title": title, "rule": rule, "tokens": tokens}
-
-
-def _titles(member: RolloutView, kept: TrainerValues) -> Callable[[int], str]:
-    """Position -> all numbers of a sampled token."""
-    rollout: Rollout = member.rollout
-    advantages, entropy, mismatch = advantages_of(member), entropy_of(rollout, kept), mismatch_of(rollout, kept)
-    versions = np.full(rollout.length, -1, np.int64)
-    for span in rollout.version_spans:
-        versions[span.start : span.end] = span.policy_version
-
-    def title(t: int) -> str:
-        parts = [f"token {t} · id {int(rollout.tokens[t])}"]
-        if rollout.loss_mask[t]:
-            logprob = float(rollout.logprobs[t])
-            parts.append(f"logprob {logprob:.4f} (p {np.exp(min(logprob, 0.0)):.3f})")
-            parts += [f"advantage {float(advantages[t]):+.4f}"] if advantages is not None else []
-            parts += [f"entropy {float(entropy[0][t]):.4f}"] if entropy is not None else []
-            parts += [f"mismatch {float(mismatch[0][t]):+.4f}"] if mismatch is not None else []
-        else:
-            parts.append("not trained")
-        parts += [f"version {versions[t]}"] if versions[t] >= 0 else []
-        return " · ".join(parts)
-
-    return title
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlencode
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
-from rlbuffer.state.text import percent, plural
+from rlbuffer.state.text import plural
 from rlbuffer_cli import look
-from rlbuffer_cli.facts import cost_of, member_of, rank_figures, step_lines
+from rlbuffer_cli.facts import cost_of, env_shades, member_of, rank_bars, step_lines
 from rlbuffer_cli.plots import curves_of, trends
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, READ_RECORDS, env_rows
 from rlbuffer_cli.table import View, ordered
@@ -169,29 +170,18 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
     if number < 1:
         raise NotFound("a step has a number from 1: step?n=40")
-    view, cost = run.step(number), cost_of(run.buffer)
-    members: dict[str, Any] = {member.name: member for _, member in view.rollouts}
-    envs = list(dict.fromkeys([*view.header.envs, *(member.env for member in members.values())]))
-    marks = {env: f"e{min(4, at)}" for at, env in enumerate(envs, 1)}
-    capacity, ranks = max(1, view.row_tokens), rank_figures(view, cost)
-    most = max((rank["cost"] for rank in ranks), default=0) or 1
+    view = run.step(number)
+    marks, capacity = env_shades(view), max(1, view.row_tokens)
 
-    def bar(names: list[str]) -> dict[str, Any]:
-        parts, at = [], 0
-        for name in names:
-            size = members[name].info.length
-            parts.append((f"{1000 * at / capacity:.1f}", f"{1000 * size / capacity:.1f}", marks[members[name].env]))
-            at += size
-        return {"title": f"{at:,} of {capacity:,} tokens", "parts": parts}
+    def bar(row: list[tuple[str, int]]) -> dict[str, Any]:
+        ends = list(accumulate(size for _, size in row))
+        parts = [
+            (f"{1000 * (end - size) / capacity:.1f}", f"{1000 * size / capacity:.1f}", marks[env])
+            for end, (env, size) in zip(ends, row, strict=True)
+        ]
+        return {"title": f"{sum(size for _, size in row):,} of {capacity:,} tokens", "parts": parts}
 
-    shown = [
-        {
-            "title": f"rank {rank['rank']}: {rank['tokens']:,} tokens, "
-            f"{percent(rank['cost'] / most)} of the work of the busiest rank",
-            "rows": [bar(row) for row in rank["rows"]],
-        }
-        for rank in ranks
-    ]
+    ranks = rank_bars(view, cost_of(run.buffer))
     return _page(
         run,
         "step",
@@ -200,7 +190,7 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
         lines=step_lines(view, trained=run.buffer.store.trainer().trained),
         capacity=f"{capacity:,}",
         marks=list(marks.items()),
-        ranks=shown,
+        ranks=[{"title": title, "rows": [bar(row) for row in rows]} for title, rows in ranks],
         view=WORST,
         items=worst_rows(view)[:WORST_ROLLOUTS],
         groups=[(name, link("group", id=name)) for name in view.header.group_ids],

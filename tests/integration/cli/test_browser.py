@@ -199,8 +199,8 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
             "2": "≥ 0.9",
             "3": "advantages are known once",
             "4": "trained (3)",
-            "5": "nats, pushed as column `entropy`; mean 1.714, most 2.000",
-            "6": "6 mismatch: trainer's logprobs are not kept per token: a worker pushes it as a column",
+            "5": "nats, pushed as column `entropy`; mean 1.7143, most 2.0000",
+            "6": "6 mismatch: not kept per token: a worker pushes it as a column",
             "7": "Aa v0 Aa v1",
             "8": "8 column entropy",
         }

@@ -116,14 +116,14 @@ def test_a_page_has_the_prompt_the_rollouts_and_the_numbers_of_every_sampled_tok
     assert "group talk.7   env talk   ready" in page.text
     assert '{"level": 3}' in page.text
     titles = [attributes["title"] for tag, attributes in page.tags if tag == "i" and "title" in attributes]
-    assert titles[0] == "token 5 · id 52 · logprob -2.5000 (p 0.082) · entropy 1.6667 · version 0"
-    assert titles[1].endswith("version 1")
+    assert titles[0] == "token 5 · id 52 · trained yes · logprob -2.5000 · p 0.082 · entropy 1.6667 · version v0"
+    assert titles[1].endswith("version v1")
     assert len(titles) == 3
     assert "<i>2+2=\n</i>" in html
     assert '<i class="lo2 ma1 en2 ve1" title="token 5 ' in html
     assert "assistant · 2 tokens · reward 0.25" in page.text
     assert "nats, pushed as column `entropy`" in page.text
-    assert "trainer's logprobs are not kept per token" in page.text
+    assert "not kept per token" in page.text
     anchors = [attributes["id"] for tag, attributes in page.tags if "id" in attributes]
     assert anchors == list(LENSES)
     assert all(f"body:has(#{lens}:target)" in style() for lens in LENSES)
