@@ -14,7 +14,7 @@ from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.table import View, of_tuples
-from rlbuffer_cli.tables import shared_words, worst_rows
+from rlbuffer_cli.tables import shared_words, version_range, worst_rows
 from rlbuffer_cli.text import as_json, cut, utc
 
 if TYPE_CHECKING:
@@ -185,9 +185,7 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     """The rollout's life from sampling to training, as far as it came."""
     rollout: Rollout | None = member.rollout
     spans = [] if rollout is None or rollout.further else rollout.version_spans
-    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or "-".join(
-        f"v{v}" for v in sorted({member.min_version, member.max_version})
-    )
+    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or version_range(member)
     stop = ""
     if rollout is not None:
         is_said = not rollout.is_truncated or rollout.finish_reason == "length"

@@ -104,7 +104,6 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def show(*views: RenderableType) -> None:
-    """Prints on stdout."""
     clear()
     target = console()
     for view in views:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from rlbuffer.state.text import printable
 from rlbuffer_cli import facts, look
 from rlbuffer_cli.options import echo, say, show_json
-from rlbuffer_cli.plots import small_charts, trends
-from rlbuffer_cli.run_tables import PROCESSES, READ_RECORDS
-from rlbuffer_cli.table import Printed, View, of_tuples
+from rlbuffer_cli.table import Printed, Target, View, of_tuples
 from rlbuffer_cli.tables import (
     GROUP_ORDER,
     GROUPS,
     MEMBERS,
-    STEPS,
+    VIEWS,
     detail_record,
     member_rows,
     rollout_record,
@@ -33,13 +31,35 @@ if TYPE_CHECKING:
     from rlbuffer.records.rollout import Rollout
     from rlbuffer_cli.whole_run import WholeRun
 
-EVERYTHING = 2**31
+EVERYTHING, LISTED_GROUPS = 2**31, 30
+"""Rows that are printed unless `--limit` says otherwise."""
 PRINTED_TOKENS = 200
 TOKENS = of_tuples(
     "tokens",
     ("token", "id", "text", "mask", "logprob", "advantage"),
     {"token", "id", "logprob", "advantage"},
 )
+
+
+def show(run: WholeRun, target: Target, limit: int | None, *, is_json: bool) -> int:
+    """Prints a target, at most `limit` rows of a table. -> exit code."""
+    if target.kind == "table":
+        view = VIEWS[target.name]
+        most = limit or (LISTED_GROUPS if view is GROUPS else EVERYTHING)
+        return show_listed(view, run, target.where, most, is_json=is_json)
+    if target.kind == "step":
+        show_step(run, run.step(int(target.name)), is_json=is_json)
+        return 0
+    detail, texts = run.group(target.group or target.name), run.buffer.texts
+    if target.kind == "group":
+        show_group(detail, texts, is_json=is_json)
+        return 0
+    member = facts.member_of(detail, target.name)
+    if target.kind == "rollout":
+        show_rollout(detail, member, texts, is_json=is_json)
+    else:
+        show_pair(detail, member, facts.member_of(detail, target.other), texts, is_json=is_json)
+    return 0
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -51,9 +71,12 @@ def show_listed(view: View, run: WholeRun, where: str, limit: int, *, is_json: b
         for item in items:
             show_json(view.record(item))
     else:
-        if view is GROUPS:
-            _show_head(run)
-        _show_items(view, run, items, where)
+        if above := view.above(run, items, columns_of(sys.stdout)):
+            look.show(*above, "")
+        look.show(Printed(view, items) if items else look.plain(view.nothing(where)))
+        for item in items:
+            if lines := view.more(item):
+                say("\n".join([view.key(item), *(f"  {line}" for line in lines)]), indent="    ")
         if view is GROUPS and items:
             if len(items) == limit:
                 say(f"the first {limit} ({GROUP_ORDER}): --limit shows more, --where chooses", err=True)
@@ -61,29 +84,6 @@ def show_listed(view: View, run: WholeRun, where: str, limit: int, *, is_json: b
     for problem in run.problems:
         say(f"Error: {problem}", err=True)
     return 1 if run.problems else 0
-
-
-def _show_head(run: WholeRun) -> None:
-    from rlbuffer.client.run_state import read_run_state
-    from rlbuffer_cli.view import run_view
-
-    look.show(run_view(read_run_state(run.buffer.store, history=READ_RECORDS), with_processes=False), "")
-
-
-def _show_items(view: View, run: WholeRun, items: Any, where: str) -> None:
-    if not items:
-        echo(view.nothing(where))
-        return
-    look.show(Printed(view, items))
-    if view is STEPS:
-        headers = [row.header for row in items][::-1]
-        drawn = small_charts(trends(run.buffer.settings.output_dir, headers), width=columns_of(sys.stdout))
-        for line in drawn:
-            echo(line)
-    elif view is PROCESSES:
-        for row in items:
-            for line in [row.title, *(f"  {line}" for line in row.lines)] if row.lines else ():
-                say(line, indent="    ")
 
 
 # -- one thing ---------------------------------------------------------------------------------------------------------

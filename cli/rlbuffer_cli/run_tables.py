@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -16,7 +16,7 @@ from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer.store.history import Dropped
 from rlbuffer_cli import look
-from rlbuffer_cli.table import Column, View, figure
+from rlbuffer_cli.table import Column, Target, View, figure
 from rlbuffer_cli.text import WIDE
 
 READ_RECORDS = 1000
@@ -72,7 +72,7 @@ ENVS = View(
     read=_read_envs,
     key=lambda row: row.env.name,
     record=lambda row: {"schema": "rlbuffer.env/1", **asdict(row.env)},
-    opens="groups",
+    opens=lambda row: Target("table", "groups", where=f'env:"{row.env.name}"'),
     filter_help="a part of its name",
     empty="no env has sent anything yet",
     legend=lambda rows: ENVS_LEGEND,
@@ -85,8 +85,8 @@ ENVS = View(
         ),
         figure("share", lambda row: row.run.share(row.env), ".0%"),
         figure("target", lambda row: row.env.budget, ".0%"),
-        figure("ready", lambda row: row.env.groups_ready, ",", unknown=NOT_SAID),
-        figure("forming", lambda row: row.env.groups_forming, ",", unknown=NOT_SAID),
+        figure("ready", lambda row: row.env.groups_ready, ",", unknown=lambda row: NOT_SAID),
+        figure("forming", lambda row: row.env.groups_forming, ",", unknown=lambda row: NOT_SAID),
         Column("age", lambda row: row.ages),
         figure("reward", lambda row: row.env.batch_reward),
         figure("packed", lambda row: row.env.packed.rollouts, ",", WIDE),
@@ -97,19 +97,27 @@ ENVS = View(
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessRow:
+class ProcessRow(NamedTuple):
     """A process, or a worker of which only drops are known."""
 
     title: str
     process: Process | None
     behind: int = 0
     """Policy versions."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Reason -> its rollouts that were dropped lately."""
-    prompts: Counter[str] = field(default_factory=Counter)
-    """Prompt id -> its stale rollouts."""
-    envs: tuple[str, ...] = ()
+    drops: Sequence[Mapping[str, Any]] = ()
+    """Records of its rollouts that were dropped lately; anybody may have written them."""
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Reason -> rollouts that were dropped."""
+        return _rollouts_by("reason", self.drops)
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """Its own, else those of its drops."""
+        if self.process is not None:
+            return (self.process.env,)
+        return tuple(dict.fromkeys(str(record.get("env")) for record in self.drops))
 
     @property
     def heard(self) -> Text:
@@ -164,9 +172,10 @@ class ProcessRow:
             lines += self.process.traceback.splitlines()
         if self.reasons:
             lines.append(f"dropped rollouts in the last {READ_RECORDS:,} records: {_counted(self.reasons)}")
-        if self.prompts:
-            most = self.prompts.most_common(SHOWN_PROMPTS)
-            more = f" and {len(self.prompts) - SHOWN_PROMPTS} more" if len(self.prompts) > SHOWN_PROMPTS else ""
+        stale = [record for record in self.drops if record.get("reason") == "stale" and record.get("prompt_id")]
+        if prompts := _rollouts_by("prompt_id", stale):
+            most = prompts.most_common(SHOWN_PROMPTS)
+            more = f" and {len(prompts) - SHOWN_PROMPTS} more" if len(prompts) > SHOWN_PROMPTS else ""
             named = ", ".join(f"{name} ({plural(count, 'rollout')})" for name, count in most)
             lines.append(f"stale prompts: {named}{more}")
         return [printable(line) for line in lines]
@@ -174,6 +183,14 @@ class ProcessRow:
 
 def _counted(reasons: Mapping[str, int]) -> str:
     return " ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+
+
+def _rollouts_by(field: str, records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for record in records:
+        rollouts = record.get("rollouts")
+        counts[str(record.get(field))] += rollouts if isinstance(rollouts, int) else 0
+    return counts
 
 
 def process_rows(state: RunState) -> list[ProcessRow]:
@@ -186,26 +203,18 @@ def process_rows(state: RunState) -> list[ProcessRow]:
     rows = []
     for process in sorted(state.processes, key=lambda p: p.is_fresh or p.has_stopped):
         behind = state.policy_version - process.version if process.kind == "worker" else 0
-        rows.append(_process_row(process.title, process, behind, drops.pop(process.title, [])))
-    return rows + [_process_row(title, None, 0, records) for title, records in drops.items()]
-
-
-def _process_row(title: str, process: Process | None, behind: int, drops: Sequence[Mapping[str, Any]]) -> ProcessRow:
-    reasons: Counter[str] = Counter()
-    prompts: Counter[str] = Counter()
-    for record in drops:
-        count = record.get("rollouts")
-        rollouts = count if isinstance(count, int) else 0  # anybody may have written it
-        reasons[str(record.get("reason"))] += rollouts
-        if record.get("reason") == "stale" and record.get("prompt_id"):
-            prompts[str(record["prompt_id"])] += rollouts
-    envs = (process.env,) if process is not None else tuple(dict.fromkeys(str(each.get("env")) for each in drops))
-    return ProcessRow(title=title, process=process, behind=behind, reasons=reasons, prompts=prompts, envs=envs)
+        rows.append(ProcessRow(process.title, process, behind, drops.pop(process.title, ())))
+    return rows + [ProcessRow(title, None, drops=records) for title, records in drops.items()]
 
 
 def _read_processes(run: Any, where: str, most: int) -> Sequence[ProcessRow]:
     rows = process_rows(read_run_state(run.buffer.store, history=READ_RECORDS))
     return [row for row in rows if where in row.title or where in row.envs][:most]
+
+
+def _groups_of(row: ProcessRow) -> Target | None:
+    kind, _, name = row.title.partition(" ")
+    return Target("table", "groups", where=f'worker:"{name}"') if kind == "worker" else None
 
 
 PROCESSES = View(
@@ -216,7 +225,8 @@ PROCESSES = View(
         "schema": "rlbuffer.process/1",
         **(asdict(row.process) if row.process else {"name": row.title}),
     },
-    opens="groups",
+    opens=_groups_of,
+    more=lambda row: row.lines,
     filter_help="a part of its name, or its env",
     empty="no process has been heard",
     columns=(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -30,19 +30,39 @@ class Column(NamedTuple):
     """The least width of a terminal that prints it."""
 
 
-def number(value: float | None, form: str = ".3f", unknown: str = "") -> str:
-    """A number; `unknown` for None."""
-    return unknown if value is None else f"{value:{form}}"
+def figure(
+    title: str,
+    of: Callable[[Any], Any],
+    form: str | Callable[[Any], str] = ".3f",
+    at: int = 0,
+    *,
+    unknown: Callable[[Any], str] = lambda item: "",
+    by: Callable[[Any], Any] | None = None,
+) -> Column:
+    """A column of numbers: those that are not known come first in order. `by`: it is sorted by another one."""
+
+    def cell(item: Any) -> str:
+        value = of(item)
+        return unknown(item) if value is None else form(value) if callable(form) else f"{value:{form}}"
+
+    def order(item: Any) -> Any:
+        value = (by or of)(item)
+        return value is not None, value or 0
+
+    return Column(title, cell, order, True, at)
 
 
-def or_least(value: Any) -> tuple[bool, Any]:
-    """Orders what is not known before everything else."""
-    return value is not None, value or 0
+class Target(NamedTuple):
+    """Something to look at: a `group`, `rollout`, `pair` or `step` by its id, a `table` by its name."""
 
-
-def figure(title: str, of: Callable[[Any], Any], form: str = ".3f", at: int = 0, *, unknown: str = "") -> Column:
-    """A column of numbers."""
-    return Column(title, lambda item: number(of(item), form, unknown), lambda item: or_least(of(item)), True, at)
+    kind: str
+    name: str
+    group: str = ""
+    """Id of the group that a rollout is of."""
+    other: str = ""
+    """The second of a pair."""
+    where: str = ""
+    """The filter of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +71,16 @@ class View:
 
     name: str
     columns: tuple[Column, ...]
-    read: Callable[[Any, str, int], Sequence[Any]]
-    """(run, filter, most) -> items."""
     key: Callable[[Any], str]
+    read: Callable[[Any, str, int], Sequence[Any]] = lambda run, where, most: ()
+    """(run, filter, most) -> items, of a table that is listed by itself."""
     record: Callable[[Any], Mapping[str, Any]] = asdict
-    opens: str = ""
-    """What `enter` shows of an item."""
+    opens: Callable[[Any], Target | None] | None = None
+    """What `enter`, or a link, shows of an item; None: nothing."""
+    above: Callable[[Any, Sequence[Any], int], Sequence[RenderableType]] = lambda run, items, width: ()
+    """(run, items, columns of the terminal) -> what stands above the rows."""
+    more: Callable[[Any], Sequence[str]] = lambda item: ()
+    """All that is known of an item, where that is more than its row."""
     filter_help: str = ""
     empty: str = ""
     """What stands where nothing is."""
@@ -121,4 +145,4 @@ def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), e
         Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
         for at, title in enumerate(titles)
     )
-    return View(name=name, columns=columns, read=lambda run, where, most: (), key=lambda row: str(row[0]), empty=empty)
+    return View(name=name, columns=columns, key=lambda row: str(row[0]), empty=empty)

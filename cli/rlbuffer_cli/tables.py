@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
+from rich.console import RenderableType
 from rich.text import Text
 
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
-from rlbuffer.errors import RlbufferError
 from rlbuffer.records.info import folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
@@ -17,9 +18,11 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
-from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
-from rlbuffer_cli.table import Column, View, figure, number, or_least
+from rlbuffer_cli.plots import small_charts, trends
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
+from rlbuffer_cli.table import Column, Target, View, figure
 from rlbuffer_cli.text import WIDE, as_json, cut, utc
+from rlbuffer_cli.view import run_view
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
@@ -43,9 +46,15 @@ class GroupRow(NamedTuple):
         uses = f" (use {view.uses})" if view.uses > 1 else ""
         return look.state(view.state, f"in {view.step}{uses}" if view.step else view.reason)
 
-    def known(self, text: str) -> str:
-        """The text, or the sign that a dropped group's record has it not."""
-        return text or (NOT_KEPT if self.view.state == State.DROPPED else "")
+    @property
+    def size(self) -> str:
+        """Rollouts of those that are planned."""
+        return f"{self.view.rollouts}" + (f"/{self.view.planned_size}" if self.view.planned_size else "")
+
+    @property
+    def unkept(self) -> str:
+        """What stands for a number that is not known."""
+        return NOT_KEPT if self.view.state == State.DROPPED else ""
 
 
 def group_rows(views: Sequence[GroupView]) -> list[GroupRow]:
@@ -70,37 +79,31 @@ def detail_record(detail: GroupDetail) -> dict[str, Any]:
     }
 
 
+_FIELDS = (
+    *("rollout_id", "reward", "rewards", "advantage", "length", "loss_tokens", "prompt_tokens", "is_truncated"),
+    *("finish_reason", "left_out", "logprob_mean", "step", "text", "name", "sequence"),
+)
+"""Of a rollout's view, which its record has by the same names."""
+
+
 def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
     """``rlbuffer.rollout/1``; the payload's fields are there while the payload is, of several sequences in `sequences`,
     a record each."""
+    shared, place = member.shared, member.place
     record: dict[str, Any] = {
         "schema": "rlbuffer.rollout/1",
-        "rollout_id": member.rollout_id,
         "group_id": view.group_id,
         "env": view.env,
         "state": view.state,
-        "reward": member.reward,
-        "rewards": dict(member.rewards),
-        "advantage": member.advantage,
-        "length": member.length,
-        "loss_tokens": member.loss_tokens,
-        "prompt_tokens": member.prompt_tokens,
+        **{name: getattr(member, name) for name in _FIELDS},
         "min_policy_version": member.min_version,
         "max_policy_version": member.max_version,
-        "is_truncated": member.is_truncated,
-        "finish_reason": member.finish_reason,
         "failure": member.failure._asdict() if member.failure else None,
-        "left_out": member.left_out,
-        "logprob_mean": member.logprob_mean,
-        "step": member.step,
-        "rank": member.place.rank if member.place else None,
-        "row": member.place.row if member.place else None,
-        "text": member.text,
-        "name": member.name,
-        "sequence": member.sequence,
-        "shared_with": member.shared.rollout_id if member.shared else None,
-        "shared_tokens": member.shared.tokens if member.shared else 0,
-        "shared_trained": member.shared.trained if member.shared else 0,
+        "rank": place.rank if place else None,
+        "row": place.row if place else None,
+        "shared_with": shared.rollout_id if shared else None,
+        "shared_tokens": shared.tokens if shared else 0,
+        "shared_trained": shared.trained if shared else 0,
         "sequences": [rollout_record(its, view) for its in member.sequences()],
     }
     rollout: Rollout | None = member.rollout
@@ -119,11 +122,8 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
     return record
 
 
-def _read_groups(run: Any, where: str, most: int) -> Sequence[GroupRow]:
-    problems: list[RlbufferError] = []
-    rows = group_rows(run.groups(where, most, problems))
-    run.problems = problems
-    return rows
+def _head_of_groups(run: Any, items: Sequence[GroupRow], width: int) -> Sequence[RenderableType]:
+    return [run_view(read_run_state(run.buffer.store, history=READ_RECORDS), with_processes=False)]
 
 
 def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
@@ -133,41 +133,23 @@ def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
 
 GROUPS = View(
     name="groups",
-    read=_read_groups,
+    read=lambda run, where, most: group_rows(run.groups(where, most)),
     key=lambda row: row.view.group_id,
     record=lambda row: group_record(row.view),
-    opens="group",
+    opens=lambda row: Target("group", row.view.group_id),
+    above=_head_of_groups,
     filter_help="env:math age>=2 reward<0.1",
     empty="no groups yet",
     legend=_legend_of_groups,
     columns=(
         Column("group", lambda row: row.view.group_id),
         Column("state", lambda row: row.state, lambda row: (row.view.state, row.view.reason)),
-        Column(
-            "reward",
-            lambda row: row.known(number(row.view.reward)),
-            lambda row: or_least(row.view.reward),
-            True,
-        ),
-        Column(
-            "spread",
-            lambda row: look.strip(row.view.rewards, row.low, row.high) if row.view.rewards else row.known(""),
-        ),
-        Column("age", lambda row: row.known(number(row.view.age, "d")), lambda row: or_least(row.view.age), True),
-        Column("tokens", lambda row: amount(row.view.tokens), lambda row: row.view.tokens, True),
-        Column(
-            "waited",
-            lambda row: row.known(duration(row.view.waited_seconds)),
-            lambda row: or_least(row.view.waited_seconds),
-            True,
-        ),
-        Column(
-            "rollouts",
-            lambda row: f"{row.view.rollouts}/{row.view.planned_size}" if row.view.planned_size else row.view.rollouts,
-            lambda row: row.view.rollouts,
-            True,
-            WIDE,
-        ),
+        figure("reward", lambda row: row.view.reward, unknown=lambda row: row.unkept),
+        Column("spread", lambda row: look.strip(row.view.rewards, row.low, row.high) or row.unkept),
+        figure("age", lambda row: row.view.age, "d", unknown=lambda row: row.unkept),
+        figure("tokens", lambda row: row.view.tokens, amount),
+        figure("waited", lambda row: row.view.waited_seconds, duration, unknown=lambda row: row.unkept),
+        Column("rollouts", lambda row: row.size, lambda row: row.view.rollouts, True, WIDE),
         Column("env", lambda row: row.view.env, at=WIDE),
         Column("worker", lambda row: row.view.worker, at=WIDE),
         Column("prompt", lambda row: row.view.prompt_id, at=WIDE),
@@ -183,6 +165,11 @@ def shared_words(member: RolloutView) -> str:
         return ""
     words = f"{plural(shared.tokens, 'token')} shared with {shared.rollout_id.rpartition('/')[2]}"
     return f"{words}, {shared.trained:,} trained before" if shared.trained else words
+
+
+def version_range(member: RolloutView) -> str:
+    """The first and the last policy version that sampled it."""
+    return "-".join(f"v{version}" for version in sorted({member.min_version, member.max_version}))
 
 
 class MemberRow(NamedTuple):
@@ -232,6 +219,21 @@ class MemberRow(NamedTuple):
         return self.member.advantage if self.member.sequence is None else None
 
     @property
+    def reward_bar(self) -> Text:
+        """The reward as a part of the largest."""
+        return Text() if self.reward is None else look.meter(self.reward / self.most_reward)
+
+    @property
+    def advantage_bar(self) -> Text:
+        """The advantage to the left or the right of zero."""
+        return Text() if self.advantage is None else look.signed(self.advantage, self.most_advantage)
+
+    @property
+    def version(self) -> str:
+        """Policy versions that sampled it."""
+        return version_range(self.member)
+
+    @property
     def age(self) -> int | None:
         """Its own: the group's is that of its oldest."""
         view = self.group
@@ -274,16 +276,10 @@ def member_rows(
     return rows
 
 
-def _of_member(title: str, of: Callable[[RolloutView], Any], form: str, at: int = 0) -> Column:
-    """A column of numbers that sequences have, too."""
-    return Column(title, lambda row: number(of(row.member), form), lambda row: or_least(of(row.top.member)), True, at)
-
-
 MEMBERS = View(
     name="rollouts",
-    read=lambda run, where, most: (),
     key=lambda row: row.member.rollout_id,
-    opens="rollout",
+    opens=lambda row: Target("rollout", row.member.rollout_id, group=row.group.group_id),
     empty="its rollouts are no longer kept",
     legend=lambda rows: (
         f"of 1+: a whole bar is a reward of {rows[0].most_reward:g}   "
@@ -291,42 +287,16 @@ MEMBERS = View(
     ),
     columns=(
         Column("rollout", lambda row: row.title, lambda row: row.top.member.rollout_id),
-        Column("reward", lambda row: number(row.reward), lambda row: or_least(row.top.reward), True),
-        Column(
-            "of 1+",
-            lambda row: "" if row.reward is None else look.meter(row.reward / row.most_reward),
-            lambda row: or_least(row.top.reward),
-        ),
-        Column(
-            "advantage",
-            lambda row: number(row.advantage, "+.3f"),
-            lambda row: or_least(row.top.advantage),
-            True,
-        ),
-        Column(
-            "- 0 +",
-            lambda row: "" if row.advantage is None else look.signed(row.advantage, row.most_advantage),
-            lambda row: or_least(row.top.advantage),
-            at=WIDE,
-        ),
-        _of_member("tokens", lambda member: member.length, ","),
+        figure("reward", lambda row: row.reward, by=lambda row: row.top.reward),
+        Column("of 1+", lambda row: row.reward_bar, lambda row: row.top.member.reward or 0.0),
+        figure("advantage", lambda row: row.advantage, "+.3f", by=lambda row: row.top.advantage),
+        Column("- 0 +", lambda row: row.advantage_bar, lambda row: row.top.member.advantage or 0.0, at=WIDE),
+        figure("tokens", lambda row: row.member.length, ",", by=lambda row: row.top.member.length),
         Column("stop", lambda row: row.stop, lambda row: row.top.stop.plain),
-        _of_member("trained", lambda member: member.loss_tokens, ","),
-        Column(
-            "age",
-            lambda row: number(row.age, "d"),
-            lambda row: or_least(row.top.age),
-            True,
-            WIDE,
-        ),
-        Column(
-            "version",
-            lambda row: "-".join(f"v{v}" for v in sorted({row.member.min_version, row.member.max_version})),
-            lambda row: row.top.member.min_version,
-            False,
-            WIDE,
-        ),
-        _of_member("logprob", lambda member: member.logprob_mean, ".2f", WIDE),
+        figure("trained", lambda row: row.member.loss_tokens, ",", by=lambda row: row.top.member.loss_tokens),
+        figure("age", lambda row: row.age, "d", WIDE, by=lambda row: row.top.age),
+        Column("version", lambda row: row.version, lambda row: row.top.member.min_version, at=WIDE),
+        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE, by=lambda row: row.top.member.logprob_mean),
         Column("text", lambda row: row.text, lambda row: row.top.text.plain),
     ),
 )
@@ -339,17 +309,22 @@ class StepRow(NamedTuple):
     header: StepHeader
     is_trained: bool
 
-
-def step_rows(headers: Sequence[StepHeader], trained: int) -> list[StepRow]:
-    """`trained`: the last step that the trainer has acknowledged."""
-    return [StepRow(header, header.step <= trained) for header in headers]
+    @property
+    def at(self) -> str:
+        """When it was committed."""
+        return str(utc(self.header.committed_ms / 1000))[11:19]
 
 
 def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
-    problems: list[RlbufferError] = []
-    rows = step_rows(run.headers(problems)[::-1], run.buffer.store.trainer().trained)
-    run.problems = problems
+    trained = run.buffer.store.trainer().trained
+    rows = [StepRow(header, header.step <= trained) for header in reversed(run.headers())]
     return [row for row in rows if not where or str(row.header.step) == where.strip()][:most]
+
+
+def _trends(run: Any, items: Sequence[StepRow], width: int) -> Sequence[RenderableType]:
+    headers = sorted((row.header for row in items), key=lambda header: header.step)
+    known = trends(run.buffer.settings.output_dir, headers)
+    return [Text(line, "accent", no_wrap=True) for line in small_charts(known, width=width)]
 
 
 def step_record(header: StepHeader) -> dict[str, Any]:
@@ -362,7 +337,8 @@ STEPS = View(
     read=_read_steps,
     key=lambda row: str(row.header.step),
     record=lambda row: step_record(row.header),
-    opens="step",
+    opens=lambda row: Target("step", str(row.header.step)),
+    above=_trends,
     filter_help="40",
     empty="no committed step can still be read",
     columns=(
@@ -370,19 +346,13 @@ STEPS = View(
         Column("state", lambda row: look.state("trained" if row.is_trained else "packed")),
         figure("groups", lambda row: len(row.header.group_ids), "d"),
         figure("rollouts", lambda row: row.header.rollouts, ","),
-        Column("tokens", lambda row: amount(row.header.tokens), lambda row: row.header.tokens, True),
-        Column("fill", lambda row: percent(row.header.fill), lambda row: row.header.fill, True),
+        figure("tokens", lambda row: row.header.tokens, amount),
+        figure("fill", lambda row: row.header.fill, percent),
         Column("of capacity", lambda row: look.meter(row.header.fill), lambda row: row.header.fill),
         figure("reward", lambda row: row.header.reward),
         Column("age", lambda row: f"{row.header.age:.1f} max {row.header.max_age}", lambda row: row.header.age, True),
         Column("closed by", lambda row: str(row.header.closed_by), at=WIDE),
-        Column(
-            "committed (UTC)",
-            lambda row: str(utc(row.header.committed_ms / 1000))[11:19],
-            lambda row: row.header.committed_ms,
-            False,
-            WIDE,
-        ),
+        Column("committed (UTC)", lambda row: row.at, lambda row: row.header.committed_ms, at=WIDE),
     ),
 )
 
@@ -411,9 +381,8 @@ def worst_rows(step: StepView) -> list[WorstRow]:
 
 WORST = View(
     name="rollouts of the step",
-    read=lambda run, where, most: (),
     key=lambda row: row.member.info.rollout_id,
-    opens="rollout",
+    opens=lambda row: Target("rollout", row.member.info.rollout_id, group=row.member.group_id),
     empty="no rollout of it is scored",
     columns=(
         Column("rollout", lambda row: row.member.info.rollout_id),

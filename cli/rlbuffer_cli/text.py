@@ -16,15 +16,6 @@ WIDE = 110
 """Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
 
 
-def cell_len(text: str) -> int:
-    """Columns of a terminal that the text takes: rich knows them, and is not loaded for what is one each."""
-    if all(c < "\u0300" or "\u2010" <= c <= "\u25ff" for c in text):  # Latin, dashes, blocks and lines
-        return len(text)
-    from rich.cells import cell_len as cells
-
-    return cells(text)
-
-
 def thinned(values: Sequence[float], width: int) -> Sequence[float]:
     """At most `width` values: means of neighbours where there are more."""
     if len(values) <= width:
@@ -35,11 +26,9 @@ def thinned(values: Sequence[float], width: int) -> Sequence[float]:
 
 def cut(line: str, width: int) -> str:
     """The line in at most `width` columns of a terminal, with an ellipsis where something is left out."""
-    if cell_len(line) <= width:
-        return line
-    from rich.cells import set_cell_size
+    from rich.cells import cell_len, set_cell_size
 
-    return set_cell_size(line, width - 1) + "…"
+    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
 def terminal_width(stream: IO[str] | None = None) -> int | None:

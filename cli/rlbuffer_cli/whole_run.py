@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rlbuffer.client.filters import parse
+from rlbuffer.client.searching import list_details, list_groups
+from rlbuffer.client.views import (
+    GroupDetail,
+    GroupView,
+    RolloutView,
+    StepPlace,
+    StepView,
+    dropped_view,
+    left_out_in_words,
+    logprob_mean,
+    step_view,
+)
+from rlbuffer.errors import ArchiveError, NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.states import State
+
 if TYPE_CHECKING:
-    from rlbuffer.archive.library import Archive
+    from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.views import GroupDetail, GroupView, StepView
-    from rlbuffer.errors import RlbufferError
     from rlbuffer.records.step_header import StepHeader
 
 MOST_HEADERS = 1000
@@ -30,7 +46,7 @@ class WholeRun:
         self.buffer = buffer
         self._given = archive
         self.problems: list[RlbufferError] = []
-        """Steps that could not be read when a table was read last."""
+        """Steps that could not be read when steps or groups were read last."""
         self._read: tuple[tuple[str, ...], Archive] | None = None
         """The archive as it was read last, with its files; what is read stays while there are no others."""
 
@@ -44,7 +60,6 @@ class WholeRun:
         if folder is None:
             return None
         from rlbuffer.archive import Archive
-        from rlbuffer.errors import ArchiveError
 
         files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
         if self._read is None or self._read[0] != files:
@@ -58,9 +73,6 @@ class WholeRun:
 
     def group(self, identifier: str) -> GroupDetail:
         """A group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
-        from rlbuffer.errors import NotFound
-        from rlbuffer_cli.archived import detail_of
-
         try:
             detail = self.buffer.group(identifier)
         except NotFound:
@@ -76,9 +88,6 @@ class WholeRun:
 
     def step(self, number: int) -> StepView:
         """A committed step. Raises NotFound; RunGone when the server has no run of this name."""
-        from rlbuffer.client.views import step_view
-        from rlbuffer.errors import NotFound, StepRetired
-
         try:
             return self.buffer.step(number)
         except StepRetired:
@@ -90,9 +99,10 @@ class WholeRun:
                 ) from None
             return step_view(*archive.step(number))
 
-    def headers(self, problems: list[RlbufferError]) -> list[StepHeader]:
+    def headers(self) -> list[StepHeader]:
         """The headers of the steps that can be read, the oldest first; of the archive's the last thousand."""
-        live = list(self.buffer.store.headers(problems=problems))
+        self.problems = []
+        live = list(self.buffer.store.headers(problems=self.problems))
         archive = self.archive()
         if archive is None:
             return live
@@ -100,33 +110,24 @@ class WholeRun:
         old = [step for step in archive.steps if step.step < first][-MOST_HEADERS:]
         return [*archive.headers(old), *live]
 
-    def groups(self, where: str, limit: int, problems: list[RlbufferError]) -> list[GroupView]:
+    def groups(self, where: str, limit: int) -> list[GroupView]:
         """Groups that match `where`, as :meth:`rlbuffer.client.buffer.Buffer.groups`; where it names steps, with those
         of the archive behind the server's."""
-        from rlbuffer.client.searching import list_groups
-
+        self.problems = []
         store, text_of = self.buffer.store, self.buffer.texts.decoded
-        views = list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
-        older = islice(self._older(where), limit - len(views))
-        return [*views, *(detail.view for detail in older)]
+        views = list_groups(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
+        return [*views, *(detail.view for detail in islice(self._older(where), limit - len(views)))]
 
-    def details(self, where: str, limit: int, problems: list[RlbufferError]) -> Iterator[GroupDetail]:
+    def details(self, where: str, limit: int) -> Iterator[GroupDetail]:
         """The groups of :meth:`groups`, whole; one at a time is read."""
-        from rlbuffer.client.searching import list_details
-
-        store, text_of, count = self.buffer.store, self.buffer.texts.decoded, 0
-        for detail in list_details(store, where=where, limit=limit, problems=problems, text_of=text_of):
-            count += 1
-            yield detail
-        yield from islice(self._older(where), limit - count)
+        self.problems = []
+        store, text_of = self.buffer.store, self.buffer.texts.decoded
+        live = list_details(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
+        yield from islice(chain(live, self._older(where)), limit)
 
     def _older(self, where: str) -> Iterator[GroupDetail]:
         """Groups of archived steps that the server does not have, the newest first. A filter that names no step would
         read the whole archive, so it finds none."""
-        from rlbuffer.client.filters import parse
-        from rlbuffer.records.states import State
-        from rlbuffer_cli.archived import detail_of
-
         chosen = parse(where)
         if not any(term.field == "step" for term in chosen.terms) or not chosen.allows("state", State.TRAINED):
             return
@@ -144,8 +145,79 @@ class WholeRun:
     def _folder(self) -> Path | None:
         if self._given is not None:
             return Path(self._given)
-        beats = self.buffer.store.heartbeats("batcher").values()
-        named = next(
-            (beat["archive"] for beat in beats if isinstance(beat.get("archive"), str) and beat["archive"]), ""
-        )
+        said = [beat.get("archive") for beat in self.buffer.store.heartbeats("batcher").values()]
+        named = next((folder for folder in said if folder and isinstance(folder, str)), "")
         return Path(named) if named and Path(named).is_dir() else None
+
+
+def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
+    """A group of the archive as `inspect` shows groups."""
+    rows = {} if group.step is None else archive.row_numbers(group.step)
+    members = tuple(_member(member, rows) for member in group.members)
+    return GroupDetail(view=_view(group, members), members=members, answer=group.answer, metadata=group.metadata)
+
+
+def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
+    """By its record in the history, as a server shows a dropped group, and by the rollouts that are there."""
+    used = [member for member in members if not member.left_out]
+    oldest = min((member.min_version for member in used), default=0)
+    if (dropped := group.dropped) is not None:
+        record = {**dropped.record, **asdict(dropped), "at": dropped.at_ms / 1000}
+        view = dropped_view(record, dropped.committed)
+    else:
+        view = GroupView(
+            group_id=group.group_id,
+            env=group.env,
+            state=State.TRAINED,
+            rollouts=len(used),
+            age=None if group.step is None else group.step - 1 - oldest,
+            tokens=sum(member.length for member in used),
+            step=group.step,
+            detail=left_out_in_words(members),
+            min_version=oldest,
+            max_version=0,
+        )
+    if not members:
+        return view
+    row, scored = group.members[0].row, tuple(member.reward for member in used if member.reward is not None)
+    pushed = min(int(member.row["pushed_ms"]) for member in group.members) / 1000
+    return replace(
+        view,
+        prompt_id=view.prompt_id or row.get("prompt_id") or "",
+        planned_size=view.planned_size or row.get("planned_size") or 0,
+        reward=fmean(scored) if scored else view.reward,
+        rewards=scored,
+        created=view.created or pushed or None,
+        worker=view.worker or row.get("worker") or "",
+        max_version=max((member.max_version for member in used), default=view.max_version),
+        adapter=row.get("adapter") or "",
+    )
+
+
+def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> RolloutView:
+    row, rows_of = archived.row, archived.rows
+    number = rows.get((row["rank"], row["place"]))
+    try:
+        rollout = archived.rollout
+    except PayloadError:
+        rollout = None
+    return RolloutView(
+        rollout_id=row["rollout_id"],
+        reward=row["reward"],
+        rewards=row["rewards"],
+        advantage=row["advantage"],
+        length=sum(its["length"] for its in rows_of),
+        loss_tokens=sum(its["loss_tokens"] for its in rows_of),
+        prompt_tokens=row["prompt_tokens"],
+        min_version=min(its["min_version"] for its in rows_of),
+        max_version=max(its["max_version"] for its in rows_of),
+        is_truncated=row["is_truncated"],
+        finish_reason=row["finish_reason"],
+        logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
+        text=row["text"],
+        rollout=rollout,
+        step=row["step"],
+        place=None if number is None else StepPlace(row["rank"], number),
+        failure=None if rollout is None else rollout.failure,
+        left_out=row.get("left_out") or "",
+    )

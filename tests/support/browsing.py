@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer_cli.browse.app import Browser
-from rlbuffer_cli.browse.screen import Open
+from rlbuffer_cli.table import Target
 from rlbuffer_cli.whole_run import WholeRun
 
 PATIENCE_SECONDS = 60.0
@@ -64,7 +64,7 @@ def browse(
     async def run() -> None:
         group, slash, _ = (identifier or "").rpartition("/")
         kind = "rollout" if slash else "group"
-        opens = Open(kind, identifier, {"group": group}) if identifier else None
+        opens = Target(kind, identifier, group=group) if identifier else None
         app = Browser(WholeRun(buffer, archive), opens=opens, where=where)
         app.looking.live_seconds = LIVE_SECONDS
         async with app.run_test(size=size) as pilot:

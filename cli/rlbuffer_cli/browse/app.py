@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual.app import App
@@ -12,12 +13,12 @@ from textual.theme import Theme
 
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer_cli import look
-from rlbuffer_cli.browse.group import Group, Pair
+from rlbuffer_cli.browse.group import Group, OneStep, Pair
 from rlbuffer_cli.browse.listing import Listing
 from rlbuffer_cli.browse.pages import Help, Raw
 from rlbuffer_cli.browse.rollout import OneRollout
 from rlbuffer_cli.browse.screen import Look, Looking, Open
-from rlbuffer_cli.browse.steps import OneStep
+from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import GROUPS, VIEWS
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -59,7 +60,7 @@ class Browser(App[None]):
     #halves #facts { width: 35; height: 1fr; padding-left: 2; border-left: solid $scrollbar; }
     """
 
-    def __init__(self, run: WholeRun, *, opens: Open | None = None, where: str = "") -> None:
+    def __init__(self, run: WholeRun, *, opens: Target | None = None, where: str = "") -> None:
         if not (without_colours := bool(os.environ.get("NO_COLOR"))):
             os.environ.pop("NO_COLOR", None)  # an empty one says nothing, and Textual would draw in greys
         super().__init__(ansi_color=True if without_colours else None)
@@ -80,7 +81,6 @@ class Browser(App[None]):
         self.console.push_theme(look.themed(kind if self.has_colours else "printed"))
 
     def action_theme(self) -> None:
-        """Changes between dark and light."""
         self.dress("light" if self.looking.colours == "dark" else "dark")
         for screen in self.screen_stack:
             if isinstance(screen, Look):
@@ -91,37 +91,27 @@ class Browser(App[None]):
         return Listing(self.looking, GROUPS, self.looking.where)
 
     def on_mount(self) -> None:
-        """Opens what was asked for."""
-        if self.opens is not None:
-            self.on_open(self.opens)
+        """Opens what was asked for; the groups are behind every other screen."""
+        if self.opens is not None and self.opens[:2] != ("table", GROUPS.name):
+            self.on_open(Open(self.opens))
 
     def on_open(self, message: Open) -> None:
-        """Shows another screen."""
-        what, record, looking = message.what, message.record or {}, self.looking
-        if message.kind == "group":
-            self.push_screen(Group(looking, what))
-        elif message.kind == "rollout":
-            self.push_screen(OneRollout(looking, what, str(record["group"])))
-        elif message.kind == "pair":
-            self.push_screen(Pair(looking, str(record["group"]), (what, str(record["other"]))))
-        elif message.kind == "step":
-            self.push_screen(OneStep(looking, int(what)))
-        elif message.kind == "raw":
-            self.push_screen(Raw(looking, what, record))
-        elif message.kind == "table":
-            if VIEWS[what] is not GROUPS:  # they are behind every other one
-                self.push_screen(Listing(looking, VIEWS[what], str(record["where"])))
-        elif self.looking.where != what or not isinstance(self.screen, Listing) or self.screen.view is not GROUPS:
-            self.looking.where = what
-            self.push_screen(Listing(looking, GROUPS, what))
+        target, looking = message.target, self.looking
+        screens: dict[str, Callable[[], Screen[None]]] = {
+            "group": lambda: Group(looking, target.name),
+            "rollout": lambda: OneRollout(looking, target.name, target.group),
+            "pair": lambda: Pair(looking, target.group, (target.name, target.other)),
+            "step": lambda: OneStep(looking, int(target.name)),
+            "raw": lambda: Raw(looking, target.name, message.record or {}),
+            "table": lambda: Listing(looking, VIEWS[target.name], target.where),
+        }
+        self.push_screen(screens[target.kind]())
 
     def action_show(self, name: str) -> None:
-        """Shows a table."""
         if not (isinstance(self.screen, Listing) and self.screen.view is VIEWS[name]):
             self.push_screen(Listing(self.looking, VIEWS[name]))
 
     def action_help(self) -> None:
-        """Shows the keys."""
         if not isinstance(self.screen, Help):
             self.push_screen(Help(self.looking))
 
@@ -154,7 +144,7 @@ def _theme(kind: str) -> Theme:
     )
 
 
-def browse(run: WholeRun, *, opens: Open | None, where: str) -> int:
+def browse(run: WholeRun, *, opens: Target, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
     for name in ("COLUMNS", "LINES"):  # they may be those of another terminal, and Textual would believe them
         os.environ.pop(name, None)

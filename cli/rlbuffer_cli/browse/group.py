@@ -1,4 +1,4 @@
-"""One group: what all its rollouts share, then a row for each; and two of them side by side."""
+"""What a group, two of its rollouts, or a step consist of: what is said of it, then a row for each part."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import with_text
 from rlbuffer.client.views import GroupDetail
 from rlbuffer.errors import NotFound
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.listing import Listing
 from rlbuffer_cli.browse.screen import Looking, Open
 from rlbuffer_cli.facts import (
     answer,
     best_and_worst,
+    cost_of,
     headline,
     member_of,
     pair_lines,
     pair_rows,
     pair_view,
+    rank_lines,
     shared_lines,
     shared_prompt,
+    step_lines,
 )
-from rlbuffer_cli.tables import MEMBERS, detail_record, member_rows
+from rlbuffer_cli.table import Target
+from rlbuffer_cli.tables import MEMBERS, WORST, detail_record, member_rows, step_record, worst_rows
 
 SHOWN_CHARACTERS = 4000
 """Length of a prompt, an answer or metadata that is shown; `o` shows all."""
@@ -88,11 +93,6 @@ class Group(Listing):
     def record(self) -> Mapping[str, Any] | None:
         return None if self.detail is None else detail_record(self.detail)
 
-    def open_item(self) -> None:
-        """Asks for the rollout under the cursor."""
-        if self.item() is not None:
-            self.post_message(Open("rollout", self.identifier(), {"group": self.group_id}))
-
     def action_compare(self) -> None:
         """Takes the first of two rollouts, then shows both."""
         name = self.identifier() if self.item() is not None else ""
@@ -103,7 +103,7 @@ class Group(Listing):
             self.marked = name
             self.say(f"compare {name} with: c on another rollout (c here again: with none)")
         else:
-            self.post_message(Open("pair", self.marked, {"group": self.group_id, "other": name}))
+            self.compare(self.marked, name)
             self.marked = ""
             self.say("")
 
@@ -113,7 +113,10 @@ class Group(Listing):
         if names is None:
             self.say("no rollout is better than another")
         else:
-            self.post_message(Open("pair", names[0], {"group": self.group_id, "other": names[1]}))
+            self.compare(*names)
+
+    def compare(self, one: str, other: str) -> None:
+        self.post_message(Open(Target("pair", one, group=self.group_id, other=other)))
 
 
 class Pair(Listing):
@@ -134,3 +137,44 @@ class Pair(Listing):
         lines = pair_lines(detail, one, other, buffer.texts)
         above = Stack(*(Text(printable(line)) for line in lines))
         return list(pair_rows(one, other, buffer.texts, PAIR_TOKENS)), above
+
+
+class OneStep(Listing):
+    """A step, known by its number."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("N", "other(1)", "next"),
+        Binding("P", "other(-1)", "previous"),
+    ]
+
+    def __init__(self, looking: Looking, step: int) -> None:
+        super().__init__(looking, WORST)
+        self.step = step
+        self.header: StepHeader | None = None
+
+    def heading(self) -> str:
+        return f"step {self.step}"
+
+    def read(self) -> tuple[Sequence[Any], RenderableType]:
+        """The scored rollouts, and the step."""
+        self.header, buffer = None, self.looking.buffer
+        view, cost = self.looking.run.step(self.step), cost_of(buffer)
+        trained = buffer.store.trainer().trained
+        self.header = view.header
+        lines = [Text(printable(line)) for line in step_lines(view, trained=trained)]
+        bars = list(rank_lines(view, max(20, self.size.width - 4), cost))
+        return worst_rows(view), Stack(*lines, Text(), *bars)
+
+    def record_name(self) -> str:
+        return f"step {self.step}"
+
+    def exported(self) -> str:
+        item = self.item()
+        return f"{item.member.group_id}/{item.member.info.rollout_id.rpartition('/')[2]}" if item else ""
+
+    def record(self) -> Mapping[str, Any] | None:
+        return None if self.header is None else step_record(self.header)
+
+    def action_other(self, by: int) -> None:
+        self.step = max(1, self.step + by)
+        self.reload()

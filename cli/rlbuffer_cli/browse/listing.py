@@ -13,17 +13,15 @@ from textual.containers import VerticalScroll
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import FilterError
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import look
 from rlbuffer_cli.browse.panes import EntryLine
 from rlbuffer_cli.browse.screen import Look, Looking, Open
-from rlbuffer_cli.plots import small_charts, trends
-from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS, env_rows
-from rlbuffer_cli.table import LEAST_TEXT, Printed, View, ordered
-from rlbuffer_cli.tables import GROUPS, STEPS
-from rlbuffer_cli.view import head
+from rlbuffer_cli.run_tables import PROCESSES
+from rlbuffer_cli.table import LEAST_TEXT, View, ordered
+from rlbuffer_cli.tables import GROUPS
+from rlbuffer_cli.view import bad
 
 ROWS = 200
 """That are read at once, and further ones at `m`."""
@@ -54,9 +52,13 @@ class Listing(Look):
     def __init__(self, looking: Looking, view: View, where: str = "") -> None:
         super().__init__(looking)
         self.view, self.where, self.came_with = view, where, where
+        if view is GROUPS:
+            looking.where = where
         self.items: Sequence[Any] = ()
         self.shown: Sequence[Any] = ()
         """The items in the chosen order."""
+        self.cut_cells: dict[str, str] = {}
+        """Key of an item -> its last cell, where that is cut."""
         self.limit, self.by, self.is_reversed = ROWS, "", False
         self.read_where: str | None = None
         """The filter that the rows obey; None until they are read."""
@@ -64,23 +66,11 @@ class Listing(Look):
     # -- what it reads ---------------------------------------------------------------------------------------------
     def read(self) -> tuple[Sequence[Any], RenderableType]:
         """The items, and what stands above them."""
-        run, view = self.looking.run, self.view
+        run = self.looking.run
         run.problems = []
-        items = view.read(run, self.where, self.limit)
-        parts: list[RenderableType] = [Text.assemble(("✕ ", "dropped"), printable(str(p))) for p in run.problems]
-        if view is GROUPS:
-            state = read_run_state(run.buffer.store, history=READ_RECORDS)
-            parts = [head(state), *parts]
-            parts.append(Printed(ENVS, env_rows(state)) if state.envs else Text(ENVS.empty, "faint"))
-        elif view is STEPS:
-            known = trends(run.buffer.settings.output_dir, [row.header for row in items])
-            lines = small_charts(known, width=max(20, self.size.width - 4))
-            parts.append(Text("\n".join(lines), "accent", no_wrap=True))
-        return items, Group(*parts)
-
-    def lines(self, item: Any) -> Sequence[str]:
-        """All that is known of the item under the cursor, where that is more than its row."""
-        return item.lines if self.view is PROCESSES else [str(item)] if self.view is PROBLEMS else ()
+        items = self.view.read(run, self.where, self.limit)
+        above = self.view.above(run, items, max(20, self.size.width - 4))
+        return items, Group(*above, *(bad(str(problem)) for problem in run.problems))
 
     # -- the frame -------------------------------------------------------------------------------------------------
     def body(self) -> list[Widget]:
@@ -90,16 +80,13 @@ class Listing(Look):
         return [top, Static(id="legend", markup=False), rows, Static(id="more", markup=False), line]
 
     def on_mount(self) -> None:
-        """The rows have the keys."""
         self.rows.focus()
 
     @property
     def rows(self) -> Rows:
-        """The table."""
         return self.query_one(Rows)
 
     def on_resize(self) -> None:
-        """Fits the last column again."""
         if self.read_where is not None:
             self.fill()
 
@@ -134,7 +121,10 @@ class Listing(Look):
         room = max(LEAST_TEXT, self.size.width - sum(widths[:-1]) - 2 * len(widths) - 2)  # what other columns leave
         for column, title, width in zip(columns, heads, [*widths[:-1], min(widths[-1], room)], strict=True):
             rows.add_column(title, width=width, key=column.title)
+        self.cut_cells = {}
         for number, cells in enumerate(table):
+            if cells[-1].cell_len > room:
+                self.cut_cells[self.view.key(self.shown[number])] = cells[-1].plain
             for cell, column in zip(cells, columns, strict=True):
                 cell.no_wrap, cell.justify = True, "right" if column.is_number else "left"
             cells[-1].truncate(room, overflow="ellipsis")
@@ -155,12 +145,11 @@ class Listing(Look):
         """Shows all that is known of what is under the cursor."""
         item = self.item()
         if item is not None:
-            said = "\n".join(printable(line) for line in self.lines(item))
-            self.tell("#more", said)
+            whole = self.cut_cells.get(self.view.key(item), "")
+            self.tell("#more", "\n".join(printable(line) for line in self.view.more(item)) or whole)
 
     # -- what is under the cursor ----------------------------------------------------------------------------------
     def item(self) -> Any | None:
-        """The item under the cursor."""
         at = self.rows.cursor_row
         return self.shown[at] if 0 <= at < len(self.shown) else None
 
@@ -179,25 +168,15 @@ class Listing(Look):
         return self.rows.cursor_row <= 0 and not self.query_one(EntryLine).display
 
     def on_data_table_row_selected(self) -> None:
-        """Opens what is under the cursor."""
-        self.open_item()
-
-    def open_item(self) -> None:
-        """Asks for the screen of the item under the cursor."""
-        name = self.identifier()
-        if self.view is PROCESSES:
-            kind, _, name = name.partition(" ")
-            if kind != "worker":
-                self.say(f"{self.identifier()} writes no groups")
-                return
-            self.post_message(Open("groups", f'worker:"{name}"'))
-        elif self.view is ENVS:
-            self.post_message(Open("groups", f'env:"{name}"'))
-        elif self.view.opens and name:
-            self.post_message(Open(self.view.opens, name))
+        item = self.item()
+        if item is None or self.view.opens is None:
+            return
+        if (target := self.view.opens(item)) is not None:
+            self.post_message(Open(target))
+        else:
+            self.say(f"{self.identifier()} writes no groups")
 
     def on_data_table_row_highlighted(self) -> None:
-        """Another item is under the cursor."""
         if self.read_where is not None:
             self.show_more()
 
@@ -223,12 +202,10 @@ class Listing(Look):
         self.fill()
 
     def action_reverse(self) -> None:
-        """Turns the order around."""
         self.is_reversed = not self.is_reversed
         self.fill()
 
     def action_more(self) -> None:
-        """Reads further rows."""
         if len(self.items) >= self.limit:
             self.limit += ROWS
             self.reload()
@@ -242,7 +219,6 @@ class Listing(Look):
             event.prevent_default()
 
     def action_filter(self) -> None:
-        """Opens the line of the filter."""
         self.query_one(EntryLine).open(self.where)
 
     def filter_by(self, where: str) -> None:
@@ -259,13 +235,11 @@ class Listing(Look):
         self.choose(where.strip())
 
     def close_filter(self) -> None:
-        """Gives the rows the keys."""
         self.query_one(EntryLine).display = False
         self.say("")
         self.rows.focus()
 
     def choose(self, where: str) -> None:
-        """Shows what matches a filter."""
         self.where, self.limit = where, ROWS
         if self.view is GROUPS:
             self.looking.where = where

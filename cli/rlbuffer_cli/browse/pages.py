@@ -58,11 +58,9 @@ class Page(Look):
         return [Prose(id="page")]
 
     def on_mount(self) -> None:
-        """The text has the keys."""
         self.query_one("#page").focus()
 
     def lines(self) -> list[str]:
-        """The text."""
         raise NotImplementedError
 
     async def fetch(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from rich.cells import cell_len
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
@@ -21,7 +22,7 @@ from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.facts import life, member_of, short, verdict
 from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
 from rlbuffer_cli.tables import rollout_record, shared_words
-from rlbuffer_cli.text import cell_len, cut
+from rlbuffer_cli.text import cut
 
 FACTS_WIDTH = 32
 COLUMN = len(NAMES)
@@ -86,7 +87,6 @@ class OneRollout(Look):
         return detail
 
     def show_member(self) -> None:
-        """Shows the rollout through the lens."""
         member = self.member
         if member is None or self.detail is None:
             return

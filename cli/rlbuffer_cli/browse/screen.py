@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
@@ -26,7 +27,8 @@ from textual.worker import Worker
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.browse.panes import Pane
-from rlbuffer_cli.text import cell_len, cut
+from rlbuffer_cli.table import Target
+from rlbuffer_cli.text import cut
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -55,18 +57,16 @@ class Looking:
 
     @property
     def buffer(self) -> Buffer:
-        """The run on its server."""
         return self.run.buffer
 
 
 class Open(Message):
     """Asks the application for another screen."""
 
-    def __init__(self, kind: str, what: str = "", record: Mapping[str, Any] | None = None) -> None:
-        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, `what` an id; ``table`` and its name; or
-        ``groups`` and a filter."""
+    def __init__(self, target: Target, record: Mapping[str, Any] | None = None) -> None:
+        """`record` is what a target of the kind ``raw`` shows."""
         super().__init__()
-        self.kind, self.what, self.record = kind, what, record
+        self.target, self.record = target, record
 
 
 class Keys(Footer):
@@ -80,7 +80,6 @@ class Keys(Footer):
                 yield key
 
     def on_resize(self) -> None:
-        """Fits them again."""
         self.call_after_refresh(self.recompose)
 
 
@@ -140,13 +139,11 @@ class Look(Screen[None]):
         yield Keys(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Reads for the first time."""
         self.set_interval(self.looking.live_seconds, self.tick)
         self.say("")
         self.reload()
 
     def on_resize(self) -> None:
-        """Fits the title again."""
         self.call_after_refresh(self.frame)
 
     def frame(self) -> None:
@@ -214,16 +211,13 @@ class Look(Screen[None]):
 
     # -- keys ------------------------------------------------------------------------------------------------------
     def action_back(self) -> None:
-        """Goes to the screen before."""
         self.app.pop_screen()
 
     def action_reload(self) -> None:
-        """Reads again."""
         self.say("")
         self.reload()
 
     def action_live(self) -> None:
-        """Switches live reading."""
         self.looking.is_live = not self.looking.is_live
         self.frame()
 
@@ -243,12 +237,12 @@ class Look(Screen[None]):
             self.run_worker(self._export(name), exclusive=True, group="export")
 
     async def _export(self, name: str) -> None:
-        from rlbuffer_cli.web.files import file_name, one_of, write_page
+        from rlbuffer_cli.web.pages import file_name, one_of, write_page
 
         def write() -> str:
             buffer, file = self.looking.buffer, file_name(name)
             detail = self.looking.run.group(name)
-            write_page(buffer, [one_of(detail, name)], file, title=f"{name} of run {buffer.run}")
+            write_page([one_of(detail, name)], file, title=f"{name} of run {buffer.run}", buffer=buffer)
             return str(Path(file).resolve())
 
         try:
@@ -261,9 +255,8 @@ class Look(Screen[None]):
         return self.identifier()
 
     def action_raw(self) -> None:
-        """Shows the record as JSON."""
         if (record := self.record()) is not None:
-            self.post_message(Open("raw", self.record_name(), record))
+            self.post_message(Open(Target("raw", self.record_name()), record))
 
     def on_key(self, event: events.Key) -> None:
         """Says of a key of another screen that it does nothing here: a key without an effect looks like a hang."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.options import say, show_json
+from rlbuffer_cli.session import open_run
 from rlbuffer_cli.starting import clear
 
 STDOUT = "-"
 
 if TYPE_CHECKING:
     from rlbuffer.archive.library import ArchivedGroup
+    from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import GroupDetail
     from rlbuffer.records.group import Group
-    from rlbuffer_cli.web.pages import Sources
 
 
 @click.command("export")
@@ -59,129 +61,98 @@ def command(given: options.Given, where: str, output: str, archive: str | None, 
         raise click.UsageError("-o - and --json are both for stdout: name a file, or leave --json out")
     parse(where)  # a typing mistake needs no server
     gone: list[str] = []
-    counts = [0, 0]
-    is_page = path.suffix == ".html"
-    try:
-        if archive is not None and is_page:
-            run = _run_of(Path(archive))
-            _write_page(path, _details_of(Path(archive), where), gone, counts, f"run {run}: groups {where}".rstrip())
-        elif archive is not None:
-            run = _write(path, _of_archive(Path(archive), where, gone), counts, _run_of(Path(archive)))
-        else:
-            run = _of_server(given, path, where, gone, counts)
-    except BrokenPipeError:
-        raise  # the reader has left
-    except OSError as error:
-        raise RlbufferError(f"cannot write {output}: {error.strerror or error}") from None
-    groups, rollouts = counts
+    with nullcontext() if archive is not None else open_run(given) as buffer:
+        try:
+            if buffer is None:
+                found = _of_archive(Path(str(archive)), where, gone)
+            else:
+                found = _of_server(buffer, where, gone)
+            counts = _write(path, found, buffer, where, gone)
+        except BrokenPipeError:
+            raise  # the reader has left
+        except OSError as error:
+            raise RlbufferError(f"cannot write {output}: {error.strerror or error}") from None
     missing = len(set(gone))
     if as_json:
-        record = {"schema": "rlbuffer.export/1", "run": run, "groups": groups, "rollouts": rollouts, "gone": missing}
-        echo(json.dumps(record))
-    else:
-        what = f"{plural(groups, 'group')} with {plural(rollouts, 'rollout')}"
-        verb = "is" if missing == 1 else "are"
-        whole = f"; {plural(missing, 'group')} {verb} no longer kept whole" if missing else ""
-        say(f'{"stdout" if output == STDOUT else output}: {what} of run "{run}"{whole}', err=True)
+        show_json({"schema": "rlbuffer.export/1", "run": found.run, **counts, "gone": missing})
+        return 0
+    what = f"{plural(counts['groups'], 'group')} with {plural(counts['rollouts'], 'rollout')}"
+    whole = f"; no longer kept whole: {plural(missing, 'group')}" if missing else ""
+    say(f'{"stdout" if output == STDOUT else output}: {what} of run "{found.run}"{whole}', err=True)
     return 0
 
 
-def _of_server(given: options.Given, path: Path, where: str, gone: list[str], counts: list[int]) -> str:
-    """Writes the groups of the server. -> the run."""
+class Found(NamedTuple):
+    """The groups of a run that match the filter; each is read when it is asked for."""
+
+    run: str
+    groups: Iterator[Group]
+    """As they were pushed."""
+    details: Iterator[GroupDetail]
+    """As `inspect` shows them."""
+
+
+def _of_server(buffer: Buffer, where: str, gone: list[str]) -> Found:
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
-    from rlbuffer_cli.session import open_run
-    from rlbuffer_cli.web.files import sources_of
 
-    with open_run(given) as buffer:
-        if path.suffix != ".html":
-            return _write(path, export_groups(buffer, where, gone), counts, buffer.run)
-        details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
-        title = f"run {buffer.run}: groups {where}".rstrip()
-        _write_page(path, details, gone, counts, title, sources_of(buffer), buffer.store.now())
-        return buffer.run
+    details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
+    return Found(buffer.run, export_groups(buffer, where, gone), details)
 
 
-def _of_archive(folder: Path, where: str, gone: list[str]) -> Iterator[Group]:
-    from rlbuffer.archive.groups import pushes_of
-
-    for group, _ in _chosen(folder, where):
-        if not group.members:
-            gone.append(group.group_id)
-        yield from pushes_of(group.members, gone)
-
-
-def _details_of(folder: Path, where: str) -> Iterator[GroupDetail]:
-    for _, detail in _chosen(folder, where):
-        yield detail
-
-
-def _chosen(folder: Path, where: str) -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
+def _of_archive(folder: Path, where: str, gone: list[str]) -> Found:
     from rlbuffer.archive import Archive
-    from rlbuffer.archive.groups import archived_groups
+    from rlbuffer.archive.groups import archived_groups, pushes_of
     from rlbuffer.client.filters import parse
-    from rlbuffer_cli.archived import detail_of
+    from rlbuffer_cli.whole_run import detail_of
 
-    chosen, archive = parse(where), Archive(folder)
-    for group in archived_groups(archive):
-        detail = detail_of(archive, group)
-        if chosen.matches(detail.view, detail.members):
-            yield group, detail
+    filtered, archive = parse(where), Archive(folder)
 
+    def chosen() -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
+        for group in archived_groups(archive):
+            detail = detail_of(archive, group)
+            if filtered.matches(detail.view, detail.members):
+                yield group, detail
 
-def _run_of(folder: Path) -> str:
-    from rlbuffer.archive import Archive
+    def groups() -> Iterator[Group]:
+        for group, _ in chosen():
+            gone.extend([] if group.members else [group.group_id])
+            yield from pushes_of(group.members, gone)
 
-    return Archive(folder).run
-
-
-def _write_page(
-    path: Path,
-    details: Iterable[GroupDetail],
-    gone: list[str],
-    counts: list[int],
-    title: str,
-    sources: Sources | None = None,
-    now: float | None = None,
-) -> None:
-    """Writes a page, and counts groups and rollouts; a group without rollouts is on it by its figures."""
-    from rlbuffer.client.texts import Texts
-    from rlbuffer_cli.web.files import write_pieces
-    from rlbuffer_cli.web.pages import Sources, export
-
-    def counted() -> Iterator[GroupDetail]:
-        for detail in details:
-            counts[0] += 1
-            counts[1] += len(detail.members)
-            if not detail.members:
-                gone.append(detail.view.group_id)
-            yield detail
-
-    write_pieces(export(counted(), title=title, sources=sources or Sources(texts=Texts()), now=now), str(path))
+    return Found(archive.run, groups(), (detail for _, detail in chosen()))
 
 
-def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> str:
-    """Writes the file, whole or not at all, or lines on stdout, and counts groups and rollouts. -> the run."""
-
-    def counted() -> Iterator[Group]:
-        for group in groups:
-            counts[0] += 1
-            counts[1] += len(group.rollouts)
-            yield group
-
-    if path.suffix == ".parquet":
-        from rlbuffer.archive.groups import write_groups
-
-        write_groups(path, counted(), run=run)
-        return run
+def _write(path: Path, found: Found, buffer: Buffer | None, where: str, gone: list[str]) -> Counter[str]:
+    """Writes the file, whole or not at all, or lines on stdout. -> how many groups and rollouts it has."""
     from rlbuffer.process.files import write_whole
     from rlbuffer.wire.json_lines import line_of
 
-    lines = (f"{line_of(group)}\n" for group in counted())
-    if str(path) == STDOUT:
+    counts = Counter(groups=0, rollouts=0)
+
+    def pushed() -> Iterator[Group]:
+        for group in found.groups:
+            counts.update(groups=1, rollouts=len(group.rollouts))
+            yield group
+
+    def shown() -> Iterator[GroupDetail]:
+        for detail in found.details:  # one without rollouts is on the page by its figures
+            counts.update(groups=1, rollouts=len(detail.members))
+            gone.extend([] if detail.members else [detail.view.group_id])
+            yield detail
+
+    lines = (f"{line_of(group)}\n" for group in pushed())
+    if path.suffix == ".html":
+        from rlbuffer_cli.web.pages import write_page
+
+        write_page(shown(), str(path), title=f"run {found.run}: groups {where}".rstrip(), buffer=buffer)
+    elif path.suffix == ".parquet":
+        from rlbuffer.archive.groups import write_groups
+
+        write_groups(path, pushed(), run=found.run)
+    elif str(path) == STDOUT:
         clear()
         sys.stdout.writelines(lines)
         sys.stdout.flush()  # a reader that has left ends it here, before anything is reported
     else:
         write_whole(path, lines)
-    return run
+    return counts

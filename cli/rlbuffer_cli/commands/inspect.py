@@ -9,16 +9,14 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
+from rlbuffer_cli.session import open_run
 from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
     from rlbuffer.client.views import GroupDetail, RolloutView
-    from rlbuffer.errors import RlbufferError
+    from rlbuffer_cli.table import Target
     from rlbuffer_cli.whole_run import WholeRun
-
-LISTED_GROUPS = 30
-"""Groups that are printed unless `--limit` says otherwise."""
 
 
 @click.command("inspect")
@@ -91,67 +89,46 @@ def command(
     """
     from rlbuffer.client.filters import parse
     from rlbuffer_cli import printed
-    from rlbuffer_cli.facts import member_of
-    from rlbuffer_cli.session import open_run
     from rlbuffer_cli.tables import GROUPS, VIEWS
     from rlbuffer_cli.whole_run import WholeRun
 
-    view = GROUPS if what is None else VIEWS.get(what)
-    if view in (None, GROUPS):
+    is_table = what is None or what in VIEWS
+    if not is_table or what in (None, GROUPS.name):
         parse(where)  # a typing mistake needs no server
     with open_run(given) as buffer:
         run = WholeRun(buffer, archive)
         if tokenizer is not None:
             buffer.texts = _texts(tokenizer)
         if html is not None:
-            return _page(run, None if view else what, where, limit or LISTED_GROUPS, html)
+            return _page(run, None if is_table else what, where, limit or printed.LISTED_GROUPS, html)
         if web is not None:
             return _web(run, web)
-        browses = not (plain or as_json or limit) and sys.stdin.isatty() and is_drawable(sys.stdout)
-        if what is None or view is not None:
-            table = view or GROUPS
-            if browses:
-                return _browse(run, where if table is GROUPS else "", "table", table.name, where=where)
-            most = limit or (LISTED_GROUPS if table is GROUPS else printed.EVERYTHING)
-            return printed.show_listed(table, run, where, most, is_json=as_json)
-        # What is not there is an error here, on a terminal, too, and opens nothing.
-        if (number := _step_of(what)) is not None:
-            step = run.step(number)
-            if browses:
-                return _browse(run, where, "step", str(number))
-            printed.show_step(run, step, is_json=as_json)
-            return 0
-        detail, texts = run.group(what), buffer.texts
-        group_id = detail.view.group_id
-        if other is not None:
-            one, second = member_of(detail, what), _second(run, detail, what, other)
-            if browses:
-                return _browse(run, where, "pair", one.rollout_id, group=group_id, other=second.rollout_id)
-            printed.show_pair(detail, one, second, texts, is_json=as_json)
-        elif "/" in what:
-            member = member_of(detail, what)
-            if browses:
-                return _browse(run, where, "rollout", member.rollout_id, group=group_id)
-            printed.show_rollout(detail, member, texts, is_json=as_json)
-        elif browses:
-            return _browse(run, where, "group", group_id)
-        else:
-            printed.show_group(detail, texts, is_json=as_json)
-    return 0
+        target = _target(run, what or GROUPS.name, other, where)
+        if plain or as_json or limit or not sys.stdin.isatty() or not is_drawable(sys.stdout):
+            return printed.show(run, target, limit, is_json=as_json)
+        from rlbuffer_cli.browse.app import browse
+
+        clear()
+        return browse(run, opens=target, where=where if not is_table or target.name == GROUPS.name else "")
 
 
-def _browse(run: WholeRun, where: str, kind: str, name: str, /, **record: str) -> int:
-    from rlbuffer_cli.browse.app import browse
-    from rlbuffer_cli.browse.screen import Open
+def _target(run: WholeRun, what: str, other: str | None, where: str) -> Target:
+    """The table or the thing that is meant. What is not there is an error on a terminal, too, and opens nothing."""
+    from rlbuffer_cli.facts import member_of
+    from rlbuffer_cli.table import Target
+    from rlbuffer_cli.tables import VIEWS
 
-    clear()
-    return browse(run, opens=Open(kind, name, record), where=where)
-
-
-def _step_of(what: str) -> int | None:
-    """The step that ``step:N`` names."""
     kind, _, number = what.partition(":")
-    return int(number) if kind == "step" and number.isdecimal() else None
+    if what in VIEWS:
+        return Target("table", what, where=where)
+    if kind == "step" and number.isdecimal():
+        return Target("step", str(run.step(int(number)).header.step))
+    detail = run.group(what)
+    group_id = detail.view.group_id
+    if other is not None:
+        second = _second(run, detail, what, other).rollout_id
+        return Target("pair", member_of(detail, what).rollout_id, group=group_id, other=second)
+    return Target("rollout", member_of(detail, what).rollout_id, group_id) if "/" in what else Target("group", group_id)
 
 
 def _second(run: WholeRun, detail: GroupDetail, what: str, other: str) -> RolloutView:
@@ -178,26 +155,22 @@ def _web(run: WholeRun, port: int) -> int:
 
 
 def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: str) -> int:
-    from rlbuffer_cli.web.files import STDOUT, one_of, write_page
+    from rlbuffer_cli.web.pages import STDOUT, one_of, write_page
 
-    problems: list[RlbufferError] = []
-    buffer = run.buffer
-    title = f"{identifier} of run {buffer.run}" if identifier else f"run {buffer.run}: groups {where}".rstrip()
-    if identifier is not None:
-        details = iter([one_of(run.group(identifier), identifier)])
-    else:
-        details = run.details(where, limit, problems)
+    name = run.buffer.run
+    title = f"{identifier} of run {name}" if identifier else f"run {name}: groups {where}".rstrip()
+    details = [one_of(run.group(identifier), identifier)] if identifier else run.details(where, limit)
     try:
-        write_page(buffer, details, file, title=title)
+        write_page(details, file, title=title, buffer=run.buffer)
     except BrokenPipeError:
         raise  # the reader has left
     except OSError as error:
         raise click.UsageError(f"--html {file}: {error.strerror}") from None
-    for problem in problems:
+    for problem in run.problems:
         say(f"Error: {problem}", err=True)
     if file != STDOUT:
         say(f"wrote {file}", err=True)
-    return 1 if problems else 0
+    return 1 if run.problems else 0
 
 
 def _texts(directory: str) -> Texts:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.texts import Texts
-from rlbuffer.client.trainer_values import NONE, TrainerValues
+from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.facts import answer, headline, life, sections, shared_prompt, verdict
+from rlbuffer_cli.facts import answer, headline, life, member_of, sections, shared_prompt, verdict
 from rlbuffer_cli.lenses import NAMES, Lens, lens, numbers_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
@@ -32,6 +36,7 @@ from rlbuffer_cli.tables import MEMBERS, member_rows
 from rlbuffer_cli.text import as_json, utc
 
 LENSES = NAMES[:7]
+STDOUT = "-"
 TITLED_TOKENS = 20_000
 """A rollout of more tokens has no numbers to point at: they are most of a page."""
 MOST_CHARACTERS = 64_000
@@ -129,11 +134,39 @@ def policy(forms: str) -> str:
 
 
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
-def export(details: Iterable[GroupDetail], *, title: str, sources: Sources, now: float | None = None) -> Iterator[str]:
-    """Groups as one page, a group at a time. `now`: Unix seconds of the reading."""
-    at = "" if now is None else str(utc(now))[:19].replace("T", " ")
+def sources_of(buffer: Buffer) -> Sources:
+    """Everything that pages of this run know besides the groups: its tokenizer, and what its trainer keeps here."""
+    return Sources(texts=buffer.texts, kept=KeptValues(buffer.settings.output_dir).of)
+
+
+def write_page(details: Iterable[GroupDetail], file: str, *, title: str, buffer: Buffer | None = None) -> None:
+    """Writes groups as one page to `file`, ``-`` for stdout, a group at a time. `buffer`: the run, where its server is
+    known.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    sources = Sources(texts=Texts()) if buffer is None else sources_of(buffer)
+    at = "" if buffer is None else str(utc(buffer.store.now()))[:19].replace("T", " ")
     groups = (shown_group(detail, sources, is_whole=True) for detail in details)
-    return page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
+    pieces = page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
+    if file == STDOUT:
+        sys.stdout.writelines(pieces)
+        return
+    with Path(file).expanduser().open("w", encoding="utf-8") as out:
+        out.writelines(pieces)
+
+
+def one_of(detail: GroupDetail, identifier: str) -> GroupDetail:
+    """The group, with one rollout alone where `identifier` (GROUP/INDEX) names it."""
+    if "/" not in identifier:
+        return detail
+    return replace(detail, members=(member_of(detail, identifier),))
+
+
+def file_name(identifier: str) -> str:
+    """The name of a file for an id, which may hold anything: ``rlbuffer-math.7-3.html``."""
+    return f"rlbuffer-{re.sub(r'[^A-Za-z0-9_.-]+', '-', identifier)[:120]}.html"
 
 
 def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rlbuffer.state.text import plural
 from rlbuffer_cli import look
 from rlbuffer_cli.facts import cost_of, env_shades, member_of, rank_bars, step_lines
 from rlbuffer_cli.plots import curves_of, trends
-from rlbuffer_cli.run_tables import ENVS, PROCESSES, READ_RECORDS, env_rows
+from rlbuffer_cli.run_tables import ENVS, READ_RECORDS, env_rows
 from rlbuffer_cli.table import View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS, WORST, worst_rows
 from rlbuffer_cli.text import utc
@@ -58,23 +58,19 @@ def _page(run: WholeRun, template: str, tab: str, title: str, **values: Any) -> 
 
 
 def link(path: str, **query: str) -> str:
-    """A path of the server."""
     return f"{path}?{urlencode(query)}" if query else path
 
 
 def href(view: View, item: Any) -> str:
     """Where the first cell of a row leads; "" for nowhere."""
-    key = view.key(item)
-    if view is MEMBERS:
-        return link("rollout", id=item.group.group_id, rollout=key)
-    if view is WORST:
-        return link("rollout", id=item.member.group_id, rollout=key)
-    if view is ENVS:
-        return link("groups", where=f'env:"{key}"')
-    if view is PROCESSES:
-        kind, _, name = key.partition(" ")
-        return link("groups", where=f'worker:"{name}"') if kind == "worker" else ""
-    return link(view.opens, **{"n" if view is STEPS else "id": key}) if view.opens else ""
+    target = view.opens(item) if view.opens is not None else None
+    if target is None:
+        return ""
+    if target.kind == "table":
+        return link(target.name, where=target.where)
+    if target.kind == "rollout":
+        return link("rollout", id=target.group, rollout=target.name)
+    return link(target.kind, **{"n" if target.kind == "step" else "id": target.name})
 
 
 def _overview(run: WholeRun) -> Iterator[str]:
@@ -95,7 +91,7 @@ def _overview(run: WholeRun) -> Iterator[str]:
 
 
 def _curves(run: WholeRun) -> list[dict[str, Any]]:
-    headers = run.headers([])
+    headers = run.headers()
     curves = {curve.name: curve for curve in trends(run.buffer.settings.output_dir, headers)}
     records = [{"step": h.step, "age": h.age, "fill": h.fill, "tokens": h.tokens} for h in headers]
     if len(records) > 1:
@@ -131,7 +127,7 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
         count=f"{first}{plural(len(items), 'row')}",
         chips=chips if view.name == "groups" else [],
         curves=_curves(run) if view is STEPS else [],
-        details=[(row.title, row.lines) for row in items if row.lines] if view is PROCESSES else [],
+        details=[(view.key(item), lines) for item in items if (lines := view.more(item))],
         problems=[f"✕ {problem}" for problem in run.problems],
     )
 

@@ -11,6 +11,7 @@ import hmac
 import secrets
 from collections.abc import Iterator
 from http import HTTPStatus
+from itertools import chain
 from urllib.parse import parse_qsl
 
 from markupsafe import Markup
@@ -19,8 +20,7 @@ from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
 from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.web.files import sources_of
-from rlbuffer_cli.web.pages import Sources, policy
+from rlbuffer_cli.web.pages import Sources, policy, sources_of
 from rlbuffer_cli.web.routes import refusal, route
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -70,45 +70,35 @@ class Handler(AskedRequest):
         """Answers with a page, in pieces; what it cannot read is a sentence."""
         path, _, query = self.path.partition("?")
         _, token, name = (*path.split("/", 2), "", "")[:3]
-        page = None
+        status, pieces = HTTPStatus.NOT_FOUND, iter(list[str]())
         if hmac.compare_digest(token.encode(), self.server.token.encode()):
-            try:
-                fields = parse_qsl(query, max_num_fields=MOST_QUERY_FIELDS)
-                page = self.server.page(name, dict(fields))
-                first = next(page) if page is not None else ""  # what cannot be read fails before the headers go
-            except (RlbufferError, ValueError) as error:
-                self._refuse(error)
-                return
-        if page is None:
-            self._begin(HTTPStatus.NOT_FOUND)
-            return
-        self._begin(HTTPStatus.OK)
-        self._write(first)
-        try:
-            for piece in page:
-                self._write(piece)
-        except RlbufferError as error:
-            self._write(str(Markup("<p>✕ {}</p>").format(printable(str(error)))))
-
-    def _refuse(self, error: Exception) -> None:
-        missing = isinstance(error, AmbiguousId | NotFound | StepRetired)
-        other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
-        self._begin(HTTPStatus.NOT_FOUND if missing else other)
-        for piece in refusal("rlbuffer inspect", str(error)):
-            self._write(piece)
-
-    def _begin(self, status: HTTPStatus) -> None:
+            status, pieces = self._answer(name, query)
         self.send_response(status)
         self.end_headers()
+        try:
+            for piece in pieces:
+                self.wfile.write(piece.encode())
+        except RlbufferError as error:
+            self.wfile.write(str(Markup("<p>✕ {}</p>").format(printable(str(error)))).encode())
+
+    def _answer(self, name: str, query: str) -> tuple[HTTPStatus, Iterator[str]]:
+        try:
+            page = self.server.page(name, dict(parse_qsl(query, max_num_fields=MOST_QUERY_FIELDS)))
+            if page is None:
+                return HTTPStatus.NOT_FOUND, iter(())
+            return HTTPStatus.OK, chain([next(page)], page)  # what cannot be read fails before the headers go
+        except (AmbiguousId, NotFound, StepRetired) as error:
+            return HTTPStatus.NOT_FOUND, refusal("rlbuffer inspect", str(error))
+        except RlbufferError as error:
+            return HTTPStatus.SERVICE_UNAVAILABLE, refusal("rlbuffer inspect", str(error))
+        except ValueError as error:
+            return HTTPStatus.BAD_REQUEST, refusal("rlbuffer inspect", str(error))
 
     def end_headers(self) -> None:
         """Adds the headers of every page, of a refusal, too."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
-
-    def _write(self, piece: str) -> None:
-        self.wfile.write(piece.encode())
 
 
 def serve_pages(run: WholeRun, port: int) -> int:

@@ -21,7 +21,7 @@ from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
-from rlbuffer_cli.archived import detail_of
+from rlbuffer_cli.whole_run import detail_of
 
 pytest_plugins = ["store_fixtures"]
 

@@ -147,7 +147,7 @@ def test_a_group_of_the_archive_is_the_same_in_a_list_and_by_its_id_and_files_ar
 ) -> None:
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
         whole = WholeRun(buffer, str(tmp_path / "archive"))
-        (listed,) = whole.details("step:3", 10, [])
+        (listed,) = whole.details("step:3", 10)
         assert listed.view == whole.group("a.2").view
         assert [m.rollout_id for m in listed.members] == ["a.2/0", "a.2/1"]
         first = whole.archive()

@@ -18,8 +18,7 @@ import rlbuffer
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
-from rlbuffer_cli.web.files import file_name
-from rlbuffer_cli.web.pages import LENSES, TITLED_TOKENS, policy, style
+from rlbuffer_cli.web.pages import LENSES, TITLED_TOKENS, file_name, policy, style
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>&lt;\x1b[2J\u202e\u2066\x9b\x00</title></style>-->]]>"
 Export = Callable[..., str]

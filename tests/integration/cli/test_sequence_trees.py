@@ -26,7 +26,7 @@ from rlbuffer_cli import look
 from rlbuffer_cli.main import main
 from rlbuffer_cli.table import Printed
 from rlbuffer_cli.tables import MEMBERS, member_rows
-from rlbuffer_cli.web.files import sources_of
+from rlbuffer_cli.web.pages import sources_of
 from rlbuffer_cli.web.routes import route
 from rlbuffer_cli.whole_run import WholeRun
 
