@@ -57,7 +57,9 @@ class Browser(App[None]):
     #page { height: 1fr; }
     #halves { height: 1fr; }
     #tokens, #text { width: 1fr; height: 1fr; }
-    #halves #facts { width: 35; height: 1fr; padding-left: 2; border-left: solid $scrollbar; }
+    #halves #facts { width: 36; height: 1fr; padding-left: 2; border-left: solid $scrollbar; scrollbar-gutter: stable; }
+    Prose { scrollbar-size-vertical: 1; }
+    Prose > Static { width: 100%; }
     """
 
     def __init__(self, run: WholeRun, *, opens: Target | None = None, where: str = "") -> None:

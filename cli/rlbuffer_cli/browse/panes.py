@@ -1,28 +1,21 @@
-"""Panes that draw plain cells: what comes from a server is never markup, and controls no terminal."""
+"""Text that scrolls, and a line to type in: what comes from a server is never markup, and controls no terminal."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rich.cells import cell_len, chop_cells
-from rich.segment import Segment
-from rich.style import Style
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 from textual import events
 from textual.binding import BindingType
-from textual.message import Message
-from textual.strip import Strip
-from textual.widget import Widget
-from textual.widgets import Input
+from textual.containers import VerticalScroll
+from textual.widgets import Input, Static
 
 from rlbuffer.state.text import printable
-from rlbuffer_cli.text import cut
 
-CURSOR = Style(reverse=True)
-BOLD = Style(bold=True)
-NO_STYLE = Style()
-WHEEL_LINES = 3
 MOST_FLOWING = 2000
 """A longer line is broken anywhere."""
 
@@ -40,123 +33,34 @@ def wrapped_cells(line: str, width: int) -> list[str]:
     return chop_cells(text, width)
 
 
-class Pane(Widget, can_focus=True):
-    """Lines that are drawn one by one as they come into sight; `cursor` is a line, or a token."""
+class Flowing(NamedTuple):
+    """Lines that are broken to the width that there is. What begins with ``!`` is bold."""
+
+    lines: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            style = "bold" if line.lstrip().startswith("!") else ""
+            yield from (Text(row, style) for row in wrapped_cells(line, options.max_width))
+
+
+class Prose(VerticalScroll, can_focus=True):
+    """Text that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("down,j", "move(1)"),
-        ("up,k", "move(-1)"),
-        ("pagedown", "page(1)"),
-        ("pageup", "page(-1)"),
-        ("home,g", "first"),
-        ("end,G", "last"),
+        ("j", "scroll_down"),
+        ("k", "scroll_up"),
+        ("g", "scroll_home"),
+        ("G", "scroll_end"),
     ]
 
-    class Moved(Message):
-        """The cursor of `pane` may be on something else."""
-
-        def __init__(self, pane: Pane) -> None:
-            super().__init__()
-            self.pane = pane
-
-    def __init__(self, **given: str) -> None:
-        super().__init__(id=given.get("id"), classes=given.get("classes"))
-        self.top = 0
-        self.cursor = 0
-
-    def count(self) -> int:
-        """Places of the cursor."""
-        raise NotImplementedError
-
-    def draw(self, line: int) -> list[Segment]:
-        """One line of the pane."""
-        raise NotImplementedError
-
-    def render_line(self, y: int) -> Strip:
-        segments = self.draw(self.top + y)
-        strip = Strip(segments).adjust_cell_length(self.size.width, NO_STYLE)
-        return strip.apply_style(self.rich_style)
-
-    def move_to(self, place: int) -> None:
-        """Puts the cursor there, or as near as there is something, and brings it into sight."""
-        self.cursor = max(0, min(place, self.count() - 1))
-        self.reveal()
-        self.refresh()
-        self.post_message(self.Moved(self))
-
-    def reveal(self) -> None:
-        """Scrolls so that the cursor can be seen."""
-        room = max(1, self.size.height)
-        self.top = max(self.cursor - room + 1, min(self.top, self.cursor))
-
-    def action_move(self, by: int) -> None:
-        """Moves the cursor."""
-        self.move_to(self.cursor + by)
-
-    def action_page(self, by: int) -> None:
-        """Moves by a screen."""
-        self.move_to(self.cursor + by * max(1, self.size.height - 1))
-
-    def action_first(self) -> None:
-        """Goes to the beginning."""
-        self.move_to(0)
-
-    def action_last(self) -> None:
-        """Goes to the end."""
-        self.move_to(self.count() - 1)
-
-    def wheel(self, by: int) -> None:
-        """Moves by a notch of the mouse wheel."""
-        self.action_move(by * WHEEL_LINES)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """The wheel moves the cursor."""
-        event.stop()
-        self.wheel(1)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """The wheel moves the cursor."""
-        event.stop()
-        self.wheel(-1)
-
-    def on_resize(self) -> None:
-        """Keeps the cursor in sight."""
-        self.move_to(self.cursor)
-
-
-class Prose(Pane):
-    """Text that scrolls. Its lines are wrapped when the width is known."""
-
-    def __init__(self, **given: str) -> None:
-        super().__init__(**given)
-        self._lines: list[str] = []
-        self._rows: list[str] = []
+    def __init__(self, *, id: str) -> None:
+        self.shown = Static(markup=False)
+        super().__init__(self.shown, id=id)
 
     def put(self, lines: Sequence[str]) -> None:
         """Replaces the text; the place stays."""
-        self._lines = list(lines)
-        self._wrap()
-
-    def _wrap(self) -> None:
-        self._rows = [row for line in self._lines for row in wrapped_cells(line, self.size.width or 80)]
-        self.move_to(self.top)
-
-    def count(self) -> int:
-        return max(1, len(self._rows) - self.size.height + 1)
-
-    def reveal(self) -> None:
-        self.top = self.cursor
-
-    def draw(self, line: int) -> list[Segment]:
-        if line >= len(self._rows):
-            return []
-        row = self._rows[line]
-        more = line == self.top + self.size.height - 1 and line < len(self._rows) - 1
-        row = f"{cut(row, max(1, self.size.width - 2))} ↓" if more and not row.endswith("↓") else row
-        return [Segment(row, BOLD if row.lstrip().startswith("!") else NO_STYLE)]
-
-    def on_resize(self) -> None:
-        self._wrap()
+        self.shown.update(Flowing(lines))
 
 
 class EntryLine(Input):
@@ -168,7 +72,6 @@ class EntryLine(Input):
         self._chosen = chosen
 
     def on_mount(self) -> None:
-        """Nothing is typed yet."""
         self.display = False
 
     def open(self, text: str = "") -> None:

@@ -16,7 +16,7 @@ from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.browse.panes import Pane, Prose
+from rlbuffer_cli.browse.panes import Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.facts import life, member_of, short, verdict
@@ -122,10 +122,8 @@ class OneRollout(Look):
             here = token_lines(self.drawn, tokens, kept) if tokens.display else []
             self.query_one("#facts", Prose).put([*here, *fact_lines(self.detail, self.member)])
 
-    def on_pane_moved(self, event: Pane.Moved) -> None:
-        """Shows the token under the cursor."""
-        if isinstance(event.pane, Tokens):
-            self.show_facts()
+    def on_tokens_moved(self) -> None:
+        self.show_facts()
 
     def identifier(self) -> str:
         return self.rollout_id
@@ -137,7 +135,7 @@ class OneRollout(Look):
         return rollout_record(self.member, self.detail.view) if self.member and self.detail else None
 
     def at_top(self) -> bool:
-        return all(pane.cursor == 0 for pane in self.query(Pane))
+        return self.query_one(Tokens).cursor == 0 and not any(pane.scroll_y for pane in self.query(Prose))
 
     def action_lens(self, number: int) -> None:
         """Looks through another lens; the last has one further column after the other."""

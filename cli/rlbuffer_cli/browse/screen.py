@@ -26,7 +26,6 @@ from textual.worker import Worker
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
-from rlbuffer_cli.browse.panes import Pane
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.text import cut
 
@@ -129,7 +128,7 @@ class Look(Screen[None]):
 
     def at_top(self) -> bool:
         """True where a refresh moves nothing under the cursor."""
-        return all(pane.cursor == 0 for pane in self.query(Pane) if pane.has_focus)
+        return self.focused is None or not self.focused.scroll_y
 
     # -- the frame -------------------------------------------------------------------------------------------------
     def compose(self) -> ComposeResult:

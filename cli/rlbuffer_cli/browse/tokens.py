@@ -9,13 +9,16 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual import events
 from textual.binding import BindingType
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
 
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.views import RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
 from rlbuffer_cli.facts import Section, sections
 from rlbuffer_cli.lenses import Lens
 from rlbuffer_cli.look import TINTS, tint_style
@@ -26,7 +29,7 @@ MAX_LABEL = 60
 """Columns of one token."""
 SHOWN_TEXT = 32_000
 """Characters of a text that is shown as a whole."""
-DIM = Style(dim=True)
+CURSOR, BOLD, DIM, NO_STYLE = Style(reverse=True), Style(bold=True), Style(dim=True), Style()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +41,26 @@ class _Line:
     end: int = 0
 
 
-class Tokens(Pane):
-    """Tokens that flow like words. `cursor` is a token."""
+class Tokens(Widget, can_focus=True):
+    """Tokens that flow like words, drawn line by line as they come into sight. `cursor` is a token."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("right", "move(1)"),
         ("left", "move(-1)"),
         ("down,j", "line(1)"),
         ("up,k", "line(-1)"),
+        ("pagedown", "page(1)"),
+        ("pageup", "page(-1)"),
+        ("home,g", "first"),
+        ("end,G", "last"),
     ]
 
-    def __init__(self, **given: str) -> None:
-        super().__init__(**given)
+    class Moved(Message):
+        """The cursor may be on another token."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self.top = self.cursor = 0
         self.rollout: Rollout | None = None
         self.lens: Lens | None = None
         self.sections: list[Section] = []
@@ -137,14 +148,22 @@ class Tokens(Pane):
     def _line_of(self, position: int) -> int:
         return next((i for i, line in enumerate(self._lines) if line.first <= position < line.end), 0)
 
-    def reveal(self) -> None:
+    def render_line(self, y: int) -> Strip:
+        strip = Strip(self._draw(self.top + y)).adjust_cell_length(self.size.width, NO_STYLE)
+        return strip.apply_style(self.rich_style)
+
+    def move_to(self, place: int) -> None:
+        """Puts the cursor there, or as near as there is something, and brings it into sight."""
+        self.cursor = max(0, min(place, self.count() - 1))
         if self.window[0] != self._window:
             self._lay_out()
         at, room = self._line_of(self.cursor), max(1, self.size.height)
         above = 1 if at and self._lines[at - 1].words else 0
         self.top = max(at - room + 1, min(self.top, at - above))
+        self.refresh()
+        self.post_message(self.Moved())
 
-    def draw(self, line: int) -> list[Segment]:
+    def _draw(self, line: int) -> list[Segment]:
         if line >= len(self._lines):
             return []
         row = self._lines[line]
@@ -162,6 +181,23 @@ class Tokens(Pane):
         return [Segment(self._labels[row.first + at], style) for at, style in enumerate(styles)]
 
     # -- keys ------------------------------------------------------------------------------------------------------
+    def action_move(self, by: int) -> None:
+        self.move_to(self.cursor + by)
+
+    def action_first(self) -> None:
+        self.move_to(0)
+
+    def action_last(self) -> None:
+        self.move_to(self.count() - 1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.action_line(1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.action_line(-1)
+
     def action_line(self, by: int) -> None:
         """Goes to the same place of a line of tokens above or below."""
         at = self._line_of(self.cursor)
@@ -177,20 +213,16 @@ class Tokens(Pane):
         self.move_to(end if by > 0 else first - 1)
 
     def action_page(self, by: int) -> None:
-        """Moves by a screen of lines."""
         for _ in range(max(1, self.size.height - 1)):
             self.action_line(by)
 
     def on_resize(self) -> None:
+        """Lays the tokens out again; the cursor stays in sight."""
         self._window = -1
         self.move_to(self.cursor)
 
-    def wheel(self, by: int) -> None:
-        self.action_line(by)
-
 
 def styles_of(lens: Lens, kind: str) -> list[Style]:
-    """The styles of a lens' levels."""
     return [tint_style(tint, kind) for tint in TINTS[lens.name.partition(" ")[0]]]
 
 
