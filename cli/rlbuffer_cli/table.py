@@ -132,7 +132,7 @@ def ordered(view: View, items: Sequence[Any], by: str, *, is_reversed: bool = Fa
     return sorted(items, key=order, reverse=is_reversed)
 
 
-def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), empty: str = "") -> View:
+def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = ()) -> View:
     """A view of plain rows, a tuple each."""
 
     def cell(at: int) -> Callable[[Any], object]:
@@ -145,4 +145,4 @@ def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), e
         Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
         for at, title in enumerate(titles)
     )
-    return View(name=name, columns=columns, key=lambda row: str(row[0]), empty=empty)
+    return View(name=name, columns=columns, key=lambda row: str(row[0]))

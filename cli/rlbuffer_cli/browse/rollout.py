@@ -180,12 +180,9 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     if rollout is None:
         return []
     label, numbers = tokens.label(at), numbers_of(member, kept)(at)
-    facts = {
-        "text": f"'{label}'" if label != numbers["id"] else "",
-        "role": tokens.role(at),
-        "version": "none",
-        **numbers,
-    }
+    text = f"'{label}'" if label != numbers["id"] else ""
+    facts = {"text": text, "id": numbers["id"], "role": tokens.role(at), **numbers}
+    facts.setdefault("version", "none")
     further = [name for name in columns_of(rollout) if name not in ("advantages", "entropy")]
     facts |= {name: f"{rollout.columns[name][at]:g}" for name in further}
     known_facts = [_fact(f"  {name}", value) for name, value in facts.items() if value]
