@@ -124,7 +124,8 @@ def of_trainer(name: str, rollout: Rollout, kept: TrainerValues = NONE) -> tuple
 def _of_trainer(name: str, rollout: Rollout, kept: TrainerValues, edges: Sequence[float]) -> Lens:
     known = of_trainer(name, rollout, kept)
     if known is None:
-        return Lens(name=name, note=NOT_KEPT.format(column=OF_TRAINER[name]))
+        where = "; its mean by step is in metrics.jsonl" if name == "entropy" else ""
+        return Lens(name=name, note=NOT_KEPT.format(column=OF_TRAINER[name]) + where)
     unit = "nats" if name == "entropy" else "|trainer - sampler| in nats"
     sizes, note = np.abs(known[0]), f"{unit}, {known[1]}"
     if rollout.loss_tokens:
