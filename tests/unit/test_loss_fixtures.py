@@ -18,28 +18,30 @@ from rlbuffer.trainer.losses import TrainedTokens, loss_of
 from rlbuffer.trainer.update.token_choice import choose
 
 FOLDER = Path(__file__).parent / "fixtures" / "losses"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*-*.json"))
+INPUTS = json.loads((FOLDER / "inputs.json").read_text())
+LENGTHS = INPUTS.pop("lengths")
 TOLERANCE = 1e-7
 """The library verl divides by a rollout's length + 1e-8; everything else agrees to 1e-12."""
 
 
 def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> TrainedTokens:
-    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in record["inputs"].items()}
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in INPUTS.items()}
     if record["old"] == "inference_logprobs":
         del columns["old_logprobs"]
     return TrainedTokens(
         **(columns | {"logprobs": logprobs, "entropy": entropy}),
-        rollout=torch.arange(len(record["lengths"])).repeat_interleave(torch.tensor(record["lengths"])),
+        rollout=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
     )
 
 
 def computed(record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns loss, gradient of the logprobs, gradient of the entropies."""
     settings = LossChoice(**record["settings"])
-    leaves = [torch.tensor(record["inputs"][n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
+    leaves = [torch.tensor(INPUTS[n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
     tokens = tokens_of(record, *leaves)
     [chosen] = choose([tokens], settings, lambda values: values)
-    counts = Normalizers(loss_tokens=sum(record["lengths"]), rollouts=len(record["lengths"]), groups=1)
+    counts = Normalizers(loss_tokens=sum(LENGTHS), rollouts=len(LENGTHS), groups=1)
     loss = loss_of(replace(tokens, **chosen), settings, counts, longest=1)
     gradient, of_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), gradient, of_entropy
