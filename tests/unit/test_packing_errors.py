@@ -110,17 +110,9 @@ ONE = msgpack.packb(["answer"])
         (decode_rollout, bytearray(30)),
         (decode_info, "text"),
         (decode_rollout, b"RLBR"),
-        (decode_rollout, encode_rollout(rollout())[:-1]),
         (decode_group_payload, sealed(b"RLBG", PAIR[24:] + b"\0", len(PAIR) - 24)),
         (decode_group_payload, sealed(b"RLBG", ONE, len(ONE))),
         (lambda data: decode_header(data, digest="", committed_ms=0), msgpack.packb({})),
-        (
-            lambda data: decode_header(data, digest="", committed_ms=0),
-            msgpack.packb(
-                {"age_limits": {}, "group_ids": [], "closed_by": "capacity", "columns": {}, "sees_tomorrow": True}
-            ),
-        ),
-        (decode_part, msgpack.packb({})),
         (decode_part, b"\xc1"),
         (
             lambda data: part_of("1-1", {b"part": data}, Keys("r")),
