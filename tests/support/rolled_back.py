@@ -12,6 +12,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 
@@ -31,6 +32,17 @@ class Saved:
             for key, data in self._dumps.items():
                 pipe.restore(key, 0, data, replace=True)
             pipe.execute()
+
+
+def roll_back(store: Any, writer: Writer, *, to: int) -> None:
+    """Removes the pushes of this writer after number `to`: payloads, entries, account and the producer's memory."""
+    lost = [entry for entry in store.read_pool() if int(entry.payload_key.rpartition(".")[2]) > to]
+    for entry in lost:
+        store.client.delete(entry.payload_key)
+        for name, amount in (("rollouts", entry.rollouts), ("tokens", entry.tokens)):
+            store.client.hincrby(store.keys.ledger, f"{entry.env}:pushed:{name}", -amount)
+    store.client.xdel(store.keys.pool, *[entry.entry_id for entry in lost])
+    store.client.hset(store.keys.producer(writer.worker, writer.incarnation), "sequence", to)
 
 
 class Loop:

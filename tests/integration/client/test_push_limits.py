@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from faults import SlowProxy
 from own_server import OwnServer
+from rolled_back import roll_back
 
 import rlbuffer
 from rlbuffer.errors import InvalidRollout, PushBroken
@@ -61,15 +62,6 @@ def blind(server: OwnServer) -> Iterator[rlbuffer.Buffer]:
 
 def pending(buffer: rlbuffer.Buffer) -> list[str]:
     return [entry.group_id for entry in buffer.store.read_pool()]
-
-
-def roll_back(buffer: rlbuffer.Buffer, writer: rlbuffer.Writer, entry_ids: list[str], *, to: int) -> None:
-    """Removes the pushes after `to`, as a rolled back append-only file does."""
-    keys, client = buffer.store.keys, buffer.store.client  # type: ignore[attr-defined]
-    client.xdel(keys.pool, *entry_ids)
-    client.hincrby(keys.ledger, "a:pushed:rollouts", -2 * len(entry_ids))
-    client.hincrby(keys.ledger, "a:pushed:tokens", -16 * len(entry_ids))
-    client.hset(keys.producer(writer.worker, writer.incarnation), "sequence", to)
 
 
 def test_a_push_above_the_servers_query_buffer_is_refused_before_anything_is_sent(server: OwnServer) -> None:
@@ -146,8 +138,9 @@ def test_a_push_of_the_spool_that_is_too_large_by_now_does_not_block_what_follow
         client = buffer.store.connection.client  # type: ignore[attr-defined]
         client.config_set("client-query-buffer-limit", 16 * MIB)
         writer = buffer.writer("w")
-        pushed = [writer.push(group(seed, size=MIB if seed == 3 else 0)) for seed in range(1, 5)]
-        roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
+        for seed in range(1, 5):
+            writer.push(group(seed, size=MIB if seed == 3 else 0))
+        roll_back(buffer.store, writer, to=1)
         client.config_set("client-query-buffer-limit", MIB)
         client.connection_pool.disconnect()
         assert writer.push(group(5)).status == "stored"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from every_role import EveryRole
 from faults import CuttingProxy
+from rolled_back import roll_back
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
@@ -237,17 +238,6 @@ def test_a_refused_replacement_stops_the_batch(buffer: rlbuffer.Buffer) -> None:
     assert [status for status, _ in outcomes] == ["duplicate", "stored"]
     assert error is None
     assert buffer.verify().ok
-
-
-def roll_back(store: Any, writer: rlbuffer.Writer, *, to: int) -> None:
-    """Removes the pushes of this writer after number `to`, as an append-only file that is rolled back does."""
-    lost = [entry for entry in store.read_pool() if int(entry.payload_key.rpartition(".")[2]) > to]
-    for entry in lost:
-        store.client.delete(entry.payload_key)
-    store.client.xdel(store.keys.pool, *[entry.entry_id for entry in lost])
-    store.client.hincrby(store.keys.ledger, "a:pushed:rollouts", -2 * len(lost))
-    store.client.hincrby(store.keys.ledger, "a:pushed:tokens", -16 * len(lost))
-    store.client.hset(store.keys.producer("w", writer.incarnation), "sequence", to)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])

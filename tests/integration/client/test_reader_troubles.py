@@ -15,7 +15,6 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.claim import decode_claim
-from rlbuffer.store.payloads import Trainable
 
 pytest_plugins = ("store_fixtures",)
 
@@ -105,33 +104,6 @@ def test_abandoned_iterations_do_not_keep_the_threads_that_the_next_one_needs(ru
         time.sleep(0.1)  # the prefetch of step 2 has begun
         steps.close()
     reader.close()
-
-
-def test_a_rollout_with_a_token_that_the_model_does_not_have_is_masked_and_counted(run: Run) -> None:
-    """The model would fail at it, and at every replay of the step again."""
-    run.step("a.0", "a.1", world_size=1)
-    used = {m.info.rollout_id: m for m in run.store.read_parts(1)[0].rollouts}
-    plain = run.closes(make_reader(run))
-    whole = plain.pull(1)
-    assert whole.damaged == ()
-    highest = {
-        whole_sample.rollout_id: max(mb.input_ids[mb.sample_index == i])
-        for mb in whole
-        for i, whole_sample in enumerate(mb.samples)
-    }
-    last = max(highest.values())
-    reader = run.closes(
-        Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, can=Trainable(vocabulary=int(last)))
-    )
-    step = reader.pull(1)
-    assert set(step.damaged) == {name for name, token in highest.items() if token == last}
-    assert all(mb.input_ids.max() < last for mb in step)
-    assert step.normalizers == whole.normalizers
-    assert run.store.ledger().damaged == len(step.damaged) < len(used)
-    enough = run.closes(
-        Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, can=Trainable(vocabulary=int(last) + 1))
-    )
-    assert enough.pull(1).damaged == ()
 
 
 def test_closing_a_reader_ends_whoever_waits_in_it(run: Run) -> None:

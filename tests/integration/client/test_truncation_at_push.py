@@ -57,16 +57,6 @@ def test_before_a_batcher_has_served_the_run_the_writers_own_settings_count() ->
         assert lengths(buffer) == [[(8, False), (10, True)]]
 
 
-def test_a_push_repeated_under_its_sequence_is_a_duplicate_although_it_was_cut(buffer: rlbuffer.Buffer) -> None:
-    serve(buffer, CUTS)
-    writer = buffer.writer("w")
-    group = make_group(size=1, lengths=[20])
-    assert writer.push(group, sequence=1).status == "stored"
-    assert writer.push(group, sequence=1).status == "duplicate"
-    assert lengths(buffer) == [[(10, True)]]
-    assert buffer.verify().ok
-
-
 def test_a_rollout_whose_prompt_fills_the_row_is_dropped_and_counted_in_no_step() -> None:
     """Cut, it would train nothing and still count among the rollouts that the loss is divided by."""
     config = rlbuffer.BatcherConfig(10, oversized="truncate", step_groups=1, min_group_size=1)
