@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 import redis
 from every_role import EveryRole
 from faults import CuttingProxy, TalkingServer, info_reply
+from own_server import OwnServer, free_port
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
@@ -56,12 +55,6 @@ def connect(url: str, home: Path, *, origin: str = "", patience_seconds: float =
 
 def socket_of(server: EmbeddedServer) -> str:
     return server.address.removeprefix("unix://").removesuffix("?db=0")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 # -- what is repeated --------------------------------------------------------------------------------------------------
@@ -263,48 +256,16 @@ def test_a_login_that_is_refused_is_not_tried_again(home: Path, connection: Conn
     assert time.monotonic() - begun < 5
 
 
-def test_a_cluster_of_several_shards_is_taken_where_the_address_says_so_and_one_shard_always(
-    home: Path, server_binary: ServerBinary
-) -> None:
-    ports = [free_port(), free_port()]
-    nodes = []
-    try:
-        for port in ports:
-            folder = home / str(port)
-            folder.mkdir()
-            arguments = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", ""]
-            arguments += ["--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"]
-            nodes.append(subprocess.Popen([server_binary.path, *arguments], cwd=folder, stdout=subprocess.DEVNULL))
-        first, second = (redis.Redis(port=port, protocol=3) for port in ports)
-        with first, second:
-            wait_for(lambda: first.ping() and second.ping())
-            first.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            wait_for(lambda: first.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
-            url = f"redis://127.0.0.1:{ports[0]}"
-            with connect(url, home) as c:
-                assert c.client.set("k", 1)
-                store = EveryRole(c, "cluster")
-                writer = Writer(store, "w", epoch=store.open_run().epoch)
-                pushed = writer.push_many([make_group(seed=n) for n in range(3)])  # payloads lie in several slots
-                assert [one.status for one in pushed] == ["stored"] * 3
-            first.execute_command("CLUSTER", "DELSLOTSRANGE", 8000, 16383)
-            second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8000, 16383)
-            meet(first, second, ports[1])
-            wait_for(lambda: int(first.execute_command("CLUSTER INFO")["cluster_size"]) == 2)
-            write = r"is a cluster of 2 shards\. Write redis\+cluster://HOST:PORT,HOST:PORT"
-            with pytest.raises(ServerUnsuitable, match=write):
-                connect(url, home)
-            with connect(url.replace("redis:", "redis+cluster:"), home) as c:
-                assert c.is_cluster
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-
-
-def meet(first: redis.Redis, second: redis.Redis, port: int) -> None:
-    bus = second.config_get("cluster-port")["cluster-port"]
-    first.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+def test_a_cluster_of_one_shard_is_taken_by_the_address_of_its_server(home: Path, server_binary: ServerBinary) -> None:
+    options = {"cluster-enabled": "yes", "cluster-port": str(free_port()), "appendonly": "no"}
+    with OwnServer(home / "node", options=options) as node:
+        node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        node.wait_for(lambda ask: ask("CLUSTER INFO")["cluster_state"] == "ok")
+        with connect(node.url, home) as c:
+            store = EveryRole(c, "cluster")
+            writer = Writer(store, "w", epoch=store.open_run().epoch)
+            pushed = writer.push_many([make_group(seed=n) for n in range(3)])  # payloads lie in several slots
+            assert [one.status for one in pushed] == ["stored"] * 3
 
 
 def wait_for(fact: object, seconds: float = 20.0) -> None:
@@ -317,9 +278,6 @@ def wait_for(fact: object, seconds: float = 20.0) -> None:
             pass
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 # -- how commands are sent ---------------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from looks import allowances
 from store_runs import Run
 
-from rlbuffer.errors import ConfigChanged, RlbufferError
+from rlbuffer.errors import RlbufferError
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.hand import Hand
 from rlbuffer.store.records import Claim, TrainedStep
@@ -101,26 +100,6 @@ def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
     after = trained.store.trainer()
     assert (after.trained, after.digest, after.oldest_kept) == (2, before.digest, before.oldest_kept)
     assert after.number > before.number
-
-
-def test_a_drained_run_gives_no_tickets_from_that_moment_on(trained: Run) -> None:
-    trained.store.set_allowances({"a": 4})
-    assert trained.store.take_tickets("a", 1, ttl_seconds=60) == [0]
-    trained.store.ask_drain()
-    assert trained.store.take_tickets("a", 1, ttl_seconds=60) == []
-    assert allowances(trained.store) == {}
-
-
-def test_settings_are_asked_for_once_and_only_as_they_were_seen(run: Run) -> None:
-    run.lead()
-    ask, first = run.store.ask_config, run.store.meta()
-    assert ask({"a": 1}, "one", seen=first) == "asked"
-    assert ask({"a": 1}, "one", seen=first) == "asked", "it is wanted already"
-    with pytest.raises(ConfigChanged):
-        ask({"a": 2}, "two", seen=first)
-    assert ask({"a": 2}, "two", seen=run.store.meta()) == "asked"
-    run.store.set_config({"a": 2}, "two", settles="two")
-    assert ask({"a": 2}, "two", seen=run.store.meta()) == "same"
 
 
 def test_a_recovery_goes_on_from_the_first_epoch_and_counts_what_was_committed_here(trained: Run) -> None:

@@ -9,7 +9,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.client.writer import Writer
-from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.errors import ConfigError, ProducerGap, ServerRefused
 from rlbuffer.store.producer import _Push, _Source
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
@@ -124,27 +124,6 @@ def test_missing_push_is_answered_with_the_last_one_that_the_server_has(run):
         send(run, 3, group_id="a.2")
     assert caught.value.last == 1
     assert run.control_keys() == before
-
-
-@pytest.mark.parametrize("deleted", [False, True])
-def test_producer_of_another_epoch_is_told_that_its_run_is_gone(run, deleted):
-    if deleted:
-        run.client.delete(run.store.keys.meta)
-        message = f"run '{run.store.run}' is not on the server any more ({run.store.keys.meta})"
-    else:
-        run.client.hset(run.store.keys.meta, "epoch", 8)
-        message = f"run '{run.store.run}' is in epoch 8, this producer works in epoch 7: it was reset or rewound"
-    before = run.control_keys()
-    with pytest.raises(RunGone) as caught:
-        send(run, 1, epoch=7)
-    assert str(caught.value) == message
-    assert run.control_keys() == before
-
-
-def test_run_made_anew_is_in_another_epoch(run):
-    run.client.delete(run.store.keys.meta)
-    time.sleep(0.002)
-    assert run.store.open_run().epoch > run.meta.epoch
 
 
 def test_push_whose_payload_was_lost_before_it_became_pending_is_sent_whole_again(run):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from every_role import EveryRole
 
-from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ConfigError, EnvDone, RunGone, SchemaMismatch
+from rlbuffer.errors import EnvDone, SchemaMismatch
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Asked
-from rlbuffer.store.session import open_store
 
 pytest_plugins = ("store_fixtures",)
 
@@ -26,18 +23,6 @@ def test_run_of_another_schema_is_refused(run):
     with pytest.raises(SchemaMismatch) as caught:
         run.store.open_run()
     assert "schema 99" in str(caught.value)
-
-
-def test_meta_of_a_run_that_is_not_there_says_so(run):
-    run.client.delete(run.store.keys.meta)
-    with pytest.raises(RunGone):
-        run.store.meta()
-
-
-@pytest.mark.parametrize("name", ["", "Upper", "a b", "x" * 65, "a:b", "a*"])
-def test_run_names_that_cannot_be_keys_are_refused(name, tmp_path):
-    with pytest.raises(ConfigError, match="must match"):
-        open_store(EveryRole, "memory://", run=name, home=tmp_path, server=ServerSettings())
 
 
 def test_heartbeats_carry_the_servers_time(run):

@@ -15,7 +15,7 @@ from store_runs import Run, plan_of
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import LeaseLost, RlbufferError, ServerRefused, ServerUnreachable
+from rlbuffer.errors import LeaseLost, RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.connection import Connection
@@ -53,6 +53,12 @@ def test_any_node_of_the_address_leads_to_all_shards(cluster: Cluster, tmp_path:
             ports = {server.connection_pool.connection_kwargs["port"] for server in made.servers()}
             assert ports == {node.port for node in cluster.nodes}
             assert made.address == url
+
+
+def test_a_cluster_is_refused_by_the_address_of_one_of_its_servers(cluster: Cluster, tmp_path: Path) -> None:
+    error = refusal(f"redis://127.0.0.1:{cluster.nodes[0].port}", tmp_path)
+    assert type(error) is ServerUnsuitable
+    assert "is a cluster of 3 shards. Write redis+cluster://HOST:PORT,HOST:PORT" in str(error)
 
 
 def test_a_server_that_is_no_cluster_is_named(tmp_path: Path, server_binary: ServerBinary) -> None:
