@@ -299,21 +299,6 @@ def test_a_drain_beside_it_lets_the_run_end(served: Served) -> None:
     assert loop.end() == [1]
 
 
-def test_no_run_ends_while_a_paused_env_holds_something(served: Served) -> None:
-    run = served.run
-    run.store.pause("b")
-    served.serve(CONFIG)
-    loop = Loop(run)
-    run.push("a.0")
-    run.push("b.0")
-    for env in "ab":
-        run.store.say_done(env, epoch=run.meta.epoch)
-    served.wait_for(lambda: waits.said(run.store) == Waiting(kind=Wait.PAUSED, env="b"), 20)
-    run.store.resume("b")
-    wait_until_ended(served)
-    assert loop.end() == [1, 2]
-
-
 def test_a_step_that_is_not_full_trains_after_its_time(served: Served) -> None:
     run = served.run
     served.serve(rlbuffer.BatcherConfig(64, step_groups=9, max_age=8, fill_timeout_seconds=0.2))

@@ -93,8 +93,10 @@ def trainer(run: Run) -> Iterator[Trainer]:
     made.close()
 
 
-def writer_of(run: Run, said: list[RlbufferError]) -> Writer:
-    return Writer(run.store, "w", epoch=run.meta.epoch, on_retry=said.append)
+def heavy_step(run: Run, trainer: Trainer, step: int, *, obeys: bool = False) -> None:
+    """Pushes what the step needs, and trains it."""
+    Writer(run.store, "w", epoch=run.meta.epoch).push_many([heavy(2 * step), heavy(2 * step + 1)])
+    trainer.train(step, obeys=obeys)
 
 
 def share(run: Run) -> float:
@@ -113,11 +115,8 @@ def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early
 ) -> None:
     run = served.run
     served.serve(CONFIG)
-    writer = writer_of(run, [])
     for step in range(1, 61):
-        writer.push(heavy(2 * step))
-        writer.push(heavy(2 * step + 1))
-        trainer.train(step)
+        heavy_step(run, trainer, step)
     served.wait_for(lambda: share(run) < 0.85 and retirements_told(served))
     served.stop()
     early = served.said("memory", state="retired early")
@@ -149,11 +148,8 @@ def test_a_trainer_that_writes_what_it_is_asked_for_can_always_start_again(
         return facts
 
     monkeypatch.setattr(leader, "server", look)
-    writer = writer_of(run, [])
     for step in range(1, 61):
-        writer.push(heavy(2 * step))
-        writer.push(heavy(2 * step + 1))
-        trainer.train(step, obeys=True)
+        heavy_step(run, trainer, step, obeys=True)
         if share(run) > 0.6:  # a real step takes longer than this one: the leader has seen what it needs
             before = len(looks)
             served.wait_for(lambda before=before: len(looks) > before + 2, SECONDS)
@@ -170,7 +166,7 @@ def test_producers_without_tickets_fill_the_server_and_wait_until_everything_is_
     run = served.run
     served.serve(CONFIG)
     said: list[RlbufferError] = []
-    writer = writer_of(run, said)
+    writer = Writer(run.store, "w", epoch=run.meta.epoch, on_retry=said.append)
 
     def produce() -> None:
         for number in range(120):
@@ -193,11 +189,8 @@ def test_while_no_trainer_is_at_work_or_one_trains_again_nothing_that_it_needs_r
 ) -> None:
     run = served.run
     served.serve(CONFIG)
-    writer = writer_of(run, [])
     for step in range(1, 11):
-        writer.push(heavy(2 * step))
-        writer.push(heavy(2 * step + 1))
-        trainer.train(step)
+        heavy_step(run, trainer, step)
     run.client.hset(run.store.keys.trainer, "seen", 1)
     run.client.config_set("maxmemory", run.store.server()["used_memory"])
     served.wait_for(lambda: waits.problem(run.store, Trouble.MEMORY), SECONDS)
@@ -268,11 +261,8 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
     run.client.config_set("maxmemory", 0)
     monkeypatch.setattr(memory_rules, "MACHINE_SHARE", (16 << 20) / run.store.server()["machine"])
     served.serve(CONFIG)
-    writer = writer_of(run, [])
     for step in range(1, 61):
-        writer.push(heavy(2 * step))
-        writer.push(heavy(2 * step + 1))
-        trainer.train(step)
+        heavy_step(run, trainer, step)
     served.wait_for(lambda: bool(served.said("memory", state="retired early")))
     assert run.store.meta().retired == run.store.meta().early > 0
     assert "as if it were 16.0 MiB" in served.said("memory", state="unlimited")[0]["text"]

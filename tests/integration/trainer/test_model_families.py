@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import GEMMA2, GPT2, HYBRIDS, LLAMA, QWEN3, QWEN3_MOE, row
+from model_families import GEMMA2, GPT2, LLAMA, QWEN3, QWEN3_MOE, row
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError, PackedForwardError
+from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.checkpoints.checkpoint import path_of, restore
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
@@ -79,14 +79,6 @@ def test_tied_embeddings_are_published_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(published(tmp_path, 1) / "model.safetensors")
     run(settings(tmp_path / "untied", LLAMA, steps=1))
     assert "lm_head.weight" in load_file(published(tmp_path / "untied", 1) / "model.safetensors")
-
-
-@pytest.mark.parametrize("config", HYBRIDS, ids=lambda c: c["model_type"])
-def test_a_model_with_state_across_tokens_trains_on_padded_rows_only(tmp_path: Path, config: Mapping[str, Any]) -> None:
-    with pytest.raises(PackedForwardError, match=r'need trainer\.layout = "padded"$'):
-        train(settings(tmp_path, config), rank=0, world_size=1, fake_data=True)
-    records = run(settings(tmp_path, config, layout="padded"))
-    assert [record["step"] for record in records] == [1, 2, 3]
 
 
 def test_padded_rows_and_recomputed_activations_train_what_packed_rows_do(tmp_path: Path) -> None:

@@ -48,16 +48,6 @@ def gradient(
     return torch.cat(gradients)
 
 
-def test_a_mean_of_means_would_be_another_gradient() -> None:
-    """The counts that travel with a step are needed: dividing by each rank's own count is not the same."""
-    made, dealt = policy(), ((0, 1, 2, 3), (4,))
-    own = [counts_of([items()[i] for i in row]) for row in dealt]
-    whole = counts_of(items()[:5])
-    right = torch.stack([gradient(made, [(row,)], whole, ranks=2) for row in dealt]).mean(0)
-    wrong = torch.stack([gradient(made, [(row,)], counts) for row, counts in zip(dealt, own, strict=True)]).mean(0)
-    assert float((wrong - right).norm() / right.norm()) > 0.05
-
-
 def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
     counts = Normalizers(loss_tokens=10, rollouts=1, groups=1)
     assert not gradient(policy(), [((),)], counts, loss=LossChoice(entropy_bonus=0.1)).any()

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import waits
-from every_role import EveryRole
 from logged import Logged
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
-from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 
@@ -105,30 +102,6 @@ def start_trainer(buffer: rlbuffer.Buffer, reader: rlbuffer.Reader | None = None
     buffer.policy().announce(0, location="", size=0, checksum="")
 
 
-def test_every_rank_reads_its_part_and_another_world_size_the_same_rollouts(place: Place) -> None:
-    place.serve()
-    buffer = place.connect()
-    four = [place.connect().reader(rank, 4, timeout_seconds=20) for rank in range(4)]
-    start_trainer(place.buffers[-4], four[0])
-    push_groups(place, range(4), lengths=[20, 40])
-    parts = [reader.pull(1) for reader in four]
-    assert len({step.digest for step in parts}) == 1
-    assert len({len(step) for step in parts}) == 1
-    alone = buffer.reader(0, 1, timeout_seconds=20).pull(1)
-    assert alone.normalizers == parts[0].normalizers
-
-    def content(steps: list[rlbuffer.Step]) -> list[tuple[str, float, bytes]]:
-        return sorted(
-            (sample.rollout_id, sample.advantage, np.asarray(tokens).tobytes())
-            for step in steps
-            for mb in step
-            for sample, tokens in zip(mb.samples, mb.unpack(mb.input_ids), strict=True)
-        )
-
-    assert content([alone]) == content(parts)
-    assert digest_step(four[2].pull(1)) == digest_step(parts[2])
-
-
 def test_the_leader_goes_on_where_another_stopped(place: Place) -> None:
     place.serve()
     push_groups(place, range(4))
@@ -183,27 +156,6 @@ def test_a_newer_attempt_fences_the_older_reader(place: Place) -> None:
     new.start(0)
     with pytest.raises(AttemptFenced):
         old.trained(step)
-
-
-def test_a_damaged_payload_trains_as_masked_padding(place: Place) -> None:
-    place.serve()
-    buffer = place.connect()
-    start_trainer(buffer)
-    push_groups(place, range(2))
-    store = buffer.role(EveryRole)
-    place.wait_for(lambda: store.meta().step == 1)
-    victim = store.read_parts(1)[0].rollouts[0]
-    data = bytearray(store.read_payloads([victim])[0] or b"")
-    data[len(data) // 2] ^= 1
-    store.client.hset(victim.payload_key, str(victim.index), bytes(data))
-    reader = buffer.reader(timeout_seconds=20)
-    step = reader.pull(1)
-    assert step.damaged == (victim.info.rollout_id,)
-    intact = [mb for mb in step if not mb.is_dummy]
-    trained = sum(int(mb.loss_mask.sum()) for mb in intact)
-    assert trained == step.normalizers.loss_tokens - victim.info.loss_tokens
-    assert digest_step(reader.pull(1)) == digest_step(step)
-    assert buffer.ledger().damaged == 1  # pulled twice
 
 
 def test_a_group_that_lost_payloads_of_several_parts_before_the_commit_drops_as_a_whole(place: Place) -> None:
@@ -266,32 +218,6 @@ def test_groups_can_be_looked_at_in_every_state(place: Place) -> None:
     assert detail.members[0].rollout == make_group(seed=20, size=2, rewards=[0.0, 1.0], planned_size=4).rollouts[0]
     with pytest.raises(NotFound, match="has no group 'nothing'"):
         buffer.group("nothing")
-
-
-def test_a_reader_resumes_after_the_step_of_its_state(place: Place) -> None:
-    place.serve()
-    push_groups(place, range(8))
-    reader = place.connect().reader(timeout_seconds=20)
-    steps = take_steps(reader, 2)
-    state = reader.state_dict()
-    assert state["step"] == 2
-    assert state["digest"] == steps[1].digest
-    take_steps(reader, 1)
-    again = place.connect().reader(timeout_seconds=20)
-    again.load_state_dict(state)
-    assert next(again.steps()).number == 3
-
-
-def test_workers_take_tickets_and_a_dead_worker_s_are_taken_again(place: Place) -> None:
-    place.serve()
-    buffer = place.connect()
-    start_trainer(buffer)
-    writer = buffer.writer("w")
-    tickets = writer.take("new-env", timeout_seconds=20)
-    assert [ticket.group_id for ticket in tickets] == ["new-env.0"]
-    writer.release(tickets)
-    assert [ticket.number for ticket in writer.take("new-env", timeout_seconds=20)] == [0]
-    assert writer.take("new-env", 1000, timeout_seconds=0.0) != tickets
 
 
 def test_a_trainer_that_has_gone_silent_is_named_as_what_everybody_waits_for(place: Place) -> None:
