@@ -66,40 +66,30 @@ def call(folder: Path, url: str, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
-def address(scheme: str, ports: tuple[int, int], *, trusts: Path) -> str:
-    options = [f"ssl_ca_certs={trusts}"]
-    if scheme == "rediss":
-        return f"rediss://127.0.0.1:{ports[0]}/0" + "".join(f"?{option}" for option in options)
-    options.append("sentinel_password=watch-s%23cr%40t")
-    return f"rediss+sentinel://127.0.0.1:{ports[1]}/{SERVICE}/0?{'&'.join(options)}"
+def address(ports: tuple[int, int], *, trusts: Path) -> str:
+    options = f"ssl_ca_certs={trusts}&sentinel_password=watch-s%23cr%40t"
+    return f"rediss+sentinel://127.0.0.1:{ports[1]}/{SERVICE}/0?{options}"
 
 
-@pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel"])
-def test_a_server_over_tls_is_taken(folder: Path, ports: Mapping[str, tuple[int, int]], scheme: str) -> None:
-    called = call(folder, address(scheme, ports["good"], trusts=folder / "ca" / "ca.crt"), "runs", "list")
-    assert (called.returncode, called.stderr) == (0, ""), called.stderr
-
-
-@pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel"])
 def test_a_mistake_ends_the_command_with_the_reason_and_code_4(
-    folder: Path, ports: Mapping[str, tuple[int, int]], scheme: str
+    folder: Path, ports: Mapping[str, tuple[int, int]]
 ) -> None:
     """The reasons are those of tests/integration/store/test_tls_mistakes.py."""
-    called = call(folder, address(scheme, ports["expired"], trusts=folder / "ca" / "ca.crt"), "runs", "list")
+    called = call(folder, address(ports["expired"], trusts=folder / "ca" / "ca.crt"), "runs", "list")
     assert called.returncode == 4, called.stderr
     assert "its certificate has expired" in called.stderr
     assert "RLBUFFER_REDIS_URL" in called.stderr
     assert "Traceback" not in called.stderr
 
 
-@pytest.mark.parametrize("debug", [(), ("--debug",)])
 def test_no_password_stands_in_what_a_refused_command_prints(
-    folder: Path, ports: Mapping[str, tuple[int, int]], debug: tuple[str, ...]
+    folder: Path, ports: Mapping[str, tuple[int, int]]
 ) -> None:
     """Tracebacks too: of a login that is refused, and of a certificate."""
-    good = address("rediss+sentinel", ports["good"], trusts=folder / "ca" / "ca.crt")
-    wrong = good.replace("watch-s", "other-s")
-    for url in (wrong, good.replace("://", "://:typed-s%23cr%40t@"), good.replace("127.0.0.1", "localhost")):
+    good = address(ports["good"], trusts=folder / "ca" / "ca.crt")
+    wrong, typed = good.replace("watch-s", "other-s"), good.replace("://", "://:typed-s%23cr%40t@")
+    debugged = [(url, ("--debug",)) for url in (wrong, typed, good.replace("127.0.0.1", "localhost"))]
+    for url, debug in (*debugged, (wrong, ())):
         called = call(folder, url, "runs", "list", *debug)
         assert called.returncode != 0
         said = called.stdout + called.stderr
