@@ -259,16 +259,18 @@ def test_what_no_step_can_hold_is_let_go_at_the_end():
     assert last.is_over
 
 
-def test_a_paused_env_keeps_what_it_has_and_the_run_from_its_end():
+@pytest.mark.parametrize("done", [["a", "b"], ["a"]])
+def test_a_paused_env_keeps_what_it_has_and_the_run_from_its_end(done):
     made = batcher(**FOUR)
     put(made, "a0", env="a")
     put(made, "b0", env="b")
     made.pause("b")
-    made.set_sources(done=["a", "b"])
+    made.set_sources(done=done)
     steps, drops, last = run_out(made)
     assert (steps, drops, last.is_over) == ([(["a0"], "end")], [], False)
     assert last.why == Waiting(kind=Wait.PAUSED, env="b")
     made.resume("b")
+    made.set_sources(done=["a", "b"])
     assert run_out(made, 2)[0] == [(["b0"], "end")]
 
 

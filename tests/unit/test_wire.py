@@ -129,6 +129,32 @@ def test_a_nan_in_a_column_is_refused() -> None:
 COLUMN = {"columns": {"x": np.arange(8, dtype=np.float32)}}
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (1, "1"),
+        (6, [0, 2]),
+        (6, [-1, 2, 8]),
+        (7, [["user", 0, 2]]),
+        (8, [["x", "c16"]]),
+        (8, [["x", "f4", -1]]),
+        (8, [["x", "f4", True]]),
+        (8, [["tokens", "f4"]]),
+        (8, [["x", "f4"], ["x", "f4"]]),
+        (11, []),
+    ],
+)
+def test_details_that_no_rollout_can_have_are_refused(place: int, value: Any) -> None:
+    def change(details: list[Any]) -> None:
+        details[place] = value
+
+    assert refusal(with_details(encode_rollout(rollout(**COLUMN)), change)).startswith("invalid rollout payload: ")
+
+
+def test_details_of_another_length_are_refused() -> None:
+    refusal(with_details(encode_rollout(rollout()), lambda details: details.extend([None, 1])))  # no failure, and more
+
+
 def test_a_shape_that_asks_for_more_than_is_there_is_refused_before_memory_is_set_aside() -> None:
     def change(details: list[Any]) -> None:
         details[8] = [["x", "f8", *[2**26] * 7]]

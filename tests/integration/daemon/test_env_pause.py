@@ -54,6 +54,7 @@ def test_after_a_pause_the_next_step_does_not_wait_for_the_env_any_more(served: 
     assert served.said("env", env="b", state="paused")
     run.store.resume("b")
     served.wait_for(lambda: served.said("env", env="b", state="resumed"))
+    served.wait_for(lambda: allowances(run.store)["b"] > 0)
     served.wait_for(lambda: run.store.verify().ok)
 
 
