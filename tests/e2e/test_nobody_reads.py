@@ -5,10 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from homes import Home
@@ -17,57 +14,39 @@ PIPE_BYTES = 4096
 
 
 @pytest.fixture
-def writer(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A pipe whose reader has left, or is there and does not read while the pipe is full."""
-    reader, writer = os.pipe()
-    if request.param == "gone":
-        os.close(reader)
-    else:
-        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        os.write(writer, bytes(PIPE_BYTES))
-    yield writer
+def pipe(home: Home) -> Iterator[tuple[int, int]]:
+    """Reader and writer of the log "unread"."""
+    os.mkfifo(home.path / "unread.log")
+    reader = os.open(home.path / "unread.log", os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(home.path / "unread.log", os.O_WRONLY)
+    yield reader, writer
     os.close(writer)
-    if request.param != "gone":
-        assert os.read(reader, 2 * PIPE_BYTES) == bytes(PIPE_BYTES)
-        os.close(reader)
 
 
-def unread(home: Home, writer: int, *arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts a command whose stdout and stderr nobody reads."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
-        cwd=home.path,
-        env=home.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=writer,
-        stderr=writer,
-        text=True,
-        start_new_session=True,
-    )
-    home.processes.append(process)
-    return process
-
-
-@pytest.mark.parametrize("writer", ["stays"], indirect=True)
-def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, writer: int) -> None:
-    """Takes half a minute: this process is started as a user starts it."""
-    path = home.config(steps=3, world_size=1)
-    process = unread(home, writer, "run", path, "--run", "tiny", "--display", "plain")
+def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, pipe: tuple[int, int]) -> None:
+    """The reader is there, and does not read while the pipe is full."""
+    reader, writer = pipe
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(writer, bytes(PIPE_BYTES))
+    process = home.start("run", home.config(steps=3, world_size=1), "--display", "plain", log="unread")
+    (home.path / "unread.log").unlink()  # a test that fails reads every log
     assert home.ended(process, 120) == 0
     log = (home.path / "runs" / "tiny" / "run.log").read_text()
     assert [record["step"] for record in home.metrics()] == [1, 2, 3], log
     assert "starting it again" not in log
+    assert os.read(reader, 2 * PIPE_BYTES) == bytes(PIPE_BYTES)
+    os.close(reader)
 
 
-@pytest.mark.parametrize("writer", ["gone"], indirect=True)
-def test_each_process_of_a_run_goes_on_by_itself(home: Home, writer: int) -> None:
-    """Takes a minute, as four processes that import torch."""
+def test_each_process_of_a_run_goes_on_by_itself(home: Home, pipe: tuple[int, int]) -> None:
+    """The reader has left."""
     path = home.config(steps=3, world_size=1)
-    others = [
-        unread(home, writer, *words, "--config", path)
-        for words in (["serve"], ["worker", "vcopy"], ["worker", "repeat"])
+    *others, trainer = [
+        home.start(*words, "--config", path, "--display", "plain", log="unread")
+        for words in (["serve"], ["worker", "vcopy"], ["worker", "repeat"], ["train"])
     ]
-    trainer = unread(home, writer, "train", "--config", path, "--display", "plain")
+    (home.path / "unread.log").unlink()
+    os.close(pipe[0])
     assert home.ended(trainer, 240) == 0
     assert [record["step"] for record in home.metrics()] == [1, 2, 3]
     assert [process.poll() for process in others] == [None] * 3
