@@ -8,7 +8,7 @@ from collections import Counter
 from homes import Home
 from looks import evaluations
 
-STEPS = 8
+STEPS = 5
 EVAL = """
 [eval.held_out]
 env = "vcopy"

@@ -18,7 +18,7 @@ from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 pytestmark = pytest.mark.timeout(900)
 """A machine may be many times as slow as this one."""
 
-CHECKPOINT, KILLED_AT, LAST = 3, 4, 6
+CHECKPOINT, KILLED_AT, LAST = 2, 3, 4
 COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_fraction", "parameters_sha256", "batch_sha256")
 LOSS = """\
 import random

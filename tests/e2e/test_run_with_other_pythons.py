@@ -11,7 +11,7 @@ from homes import Home
 
 
 def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Home) -> None:
-    """Takes a minute: a Python of its own imports everything again, at every start."""
+    """Takes half a minute: a Python of its own imports everything again, at every start."""
     wrapper, started = home.path / "python", home.path / "started"
     wrapper.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -20,21 +20,21 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     config.write_text(text)
 
     def pid() -> int:
-        return home.pids().get("worker vcopy", 0)
+        return home.pids().get("worker vcopy", 0) if (home.path / "runs/tiny/pids.json").exists() else 0
 
     def steps() -> int:
         return max((record["step"] for record in home.metrics()), default=0)
 
-    supervisor = home.start("run", config, "--display", "plain", log="run")
-    home.wait_until(lambda: steps() >= 1, seconds=180, why="the first step, which needs both workers")
-    first = pid()
-    assert started.read_text().splitlines()[1:] == ["3 -m rlbuffer.run.members worker vcopy 0 vcopy"]
+    def starts() -> list[str]:
+        return started.read_text().splitlines()[1:] if started.exists() else []
 
+    supervisor = home.start("run", config, "--display", "plain", log="run")
+    first = home.wait_until(lambda: starts() and pid(), seconds=120, why="its Python's first word")
+    assert starts() == ["3 -m rlbuffer.run.members worker vcopy 0 vcopy"]
     os.kill(first, signal.SIGKILL)
     home.wait_until(lambda: pid() not in (0, first), seconds=120, why="another worker in place of the killed one")
-    home.wait_until(lambda: len(started.read_text().splitlines()) == 3, seconds=60, why="its Python's first word")
-    before = steps()
-    home.wait_until(lambda: steps() > before + 2, seconds=180, why="steps after that")
+    home.wait_until(lambda: steps() >= 1, seconds=180, why="a step, which needs the other worker")
+    assert len(starts()) == 2
     assert "worker vcopy was killed by SIGKILL; starting it again" in (home.path / "run.log").read_text()
 
     second = psutil.Process(pid())
