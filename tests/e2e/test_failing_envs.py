@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import failing_envs
-from homes import Home
+from homes import Home, model_section
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
@@ -28,6 +28,7 @@ appendfsync = "no"
 row_tokens = 64
 step_groups = 4
 """
+MODEL = model_section(vocab_size=13, eos_token_id=12)
 
 
 EXPECTED = {
@@ -151,8 +152,7 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
 
 
 def test_a_run_whose_batcher_has_no_function_is_not_begun(home: Home) -> None:
-    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
-    config = write_config(home, "raises", more=f"[model.config]\n{model}")
+    config = write_config(home, "raises", more=MODEL)
     config.write_text(config.read_text().replace("[batcher]\n", '[batcher]\norder = "raising_module:order"\n'))
     shutil.copy(Path(failing_envs.__file__).with_name("raising_module.py"), home.path)
     failed = home.call("run", config, "--display", "plain")
@@ -163,16 +163,14 @@ def test_a_run_whose_batcher_has_no_function_is_not_begun(home: Home) -> None:
 
 
 def test_a_run_names_a_worker_whose_env_ends_its_process(home: Home) -> None:
-    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
-    config = write_config(home, ENDS, more=f"[model.config]\n{model}[trainer]\nworld_size = 1\n")
+    config = write_config(home, ENDS, more=f"{MODEL}[trainer]\nworld_size = 1\n")
     running = home.start("run", config, "--display", "plain", log="run")
     assert home.ended(running, 60) == 7, home.logs()
     assert f"worker {ENDS} ended with exit code 7; starting it again" in home.printed()
 
 
 def test_a_run_whose_env_makes_no_group_ends_and_says_why(home: Home) -> None:
-    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
-    more = f"[model.config]\n{model}[trainer]\nworld_size = 1\n"
+    more = f"{MODEL}[trainer]\nworld_size = 1\n"
     config = write_config(home, "raises", at_once=25, more=more)
     running = home.start("run", config, "--display", "plain", log="run")
     assert home.ended(running, 60) == 3, home.logs()

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from homes import Home
+from homes import Home, model_section
 
 from rlbuffer.testing import make_group
 
@@ -21,17 +21,6 @@ appendfsync = "no"
 row_tokens = 256
 max_age = 100
 step_groups = 4
-
-[model.config]
-model_type = "qwen3"
-vocab_size = 32000
-hidden_size = 16
-intermediate_size = 16
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 8
-tie_word_embeddings = true
 
 [trainer]
 world_size = 2
@@ -50,7 +39,7 @@ def push(home: Home, first: int, count: int) -> None:
 
 def test_a_rank_that_hangs_in_its_data_ends_the_job(home: Home) -> None:
     config = home.path / "tiny.toml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG + model_section(vocab_size=32000))
     home.start("serve", "--config", config, log="serve")
     home.wait_until(lambda: list(home.path.glob("server/server.json")), seconds=60, why="the server's start")
     push(home, 1, 12)

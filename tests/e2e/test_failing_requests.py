@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from homes import Home
+from homes import Home, model_section
 
 from rlbuffer.worker.samplers.endpoint import GENERATE
 
@@ -48,17 +48,6 @@ appendfsync = "no"
 row_tokens = 512
 step_groups = 5
 max_age = 8
-[model.config]
-model_type = "qwen3"
-vocab_size = 13
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-max_position_embeddings = 64
-eos_token_id = 12
 [trainer]
 steps = 25
 world_size = 1
@@ -157,7 +146,8 @@ def test_requests_that_fail_in_any_way_cost_their_own_groups(home: Home, engine:
     url = f"http://127.0.0.1:{engine.server_address[1]}"
     (home.path / "digits_env.py").write_text(ENV)
     config = home.path / "requests.toml"
-    config.write_text(CONFIG + f'sampler = "openai"\nsampler_options = {{ servers = ["{url}"] }}\n')
+    sampler = f'sampler = "openai"\nsampler_options = {{ servers = ["{url}"] }}\n'
+    config.write_text(CONFIG + sampler + model_section(vocab_size=13, eos_token_id=12))
     ended = home.call("run", config, "--display", "plain")
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
     drawn = {KINDS[number // 10 % len(KINDS)] for number in engine.asked if number % 10 == 3}

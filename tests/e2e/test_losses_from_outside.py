@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from homes import Home
+from homes import Home, model_section
 
 import rlbuffer
 
@@ -25,18 +25,6 @@ appendfsync = "no"
 row_tokens = 256
 step_groups = 2
 max_age = 2
-
-[model.config]
-model_type = "qwen3"
-vocab_size = 16
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 1
-num_attention_heads = 4
-num_key_value_heads = 4
-head_dim = 16
-tie_word_embeddings = true
-max_position_embeddings = 64
 
 [trainer]
 steps = 2
@@ -108,7 +96,7 @@ def test_a_loss_over_teacher_logprobs_clips_by_the_age_of_each_token(home: Home)
     shutil.copy(EXAMPLE, home.path)
     (home.path / "seen.py").write_text(SEEN)
     config = home.path / "taught.toml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG + model_section())
     home.start("serve", "--config", config, "--display", "plain", log="serve")
     trainer = home.start("train", "--config", config, "--display", "plain", log="train")
     groups = {number: group(number, newest) for number, newest in ((0, 0), (1, 0), (3, 1), (4, 1))}

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 
 import pytest
-from homes import Home
+from homes import Home, model_section
 from paced import events, kill, start_worker
 
 STEPS = 20
@@ -26,21 +26,9 @@ micro_batches_per_rank = 2
 max_age = 1
 budgets = { slow = 0.5, middle = 0.3, fast = 0.2 }
 
-[model.config]
-model_type = "qwen3"
-vocab_size = 16
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-tie_word_embeddings = true
-max_position_embeddings = 64
-
 [trainer]
 steps = 1000
-timeout_seconds = 30.0
+timeout_seconds = 15.0
 """
 
 
@@ -67,7 +55,7 @@ def trained_steps(home: Home) -> int:
 def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(home: Home) -> None:
     """Takes a minute: each side waits until it has something to say."""
     config = home.path / "shares.toml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG + model_section())
     home.start("serve", "--config", config, "--display", "json", log="serve")
     workers = {env: start_worker(home, "shares", env, seconds) for env, seconds in SECONDS.items()}
     train = home.start("train", "--config", config, "--display", "plain", log="train")

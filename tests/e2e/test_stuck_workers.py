@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shutil
 import signal
 
 import failing_envs
 import stuck_envs
-from homes import Home
-
-from rlbuffer.weights.model import TINY_QWEN3
+from homes import Home, model_section
 
 STUCK = {"holds": stuck_envs.Holds, "blocks": stuck_envs.Blocks, "never": stuck_envs.Never}
 CONFIG = """
@@ -43,13 +40,12 @@ def line(name: str) -> int:
 def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes_on(home: Home) -> None:
     for module in (failing_envs, stuck_envs):
         shutil.copy(module.__file__, home.path)
-    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
     sections = "".join(
         f'[worker.{name}]\nenv = "stuck_envs:{env.__name__}"\ngroup_size = 2\ngroups_per_batch = 1\n'
         for name, env in STUCK.items()
     )
     config = home.path / "stuck.toml"
-    config.write_text(f"{CONFIG}{sections}[model.config]\n{model}")
+    config.write_text(CONFIG + sections + model_section(vocab_size=13, eos_token_id=12))
     running = home.start("run", config, "--display", "plain", log="run")
     with home.connect("stuck") as buffer:
 

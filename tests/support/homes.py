@@ -72,6 +72,24 @@ group_size = 8
 groups_per_batch = 4
 """
 
+MODEL: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}
+
+
+def model_section(**changes: Any) -> str:
+    """`[model.config]` of the smallest model that trains; its settings may be overridden."""
+    return "[model.config]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in (MODEL | changes).items())
+
 
 class Home:
     """A home folder with its embedded server, and the commands run in it."""
