@@ -14,20 +14,18 @@ PIPE_BYTES = 4096
 
 
 @pytest.fixture
-def pipe(home: Home) -> Iterator[tuple[int, int]]:
-    """Reader and writer of the log "unread"."""
+def reader(home: Home) -> Iterator[int]:
+    """Reader of the log "unread", a pipe that is full: it is there, and does not read."""
     os.mkfifo(home.path / "unread.log")
     reader = os.open(home.path / "unread.log", os.O_RDONLY | os.O_NONBLOCK)
     writer = os.open(home.path / "unread.log", os.O_WRONLY)
-    yield reader, writer
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(writer, bytes(PIPE_BYTES))
+    yield reader
     os.close(writer)
 
 
-def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, pipe: tuple[int, int]) -> None:
-    """The reader is there, and does not read while the pipe is full."""
-    reader, writer = pipe
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    os.write(writer, bytes(PIPE_BYTES))
+def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, reader: int) -> None:
     process = home.start("run", home.config(steps=3, world_size=1), "--display", "plain", log="unread")
     (home.path / "unread.log").unlink()  # a test that fails reads every log
     assert home.ended(process, 120) == 0
@@ -38,17 +36,16 @@ def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, p
     os.close(reader)
 
 
-def test_each_process_of_a_run_goes_on_by_itself(home: Home, pipe: tuple[int, int]) -> None:
-    """The reader has left."""
+def test_each_process_of_a_run_goes_on_by_itself_and_ends_when_its_reader_has_left(home: Home, reader: int) -> None:
     path = home.config(steps=3, world_size=1)
     *others, trainer = [
         home.start(*words, "--config", path, "--display", "plain", log="unread")
         for words in (["serve"], ["worker", "vcopy"], ["worker", "repeat"], ["train"])
     ]
     (home.path / "unread.log").unlink()
-    os.close(pipe[0])
     assert home.ended(trainer, 240) == 0
     assert [record["step"] for record in home.metrics()] == [1, 2, 3]
+    os.close(reader)
     assert [process.poll() for process in others] == [None] * 3
     for process in reversed(others):
         process.send_signal(signal.SIGTERM)
