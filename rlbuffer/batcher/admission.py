@@ -120,7 +120,11 @@ def allow(
             ready_mean=known.ready_mean(env),
         )
     per_step = groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
-    out = allowances(supply, per_step, awaited=awaited, open_step=_open_step(known, supply, limits))
+    # Where more than a step's worth waits for a scorer, one more would wait there, too, and then another one.
+    unscored = {env: max(known.pool.env(env).needs.values(), default=0) for env in supply}
+    backlog = {env for env, groups in unscored.items() if groups > per_step.get(env, 0.0)}
+    open_step = _open_step(known, supply, limits, known.short - backlog)
+    out = allowances(supply, per_step, awaited={*awaited} - backlog, open_step=open_step)
     out.update(dict.fromkeys(known.paused, 0))
     window = _window(known, ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:
@@ -130,8 +134,11 @@ def allow(
     return out
 
 
-def _open_step(known: Situation, supply: Mapping[str, EnvSupply], limits: Limits) -> dict[str, int]:
-    """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one."""
+def _open_step(
+    known: Situation, supply: Mapping[str, EnvSupply], limits: Limits, short: Collection[str]
+) -> dict[str, int]:
+    """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one. It
+    lacks at least one of those that are `short`."""
     config = known.config
     on_policy = [e for e in supply if config.for_env(e).max_age == 0]
     # Nobody knows what an env without a budget will send; in place of an excused env the others are sampled.
@@ -139,7 +146,7 @@ def _open_step(known: Situation, supply: Mapping[str, EnvSupply], limits: Limits
         return {}
     least = config.close_fill * limits.tokens
     needed = missing(supply, tokens=least, groups=limits.groups, rollouts=limits.rollouts)
-    return {e: max(needed[e], e in known.short) for e in on_policy if e in needed}
+    return {e: max(needed[e], e in short) for e in on_policy if e in needed}
 
 
 def _window(known: Situation, env: str, step: int) -> int:

@@ -481,3 +481,15 @@ def test_what_is_too_old_for_the_next_step_is_no_supply_for_it():
         put(made, f"new{n}", version=5)
     assert made.allowances(6, world_size=2) == {"a": 2}  # both versions can train at step 6: 8 - 6
     assert made.allowances(7, world_size=2) == {"a": 1}  # only version 5 can at step 7: 4 - 3
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_what_waits_for_a_scorer_is_not_sampled_again_and_again(max_age):
+    made = batcher(step_groups=2, budgets={"a": 1.0}, max_age=max_age)
+    made.set_published(0)
+    for number in range(2):
+        put(made, f"g{number}", needs=("rewards.judge",))
+    assert ask(made).allowances["a"] >= 1  # one of them may never be scored
+    for number in range(2, 2 + 4 * (1 + max_age)):
+        put(made, f"g{number}", needs=("rewards.judge",))
+    assert ask(made).allowances == {"a": 0}
