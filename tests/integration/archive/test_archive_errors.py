@@ -55,7 +55,7 @@ def test_a_file_that_is_torn_or_of_another_format(archive: Archive) -> None:
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"9"}), file)
     with pytest.raises(ArchiveError) as newer:
         _ = Archive(archive.folder).steps
-    assert str(newer.value) == f"{file} is of format 9, and this version reads format 2"
+    assert str(newer.value) == f"{file} is of format 9, and this version reads format 3"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ArchiveError) as torn:
         _ = Archive(archive.folder).steps
