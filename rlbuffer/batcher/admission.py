@@ -120,11 +120,9 @@ def allow(
             ready_mean=known.ready_mean(env),
         )
     per_step = groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
-    # Where more than a step's worth waits for a scorer, one more would wait there, too, and then another one.
-    unscored = {env: max(known.pool.env(env).needs.values(), default=0) for env in supply}
-    backlog = {env for env, groups in unscored.items() if groups > per_step.get(env, 0.0)}
-    open_step = _open_step(known, supply, limits, known.short - backlog)
-    out = allowances(supply, per_step, awaited={*awaited} - backlog, open_step=open_step)
+    held = {env for env in supply if waits_for_scorers(known, env, step)}
+    open_step = _open_step(known, supply, limits, known.short - held)
+    out = allowances(supply, per_step, awaited={*awaited} - held, open_step=open_step)
     out.update(dict.fromkeys(known.paused, 0))
     window = _window(known, ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:
@@ -132,6 +130,13 @@ def allow(
         is_exact = limits.groups is not None and window == 1
         out[ANY_ENV] = limits.groups if is_exact and limits.groups else START_TICKETS
     return out
+
+
+def waits_for_scorers(known: Situation, env: str, step: int) -> bool:
+    """True when some groups of the env wait for a scorer, and so many are here that one more would wait there, too, and
+    then another one: it gets no ticket for being waited for, and is not silent because it sends nothing."""
+    most = max(START_TICKETS, known.config.step_groups or 0)
+    return any(known.pool.env(env).needs.values()) and known.pool.kept(env, known.steps(step), known.published) >= most
 
 
 def _open_step(

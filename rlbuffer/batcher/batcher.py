@@ -311,7 +311,11 @@ class Batcher:
         self._patience.looked(
             pool.now,
             short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
-            awaited=[env for env in awaited if not known.env_lags(env, step)],
+            awaited=[
+                env
+                for env in awaited
+                if not known.env_lags(env, step) and not admission.waits_for_scorers(known, env, step)
+            ],
         )
         return trial, awaited
 

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgpack
-import msgspec
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_DEPTH, plain
 
-_ENCODE = msgspec.msgpack.Encoder().encode
 MAX_LEVELS = MAX_DEPTH + 8
 """A record wraps its user's values in a few levels of its own."""
 MAX_MESSAGE_ITEMS = 2**20
@@ -43,8 +41,8 @@ def pack(value: Any) -> bytes:
         PayloadError: a string of more than 4 GiB.
     """
     try:
-        return _ENCODE(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return bytes(msgpack.Packer(use_bin_type=True).pack(value))
+    except (ValueError, OverflowError) as error:
         raise PayloadError(f"cannot be encoded: {type(error).__name__}: {error}") from None
 
 

@@ -484,12 +484,14 @@ def test_what_is_too_old_for_the_next_step_is_no_supply_for_it():
 
 
 @pytest.mark.parametrize("max_age", [0, 1])
-def test_what_waits_for_a_scorer_is_not_sampled_again_and_again(max_age):
+def test_what_waits_for_a_scorer_is_not_sampled_again_and_again_and_its_env_is_not_silent(max_age):
     made = batcher(step_groups=2, budgets={"a": 1.0}, max_age=max_age)
     made.set_published(0)
-    for number in range(2):
+    put(made, "g0", needs=("rewards.judge",))
+    assert ask(made).allowances["a"] >= 1  # it may never be scored
+    for number in range(1, 8):
         put(made, f"g{number}", needs=("rewards.judge",))
-    assert ask(made).allowances["a"] >= 1  # one of them may never be scored
-    for number in range(2, 2 + 4 * (1 + max_age)):
-        put(made, f"g{number}", needs=("rewards.judge",))
-    assert ask(made).allowances == {"a": 0}
+    assert ask(made).allowances["a"] == 0
+    decisions = [ask(made, now=float(now)) for now in range(0, 290, 10)]
+    assert {decision.allowances["a"] for decision in decisions} == {0}
+    assert [decision.dead for decision in decisions if "a" in decision.dead] == []
