@@ -1,8 +1,7 @@
-"""``python -m benchmarks [--json FILE] [--beside VENV]... [--seconds N] [PART OF A NAME ...]``
+"""``python -m benchmarks [--json FILE] [--beside VENV]... [PART OF A NAME ...]``
 
 Runs the bench_*.py of this folder in the order of their names. ``--json`` writes what they print as data, too;
-``--beside`` names an environment that holds Reverb or TransferQueue, for bench_beside; ``--seconds`` is the length of
-bench_scale and bench_sharded_run (60).
+``--beside`` names an environment that holds Reverb or TransferQueue, for bench_beside.
 
 Exit code 1 when a stated target is missed.
 """
@@ -19,13 +18,11 @@ from benchmarks.report import Report
 
 def main(chosen: list[str]) -> int:
     """`chosen`: parts of names (``planning``), after options; none runs all."""
-    file, environments, seconds = None, list[Path](), None
-    while chosen[:1] in (["--json"], ["--beside"], ["--seconds"]) and len(chosen) > 1:
+    file, environments = None, list[Path]()
+    while chosen[:1] in (["--json"], ["--beside"]) and len(chosen) > 1:
         option, value, *chosen = chosen
         if option == "--json":
             file = Path(value)
-        elif option == "--seconds":
-            seconds = float(value)
         else:
             environments.append(Path(value).absolute())
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
@@ -33,7 +30,7 @@ def main(chosen: list[str]) -> int:
     if not wanted:
         print(f"no benchmark is called {' or '.join(chosen)}: there are {', '.join(names)}", file=sys.stderr)
         return 2
-    report = Report(environments=environments, seconds=seconds)
+    report = Report(environments=environments)
     for name in wanted:
         importlib.import_module(f"benchmarks.{name}").run(report)
     if file is not None:

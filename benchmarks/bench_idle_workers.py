@@ -28,12 +28,10 @@ from rlbuffer.client.asking import SELDOM_SECONDS, pauses_between_asks
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import READER_BLOCK_SECONDS
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
-from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.session import open_store
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import make_env
-from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.samplers import Completion, SamplerTraits
 
 WORKERS, READERS = 1_000, 512
@@ -105,8 +103,8 @@ def run(report: Report) -> None:
     report.line(f"{name}, met: {report.target(name, share < MOST_OF_A_CORE)}")
 
 
-def open_(home: Path, url: str | None = None) -> EveryRole:
-    return open_store(EveryRole, url, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+def open_(home: Path) -> EveryRole:
+    return open_store(EveryRole, None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
 
 
 def end(processes: Sequence[BaseProcess]) -> None:
@@ -212,16 +210,3 @@ def waiting_reader(home: Path, number: int, heard: Any) -> None:
     heard.put((time.monotonic(), ""))
     while True:
         store.wait_step(1, block_seconds=READER_BLOCK_SECONDS)
-
-
-def beat_for(home: Path, numbers: range, url: str | None = None) -> None:
-    """The heartbeats of a process's workers, spread over their interval."""
-    store = open_(home, url)
-    buffer = Buffer(store, settings=RunSettings())
-    record = Pulse(buffer, "worker", "math").record()
-    due = time.monotonic()
-    while True:
-        for number in numbers:
-            buffer.heartbeat("worker", f"worker-{number}", record)
-            due += BEAT_SECONDS / len(numbers)
-            time.sleep(max(0.0, due - time.monotonic()))

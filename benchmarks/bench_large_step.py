@@ -17,8 +17,7 @@ from typing import Any
 
 from every_role import EveryRole
 
-from benchmarks.bench_batcher import GROUP_SIZE
-from benchmarks.bench_leader import Cost, fill, spent
+from benchmarks.bench_leader import GROUP_SIZE, Cost, fill, spent
 from benchmarks.report import Report
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig

@@ -20,7 +20,6 @@ import numpy as np
 import redis
 from every_role import EveryRole
 
-from benchmarks.bench_batcher import GROUP_SIZE, make_info
 from benchmarks.report import Report
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer
@@ -28,12 +27,14 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.process.logs import heard
+from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.session import open_store
 from rlbuffer.wire import payload
 
 POOLS = (1_000, 10_000, 100_000)
+GROUP_SIZE = 8
 STEP_GROUPS = 16
 STEPS = 40
 WARM = 5
@@ -203,7 +204,7 @@ def fill(store: EveryRole, groups: int) -> None:
     for start in range(0, groups, PAGE):
         with store.connection.client.pipeline(transaction=False) as pipe:
             for number in range(start, min(start + PAGE, groups)):
-                info = make_info(number, 0, drawn[number])
+                info = make_info(number, drawn[number])
                 info = replace(info, rollouts=tuple(replace(r, size=len(PAYLOAD)) for r in info.rollouts))
                 pipe.hset(
                     keys.payload(info.group_id, f"u.{number}"), mapping={str(i): PAYLOAD for i in range(GROUP_SIZE)}
@@ -211,6 +212,29 @@ def fill(store: EveryRole, groups: int) -> None:
                 entry = {"env": info.env, "group": info.group_id, "key": f"u.{number}", "rollouts": GROUP_SIZE}
                 pipe.xadd(keys.pool, {**entry, "tokens": info.tokens, "metadata": payload.encode_info(info)})  # type: ignore[dict-item]
             pipe.execute()
+
+
+def make_info(number: int, lengths: np.ndarray) -> GroupInfo:
+    """A whole group of GROUP_SIZE rollouts; envs take turns."""
+    name = f"g{number}"
+    return GroupInfo(
+        group_id=name,
+        env=f"env{number % 4}",
+        prompt_id=name,
+        planned_size=GROUP_SIZE,
+        rollouts=tuple(
+            RolloutInfo(
+                rollout_id=f"{name}/{i}",
+                length=length,
+                prompt_tokens=32,
+                loss_tokens=length - 32,
+                reward=float(i % 2),
+                min_version=0,
+                max_version=0,
+            )
+            for i, length in enumerate(lengths.tolist())
+        ),
+    )
 
 
 def spent(store: EveryRole) -> Cost:

@@ -141,17 +141,15 @@ def push_arrays(
         writer.push_many(make_groups(env, sampled[start : start + together], first=number, version=step - 1))
 
 
-def commit(
-    store: EveryRole, groups: int, attempt: int, longest: int, *, env: str = "math", step: int = 1, digest: str = ""
-) -> None:
-    """The real daemon, from its start until `step` of `env`'s groups is committed; `digest`: of the step before."""
-    config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={env: 1.0})
+def commit(store: EveryRole, groups: int, attempt: int, longest: int) -> None:
+    """The real daemon, from its start until a step of the groups of env math is committed."""
+    config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={"math": 1.0})
     stop = threading.Event()
 
     def hear(line: dict[str, Any]) -> None:
         if line["event"] == "ready":
             # The trainer's word, so that the leader need not wait for it.
-            store.report(attempt, epoch=store.meta().epoch, trained=step - 1, digest=digest, oldest_kept=step - 1)
+            store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
         elif line["event"] == "step":
             stop.set()
         elif line["event"] == "waiting":

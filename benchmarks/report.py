@@ -17,16 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Report:
     """Prints as it goes and remembers which targets were missed."""
 
-    def __init__(
-        self,
-        write: Callable[[str], None] = print,
-        *,
-        environments: Sequence[Path] = (),
-        seconds: float | None = None,
-    ) -> None:
-        self._write = write
-        self.seconds = seconds
-        """Length of the benchmarks that can be longer; None: their own."""
+    def __init__(self, *, environments: Sequence[Path] = ()) -> None:
         self.environments = environments
         """Virtual environments that hold peers to run beside."""
         self.missed: list[str] = []
@@ -41,15 +32,15 @@ class Report:
             {"benchmark": title, **where, "measures": measures, "does not measure": not_measured}
             | {"lines": [], "tables": [], "targets": {}}
         )
-        self._write(f"\n== {title} ==")
-        self._write("{date}, commit {commit}, {machine}".format(**where))
-        self._write(f"measures: {measures}")
-        self._write(f"does not measure: {not_measured}\n")
+        print(f"\n== {title} ==")
+        print("{date}, commit {commit}, {machine}".format(**where))
+        print(f"measures: {measures}")
+        print(f"does not measure: {not_measured}\n")
 
     def line(self, text: str = "") -> None:
         """Prints a line."""
         self.record[-1]["lines"] += [text.strip()] if text.strip() else []
-        self._write(text)
+        print(text)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Prints a table: first column to the left, the others to the right."""
@@ -59,7 +50,7 @@ class Report:
             cells = [
                 cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(line, widths, strict=True))
             ]
-            self._write("  ".join(cells).rstrip())
+            print("  ".join(cells).rstrip())
 
     def target(self, name: str, met: bool) -> str:
         """Notes whether a stated target is met. -> ``yes`` | ``NO``."""
@@ -71,7 +62,7 @@ class Report:
     def end(self) -> int:
         """Prints the missed targets. -> exit code: 0 when all were met, else 1."""
         for name in self.missed:
-            self._write(f"target missed: {name}")
+            print(f"target missed: {name}")
         return 1 if self.missed else 0
 
 

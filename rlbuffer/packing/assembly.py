@@ -4,7 +4,7 @@ Rows are laid out before there is anything to write: a pull writes payloads ther
 :func:`assemble` rollouts that are in memory already. Nothing here looks at a token: every column of a slab of
 micro-batches is one `numpy.concatenate` of the rollouts' own arrays, and what follows from them is made when somebody
 asks for it (:class:`~rlbuffer.records.micro_batch.Segments`). That runs at several hundred million tokens a second on
-one core, near what copying the same bytes costs (``python -m benchmarks.bench_assembly``).
+one core, near what copying the same bytes costs.
 
 A rollout that is missing or damaged is masked, never left out: it becomes padding of its planned length, so all ranks
 keep the same shapes and a replay gives the same bytes.
