@@ -2,7 +2,7 @@
 #   make demo    install what the demo needs, run it on the embedded server
 #   make test    install the development set, run every test
 #   make sim     simulate the protocol under faults: make sim SEEDS=2000
-#   make mutations  small defects, one at a time: make mutations MUTATIONS="--count 80 --seed 2"
+#   make mutations  small defects, one at a time: make mutations MUTATIONS="--count 20 commit"
 #   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
 #   make servers  the integration tests on each server: .ci/servers DIR; make servers SERVERS="--more DIR"
 #   make check   ruff, mypy --strict, import arrows, wheel contents

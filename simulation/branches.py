@@ -86,28 +86,12 @@ def marked(text: str) -> str:
     return "".join([*out, text[at:]])
 
 
-def around(script: str, line: int) -> int | None:
-    """The mark of the innermost branch in which a line (from 1) of a shipped file begins; None: it is in none."""
-    branch = _walked(script, sources()[script])[1].get(line)
-    return None if branch is None else branches().index(branch)
-
-
 def _places(script: str, text: str) -> list[tuple[Branch, int, str]]:
     """Branches, where their marks belong, and what must stand before them."""
-    return _walked(script, text)[0]
-
-
-def _walked(script: str, text: str) -> tuple[list[tuple[Branch, int, str]], dict[int, Branch]]:
-    """The places, and the innermost branch in which each line begins."""
     walk = _Walk(script, text)
-    begins: dict[int, Branch | None] = {}
     for token in tokens(text):
-        line = text.count("\n", 0, token.start) + 1
-        if token.text in ("else", "elseif") and token.kind == "name":
-            walk.arms[-1] = None
-        begins.setdefault(line, next((arm for arm in reversed(walk.arms) if arm is not None), None))
-        walk.see(token, line)
-    return walk.places, {line: branch for line, branch in begins.items() if branch is not None}
+        walk.see(token, text.count("\n", 0, token.start) + 1)
+    return walk.places
 
 
 class _Walk:
@@ -119,8 +103,6 @@ class _Walk:
         self.places: list[tuple[Branch, int, str]] = []
         self._blocks: list[str] = []
         """What the next `end`s close: ``if`` (no `else` yet), ``else``, ``for`` (no `do` yet), ``block``."""
-        self.arms: list[Branch | None] = []
-        """The branch of each that was entered; None before a `then`, `do` or `)`."""
         self._line_of_if: list[int] = []
         self._is_in_parameters = False
 
@@ -128,49 +110,41 @@ class _Walk:
         """Takes in the next token."""
         if self._is_in_parameters and token.text == ")":
             self._is_in_parameters = False
-            self._enter("function", line, token.end)
+            self._add("function", line, token.end)
         if token.kind != "name":
             return
         if token.text == "function":
-            self._open("block")
+            self._blocks.append("block")
             self._is_in_parameters = True
         elif token.text == "if":
-            self._open("if")
+            self._blocks.append("if")
             self._line_of_if.append(line)
         elif token.text == "then":
-            self._enter("then", line, token.end)
+            self._add("then", line, token.end)
         elif token.text == "else":
             self._blocks[-1] = "else"
-            self._enter("else", line, token.end)
+            self._add("else", line, token.end)
         elif token.text in ("for", "while"):
-            self._open("for")
+            self._blocks.append("for")
         elif token.text == "do":
             if self._blocks and self._blocks[-1] == "for":
                 self._blocks[-1] = "block"
-                self._enter("loop", line, token.end)
+                self._add("loop", line, token.end)
             else:
-                self._open("block")
+                self._blocks.append("block")
         elif token.text == "repeat":
-            self._open("block")
-            self._enter("loop", line, token.end)
+            self._blocks.append("block")
+            self._add("loop", line, token.end)
         elif token.text in ("until", "end"):
             self._close(token)
 
-    def _open(self, block: str) -> None:
-        self._blocks.append(block)
-        self.arms.append(None)
-
-    def _enter(self, what: str, line: int, place: int) -> None:
-        self.arms[-1] = self._add(what, line, place)
-
     def _close(self, token: Token) -> None:
-        block, _ = self._blocks.pop(), self.arms.pop()
+        block = self._blocks.pop()
         begun = self._line_of_if.pop() if block in ("if", "else") else 0
         if block == "if":
             self._add("no else", begun, token.start, " else")
 
-    def _add(self, what: str, line: int, place: int, before: str = "") -> Branch:
+    def _add(self, what: str, line: int, place: int, before: str = "") -> None:
         same = sum(branch.line == line and branch.what.partition(" #")[0] == what for branch, _, _ in self.places)
         name = f"{what} #{same + 1}" if same else what
         self.places.append((Branch(self._script, line, name, self._lines[line - 1].strip()), place, before))
-        return self.places[-1][0]

@@ -1,7 +1,7 @@
 """Every check that a Lua file makes is needed: without it the simulation finds a violated invariant.
 
-These were chosen by hand, one for each check, and are found within 20 s of CPU in all. ``make mutations`` makes many
-more by a tool, in minutes.
+These were chosen by hand, one for each check, and are found within 20 s of CPU in all. ``make mutations`` makes more by
+rule.
 """
 
 from __future__ import annotations
