@@ -114,11 +114,6 @@ class TrainerSettings(Table):
     gradient_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
-    share_prompts: bool = Field(
-        False,
-        description="Compute tokens with which rollouts of a micro-batch begin alike once; packed rows only, and not "
-        "every model.",
-    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
     timeout_seconds: float = Field(300.0, gt=0, description="How long to wait for a step before giving up (exit 5).")
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -127,10 +122,3 @@ class TrainerSettings(Table):
     publish: PublishSettings = PublishSettings()
     lora: LoraSettings = LoraSettings()
     reports: ReportSettings = ReportSettings()
-
-    @field_validator("share_prompts")
-    @classmethod
-    def _in_packed_rows(cls, shared: bool, info: ValidationInfo) -> bool:
-        if shared and info.data.get("layout") == "padded":
-            raise ValueError('needs trainer.layout = "packed": padded rows are computed whole')
-        return shared

@@ -124,7 +124,6 @@ def open_session(
             compute=narrow_dtype(settings.model),
             longest=settings.batcher.row_tokens,
             recompute=settings.trainer.gradient_checkpointing,
-            share_prompts=settings.trainer.share_prompts,
         )
         base = None
         if settings.trainer.lora.rank:

@@ -123,7 +123,6 @@ VALUES = [
     ("weights", 'url = "http://"', "weights.url", 12),
     ("weights", 'url = "http://h:99999"', "weights.url", 12),
     ("weights", 'url = "http://0.0.0.0:1"', "weights.url", 12),
-    ("trainer", 'share_prompts = true\nlayout = "padded"', "trainer.share_prompts", 8),
     ("trainer.optimizer", "min_learning_rate = 1.0", "trainer.optimizer.min_learning_rate", 12),
     ("trainer.optimizer", 'schedule = "wsd_sqrt"\nwarmup_updates = 3', "trainer.optimizer.stable_updates", 12),
     ("score.s", "replicas = 2", "score.s", 12),

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.model.shared_prompts import SharedTokens
 
 ATTENTION = "rlbuffer_segments"
 """Name of this attention in transformers' registry: ``model.set_attn_implementation(NAME)``."""
@@ -67,16 +66,10 @@ class SegmentPlan:
 
     Args:
         in_one_batch: all segments in one batch, however unlike in length: every rank then makes the same calls.
-        shared: the model computes these tokens of the row only.
     """
 
     def __init__(
-        self,
-        cu_seqlens: ArrayLike,
-        device: torch.device | str = "cpu",
-        *,
-        in_one_batch: bool = False,
-        shared: SharedTokens | None = None,
+        self, cu_seqlens: ArrayLike, device: torch.device | str = "cpu", *, in_one_batch: bool = False
     ) -> None:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
         bounds = bounds[np.concatenate(([True], np.diff(bounds) > 0))]
@@ -84,9 +77,6 @@ class SegmentPlan:
         if bounds[0] != 0 or not len(lengths):
             raise ValueError(f"cu_seqlens must ascend from 0, got {bounds.tolist()[:8]}")
         self.tokens = int(bounds[-1])
-        self.shared = shared
-        self.computed = self.tokens if shared is None else len(shared.kept)
-        """Tokens that the model computes."""
         self.longest = int(lengths.max())
         self.cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(device)
         """[S + 1] int32 on the device, without empty segments: what variable-length kernels take."""
@@ -267,9 +257,9 @@ def segment_attention(
             raise PackedForwardError(f"{name} wants {what}, which the segment attention does not do")
     if segments is None:
         raise PackedForwardError(f"the model does not pass its keyword arguments on to {name}")
-    if query.shape[0] != 1 or query.shape[2] != segments.computed or key.shape[2] != segments.computed:
+    if query.shape[0] != 1 or query.shape[2] != segments.tokens or key.shape[2] != segments.tokens:
         raise PackedForwardError(
-            f"segment attention over {segments.computed} tokens was given queries {list(query.shape)} and keys "
+            f"segment attention over {segments.tokens} tokens was given queries {list(query.shape)} and keys "
             f"{list(key.shape)}"
         )
     kind = query.device.type
@@ -277,15 +267,11 @@ def segment_attention(
         # Norms and rotary tables leave float32, and no kernel but torch's own casts by itself.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if segments.shared is not None:
-        q, k, v = (x[segments.shared.source] for x in (q, k, v))
     acts = sliding_window is not None and sliding_window < segments.longest
     if acts and softcap is None and can_use_varlen(q, v):
         attended = _varlen(q, k, v, segments, scaling, sliding_window)
     else:
         attended = segments.attend(q, k, v, scale=scaling, window=sliding_window, softcap=softcap)
-    if segments.shared is not None:
-        attended = attended[segments.shared.kept]
     return attended[None], None
 
 

@@ -25,7 +25,6 @@ from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
 from rlbuffer.trainer.model.norms import norms_in_float64
 from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
-from rlbuffer.trainer.model.shared_prompts import shared_tokens
 
 Layout = Literal["packed", "padded"]
 
@@ -59,8 +58,6 @@ class PackedPolicy(nn.Module):
         """Dtype of the products, where it is not the parameters' own (autocast)."""
         self.in_one_batch = False
         """Padded: one call of the model per micro-batch, also where that pads more. Sharded ranks need equal calls."""
-        self.shares_prompts = False
-        """Tokens with which rollouts of a row begin alike are computed once; with the segment attention only."""
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None or not isinstance(getattr(head, "weight", None), Tensor):
             raise PackedForwardError(f"{type(model).__name__} has no output embeddings: it is not a causal LM")
@@ -69,12 +66,9 @@ class PackedPolicy(nn.Module):
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, D] last hidden states of a packed row; every segment sees only itself."""
         together = self.in_one_batch and self.layout == "padded"
-        shared = shared_tokens(input_ids, cu_seqlens) if self.shares_prompts else None
-        plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=together, shared=shared)
+        plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=together)
         if self.layout == "padded":
             return plan.map(self._padded, input_ids.long())
-        if shared is not None:
-            input_ids, position_ids = input_ids[shared.kept], position_ids[shared.kept]
         output = backbone_of(self.model)(
             input_ids=input_ids[None].long(),
             position_ids=position_ids[None].long(),
@@ -82,7 +76,7 @@ class PackedPolicy(nn.Module):
             **({"segments": plan} if self.attention == ATTENTION else {}),
         )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden if shared is None else hidden[shared.source]
+        return hidden
 
     def _padded(self, width: int, parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """[n, width] tokens -> [n, width, D]. Padding stands to the right: no real token can see it."""
@@ -130,7 +124,6 @@ def prepare(
     compute: torch.dtype | None = None,
     longest: int | None = None,
     recompute: bool = False,
-    share_prompts: bool = False,
 ) -> PackedPolicy:
     """Makes a packed policy of `model`, on the device that it is on, and proves that packed equals separate.
 
@@ -141,7 +134,6 @@ def prepare(
         compute: dtype of the products, when it is another one than the parameters'; both are tested.
         longest: tokens of the longest rollout; a sliding window that is no shorter cannot act, and is not tested.
         recompute: activations inside each layer are computed again in the backward pass instead of being kept.
-        share_prompts: tokens with which rollouts of a row begin alike are computed once, and that is proven, too.
 
     Raises:
         PackedForwardError: nothing gives the same logprobs packed as separately (models with state across tokens, or
@@ -164,7 +156,8 @@ def prepare(
         try:
             model.set_attn_implementation(attention)
             for policy.compute in (None,) if compute is None else (None, compute):
-                _prove(policy, longest=longest, share_prompts=share_prompts)
+                forward, keeps_rows = packed_forward(policy), layout == "padded"
+                self_test(model, forward, longest=longest, compute=policy.compute, keeps_rows=keeps_rows)
         except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
             continue
@@ -175,15 +168,6 @@ def prepare(
             'Models that carry a state from token to token need trainer.layout = "padded"'
         )
     raise PackedForwardError(f"{name} cannot be trained on padded rows either. {'; '.join(reasons)}")
-
-
-def _prove(policy: PackedPolicy, *, longest: int | None, share_prompts: bool) -> None:
-    """Self-tests the policy as it is now; with `share_prompts` it shares them from here on."""
-    if share_prompts and policy.attention != ATTENTION:
-        raise PackedForwardError("trainer.share_prompts needs the segment attention")
-    keeps_rows = policy.layout == "padded"
-    for policy.shares_prompts in (False, True)[: 1 + share_prompts]:
-        self_test(policy.model, packed_forward(policy), longest=longest, compute=policy.compute, keeps_rows=keeps_rows)
 
 
 def packed_forward(policy: PackedPolicy) -> PackedForward:

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.model.logprobs import LogitShape
 
-PROMPTS = (17, 3, 1)
-"""Tokens of the prompts that the self-test's rollouts share."""
-ROLLOUTS = ((0, 6), (2, 0), (1, 2), (0, 0), (1, 30))
-"""The rollouts in the order of their row, (prompt, tokens of its own): a lone token among them, and both sides of the
-smallest batch of the segment attention."""
+LENGTHS = (23, 1, 5, 17, 33)
+"""Tokens of the self-test's rollouts in the order of their row: a lone token among them, and both sides of the smallest
+batch of the segment attention."""
+END = 5
+"""Tokens at the end of the first rollout that are changed."""
 BEYOND_WINDOW = 33
 """Tokens by which one more rollout is longer than a sliding window."""
 
@@ -62,16 +62,8 @@ def self_test(
     parameter = next(model.parameters())
     device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
     vocabulary, window, rng = vocabulary_of(model), acting_window(model, longest), np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, n) for n in PROMPTS]
-    rollouts = []
-    for i, (prompt, own) in enumerate(ROLLOUTS):
-        first = [i % vocabulary][:own]  # unlike the others', so that they share the prompt and no more
-        parts = (prompts[prompt], first, rng.integers(0, vocabulary, own - len(first)))
-        rollouts.append(np.concatenate(parts).astype(np.int64))
-    if window is not None:
-        rollouts.append(rng.integers(0, vocabulary, tested_tokens(model, window, longest)))
-    lengths = [len(rollout) for rollout in rollouts]
-    tokens = torch.from_numpy(np.concatenate(rollouts)).to(device)
+    lengths = [*LENGTHS, *([] if window is None else [tested_tokens(model, window, longest)])]
+    tokens = torch.from_numpy(rng.integers(0, vocabulary, sum(lengths))).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
     packed = forward(tokens, positions, cu_seqlens)
@@ -82,7 +74,7 @@ def self_test(
             f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
         )
     changed = tokens.clone()
-    others = [*range(PROMPTS[0] + 1, lengths[0]), -1]
+    others = [*range(lengths[0] - END, lengths[0]), -1]
     changed[others] = (tokens[others] + 1) % vocabulary
     leak = float((forward(changed, positions, cu_seqlens) - packed).abs()[lengths[0] : -1].max())
     if not leak <= tolerance / 100:
