@@ -97,7 +97,7 @@ def train(
                         session.optimizer,
                         learning_rate=tally.learning_rate,
                         gradient_clip=trainer.optimizer.gradient_clip,
-                        blame=updates.blame,
+                        step=step.number,
                     )
             place.step = step.number
 

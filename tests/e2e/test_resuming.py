@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from homes import Home
+from parameters import load_parameters
 
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 
 pytestmark = pytest.mark.timeout(900)
 """A machine may be many times as slow as this one."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from forked import Parent
+from parameters import load_parameters
 from safetensors.torch import load_file
 from test_ddp import records, settings_of, start
 
-from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.layout import versions
 

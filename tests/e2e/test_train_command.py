@@ -16,7 +16,6 @@ def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.startswith("rollout fake.1.")
-    assert ended.stderr.count("token text") == 1
     assert "\n  ok 0 of " in ended.stderr
     first, *lines = ended.stdout.splitlines()
     assert first.startswith("training ")

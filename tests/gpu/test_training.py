@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import load_parameters
 from safetensors.torch import load_file
 
 from rlbuffer.config.settings import RunSettings, to_json
-from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 from rlbuffer.trainer.session import device_of
 from rlbuffer.weights.layout import versions
 from rlbuffer.weights.model import TINY_QWEN3
@@ -66,7 +66,7 @@ def test_a_gpu_is_taken_where_there_is_one_and_trains_what_the_cpu_trains(tmp_pa
     "options",
     [
         {},
-        {"gradient_checkpointing": True, "share_prompts": True},
+        {"gradient_checkpointing": True},
         {"layout": "padded"},
         {"lora": {"rank": 4}},
         {"optimizer": {"passes": 2, "updates_per_pass": 2}, "loss": {"name": "kl_cov", "entropy_bonus": 0.01}},

@@ -43,9 +43,7 @@ def trained(trainee: Trainee, way: str, steps: int = 2) -> tuple[torch.optim.Opt
         updates = Updates(module, packed_step(ROWS, 0, 1), settings, ranks, longest=ROW_TOKENS)
         for part in updates.parts:
             updates.accumulate(part)
-            norms.append(
-                take_step(trainee.policy, optimizer, learning_rate=1e-2, gradient_clip=1.0, blame=updates.blame)
-            )
+            norms.append(take_step(trainee.policy, optimizer, learning_rate=1e-2, gradient_clip=1.0, step=1))
     found = [parallel.whole(p.detach()).reshape(-1).double() for p in trainee.policy.parameters()]
     return optimizer, norms, torch.cat(found).cpu().numpy()
 

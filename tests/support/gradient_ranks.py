@@ -160,7 +160,7 @@ def work(trainee: Trainee, step: Step, ranks: Ranks, settings: TrainerSettings) 
         found = [p.grad.reshape(-1).double() for p in policy.parameters() if p.grad is not None]
         gradients.append(torch.cat(found).cpu().numpy())
         counts.append([part.normalizers.loss_tokens, part.normalizers.rollouts, part.normalizers.groups])
-        take_step(policy, optimizer, learning_rate=1e-2, gradient_clip=1.0, blame=updates.blame)
+        take_step(policy, optimizer, learning_rate=1e-2, gradient_clip=1.0, step=1)
     return {
         "gradients": gradients,
         "counts": counts,

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from rlbuffer.config.trainer import OptimizerSettings
-from rlbuffer.process.ranks import Ranks
-from rlbuffer.trainer.update.blame import Blame
 from rlbuffer.trainer.update.update import make_optimizer, take_step
 
 
@@ -34,9 +32,7 @@ def step(policy: Policy, settings: OptimizerSettings, gradient: float, *, clip: 
     optimizer.register_step_pre_hook(look)
     for parameter in (policy.matrix, policy.vector):
         parameter.grad = torch.full_like(parameter, gradient)
-    norm = take_step(
-        policy, optimizer, learning_rate=0.1, gradient_clip=clip, blame=Blame(3, Ranks(0, 1, torch.device("cpu")))
-    )
+    norm = take_step(policy, optimizer, learning_rate=0.1, gradient_clip=clip, step=3)
     assert policy.matrix.grad is None
     return norm, seen[0]
 

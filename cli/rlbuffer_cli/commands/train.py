@@ -24,7 +24,7 @@ from rlbuffer_cli.starting import starting
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Print N rollouts of the first step token by token, with checks.",
+    help="Check N rollouts of the first step, and keep what `inspect` shows of their tokens.",
 )
 @click.option(
     "--max-restarts",
@@ -69,7 +69,7 @@ def command(
         from rlbuffer.trainer.launch.launcher import launch
 
         name_process("train")
-        # A live view would draw over the tables.
+        # A live view would draw over them.
         shown = "plain" if display == "auto" and debug_samples else options.choose_display(display)
         tell: dict[str, Any] = {"display": shown}
         if shown == "rich":  # what rank 0 writes to the metrics; lines come from rank 0 itself

@@ -273,22 +273,6 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
         raise CheckpointError(f"{path} cannot be loaded into the model that [model] describes: {error}") from error
 
 
-def load_parameters(output: Path, step: int, *, of: str = "policy") -> dict[str, Tensor]:
-    """The parameters in the checkpoint of `step` under a trainer's output folder: for comparing two runs.
-
-    Args:
-        of: ``policy`` | ``optimizer``: whose tensors.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    path = path_of(output / "checkpoints", step)
-    _verify(path)
-    with ExitStack() as stack:
-        tensors = _Tensors(path, stack)
-        return {name: tensors.whole(f"{of}.{name}") for name in sorted(tensors.names(f"{of}."))}
-
-
 def random_state() -> dict[str, Any]:
     """The states of torch's, numpy's and Python's generators, as JSON types."""
     name, keys, *rest = np.random.get_state(legacy=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.trainer.checkpoints import checkpoint as checkpoints
 from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint
 from rlbuffer.trainer.session import TrainerSession
@@ -41,25 +39,7 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
     loaded = checkpoints.load(folder, step, run=session.settings.run)
     session.reader.load_state_dict(loaded.reader)
     checkpoints.restore(checkpoints.path_of(folder, step), session.policy, session.optimizer, rank=session.ranks.rank)
-    if change := _change_of_rate(session, loaded):
-        warn(change)
     return Place(step=loaded.step, checkpointed=loaded.step, resumed_from=loaded.step)
-
-
-def _change_of_rate(session: TrainerSession, loaded: Checkpoint) -> str:
-    """Says how the learning rate changes after a checkpoint, where its schedule is another one now; else "".
-
-    A run that has ended is given more steps, and its rate is no longer at its end.
-    """
-    trainer, step, was = session.settings.trainer, loaded.step, loaded.learning_rate
-    planned, goes_on = (learning_rate_at(planned_updates(trainer, step) + further, trainer) for further in (0, 1))
-    if step >= trainer.steps or math.isclose(was, planned, rel_tol=1e-6):
-        return ""
-    return (
-        f"step {step} was trained with a learning rate of {was:g}, and training goes on with {goes_on:g}: "
-        f"trainer.optimizer with trainer.steps = {trainer.steps} gives {planned:g} at step {step}. Set "
-        "trainer.optimizer.schedule and learning_rate if this is not what you want"
-    )
 
 
 def checkpoint(session: TrainerSession, place: Place) -> Path:

@@ -1,7 +1,8 @@
-"""``rlbuffer train --debug-samples N``: what the trainer sees of the first rollouts, token by token, before it trains.
+"""``rlbuffer train --debug-samples N``: what the trainer sees of the first rollouts, before it trains.
 
 Most of what goes wrong between a sampler and a trainer shows here first: a mask that is off by one, logprobs of other
-tokens, another temperature or chat template, an advantage that is missing.
+tokens, another temperature or chat template, an advantage that is missing. `rlbuffer inspect` shows what is kept here
+token by token.
 """
 
 from __future__ import annotations
@@ -9,43 +10,34 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlbuffer.client.trainer_values import SAMPLE_SCHEMA, SAMPLES_FILE
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.state.text import printable
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.update import trained_tokens
 
-MOST_ROWS = 64
-"""Tokens shown of one rollout: the first ones, and the last ones."""
 NEAR = 0.05
 """Nats: at age 0 the mean |trainer - inference| of a rollout is below this, unless engine and trainer disagree."""
-TABLE_HEAD = (
-    f"{'token':>7} {'text':<14} {'mask':<4} {'inference':>9} {'trainer':>9} {'reference':>9} {'ratio':>7} {'adv':>7}"
-)
 
 
 @torch.no_grad()
 def show_samples(session: TrainerSession, step: Step, most: int) -> None:
     """Prints rank 0's first `most` rollouts of `step` to stderr (stdout may be data), with checks, and keeps their
     values. All ranks call it: they may share the model."""
-    decode, settings = text_decoder(session.settings), session.settings.trainer
     for micro_batch in step:
         if session.ranks.first(most) <= 0:
             return
         on_device = micro_batch.to(session.ranks.device)
-        tokens = trained_tokens(session.module, on_device, temperature=settings.temperature)
+        tokens = trained_tokens(session.module, on_device, temperature=session.settings.trainer.temperature)
         if session.is_first:
-            for text in tables(micro_batch, tokens.logprobs.cpu(), step.number, decode)[:most]:
+            for text in checked(micro_batch, tokens.logprobs.cpu(), step.number)[:most]:
                 print(printable(text, lines=True), file=sys.stderr, flush=True)
             with suppress(OSError):  # a full disk must not end the training that somebody looks into
                 keep(session.settings.output_dir / SAMPLES_FILE, micro_batch, tokens, step.number, most)
@@ -72,40 +64,17 @@ def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, 
         out.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def tables(micro_batch: MicroBatch, logprobs: Tensor, step: int, decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """One table per rollout, its checks below it.
+def checked(micro_batch: MicroBatch, logprobs: Tensor, step: int) -> list[str]:
+    """A text per rollout: what it is, and its checks below that.
 
     Shapes: ``logprobs`` [N], the trainer's, of the micro-batch's trained tokens in their order.
     """
     trainer = torch.full((micro_batch.length,), math.nan, dtype=torch.float64)
     trainer[torch.as_tensor(micro_batch.loss_mask)] = logprobs.double()
-    reference = torch.full_like(trainer, math.nan)
-    if "ref_logprobs" in micro_batch.columns:
-        reference[:] = torch.as_tensor(micro_batch.columns["ref_logprobs"])
-    if "ref_logprobs" in micro_batch.lacking:
-        reference[torch.as_tensor(micro_batch.lacking["ref_logprobs"])] = math.nan
-    columns = (
-        micro_batch.input_ids,
-        micro_batch.loss_mask,
-        micro_batch.logprobs,
-        trainer,
-        reference,
-        micro_batch.advantages,
-    )
+    columns = (micro_batch.loss_mask, micro_batch.logprobs, trainer, micro_batch.advantages)
     out = []
     for sample, *values in zip(micro_batch.samples, *(micro_batch.unpack(c) for c in columns), strict=True):
-        ids, mask, inference, ours, theirs, advantages = map(torch.as_tensor, values)
-        rows = []
-        ratios = (ours - inference).clamp(max=50.0).exp()
-        for t, token in enumerate(ids.tolist()):
-            row = f"{token:>7} {printable(decode([token]))[:14]:<14} "
-            if mask[t]:
-                numbers = [float(of[t]) for of in (inference, ours, theirs)]
-                cells = " ".join(f"{'' if math.isnan(number) else f'{number:.4f}':>9}" for number in numbers)
-                row += f"x    {cells} {float(ratios[t]):>7.3f} {float(advantages[t]):>+7.3f}"
-            rows.append(row if mask[t] else f"{row}.")
-        if len(rows) > MOST_ROWS:
-            rows[MOST_ROWS // 2 : -MOST_ROWS // 2] = [f"{'...':>7} {len(rows) - MOST_ROWS} more"]
+        mask, inference, ours, advantages = map(torch.as_tensor, values)
         reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
         head = (
             f"rollout {sample.rollout_id} of group {sample.group_id}, env {sample.env}: reward {reward}, advantage "
@@ -113,7 +82,7 @@ def tables(micro_batch: MicroBatch, logprobs: Tensor, step: int, decode: Callabl
             f"{sample.policy_versions[0]} to {sample.policy_versions[1]}, trained in step {step}"
         )
         checks = _checks(sample, mask, inference[mask].double(), ours[mask], advantages, step)
-        out.append("\n".join([head, TABLE_HEAD, *rows, *checks]))
+        out.append("\n".join([head, *checks]))
     return out
 
 
@@ -140,18 +109,3 @@ def _checks(sample: Sample, mask: Tensor, sampled: Tensor, trained: Tensor, adva
         ),
     ]
     return [f"  {'ok' if good else '! '} {text}" for good, text in verdicts]
-
-
-def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
-    """Token ids -> their text, by the tokenizer in the model's folder; "" where there is none."""
-    if not settings.model.path:
-        return lambda tokens: ""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            settings.model.path, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError):
-        return lambda tokens: ""
-    return lambda tokens: str(tokenizer.decode(tokens))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 
 MOST_TOKENS = 200
@@ -57,3 +58,18 @@ def _example(name: str, micro_batch: MicroBatch, i: int, decode: Callable[[Seque
         "token_ids": shown,
         "text": decode(shown),
     }
+
+
+def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
+    """Token ids -> their text, by the tokenizer in the model's folder; "" where there is none."""
+    if not settings.model.path:
+        return lambda tokens: ""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            settings.model.path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError):
+        return lambda tokens: ""
+    return lambda tokens: str(tokenizer.decode(tokens))

@@ -24,8 +24,7 @@ from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.ranks.parallel import digest_parameters
-from rlbuffer.trainer.reports.debug_samples import text_decoder
-from rlbuffer.trainer.reports.examples import examples_of
+from rlbuffer.trainer.reports.examples import examples_of, text_decoder
 from rlbuffer.trainer.reports.mfu import Utilization
 from rlbuffer.trainer.reports.sinks import Write, finite, sinks_of
 from rlbuffer.trainer.reports.tally import Tally

@@ -19,7 +19,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of, uses_old
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
-from rlbuffer.trainer.update.blame import Blame
+from rlbuffer.trainer.update.blame import naming, way_out
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
@@ -89,8 +89,6 @@ class Updates:
     ) -> None:
         self._policy = policy
         self._number = step.number
-        self.blame = Blame(step.number, ranks)
-        """Of the update that was accumulated last: it took in each rollout's gradient."""
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
@@ -116,12 +114,11 @@ class Updates:
         What it raises names the rollouts that were in training.
         """
         loss, world_size = self._settings.loss, self._ranks.world_size
-        self.blame = Blame(self._number, self._ranks)
         chosen = self._chosen(part)
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         for i, host_batch in enumerate(part.micro_batches):
             is_last = i == len(part.micro_batches) - 1
-            with self.blame.naming(host_batch), exchanging(self._policy, is_last):
+            with naming(self._number, host_batch), exchanging(self._policy, is_last):
                 micro_batch = host_batch.to(self._ranks.device)
                 with self._times.measure("forward"):
                     tokens = self._tokens(micro_batch, part.start + i)
@@ -130,10 +127,8 @@ class Updates:
                     per_token = per_token_of(tokens, loss)
                     clipped = clipped_of(tokens, per_token)
                     share = loss_of(tokens, loss, part.normalizers, longest=self._longest, per_token=per_token)
-                    tokens.logprobs.retain_grad()
                 with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
-                self.blame.add(tokens)
                 sums += _sums(tokens, share, clipped, micro_batch)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
         return sums
@@ -153,7 +148,7 @@ class Updates:
 
     @torch.no_grad()
     def _look(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
-        with self.blame.naming(micro_batch):
+        with naming(self._number, micro_batch):
             return self._tokens(micro_batch.to(self._ranks.device), index)
 
     def _tokens(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
@@ -166,11 +161,9 @@ class Updates:
 
 
 def take_step(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, blame: Blame
+    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, step: int
 ) -> float:
     """Clips the averaged gradient and updates the parameters. -> the gradient's norm before clipping.
-
-    `blame` took in the update's gradients.
 
     Raises:
         RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
@@ -178,7 +171,11 @@ def take_step(
     parameters = [p for p in policy.parameters() if p.grad is not None]
     norm = clip_gradients(parameters, gradient_clip)
     if not torch.isfinite(torch.tensor(norm)):
-        raise RlbufferError(blame.not_finite(norm))
+        raise RlbufferError(
+            f"step {step}: the gradient's norm is {norm}. The parameters are left as they were. {way_out(step)} If "
+            "other steps end so, too, lower trainer.optimizer.learning_rate or trainer.loss.options.max_ratio, or "
+            "resume from an older checkpoint"
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parameters import load_parameters
 from safetensors.torch import save_file
 
 from rlbuffer.config.settings import RunSettings
@@ -20,7 +21,6 @@ from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
     load,
-    load_parameters,
     newest,
     path_of,
     restore,

@@ -11,13 +11,14 @@ import peft
 import pytest
 import torch
 from model_families import GEMMA2, GPT2, QWEN3, QWEN3_MOE, made, row
+from parameters import load_parameters
 from test_model_families import published, run, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import sha256_of
-from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
+from rlbuffer.trainer.checkpoints.checkpoint import path_of, restore
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state, add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
 from rlbuffer.trainer.model.selftest import separate_logprobs

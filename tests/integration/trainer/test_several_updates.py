@@ -63,20 +63,6 @@ def test_every_step_takes_its_share_of_the_schedule_however_many_updates_it_make
     assert rates == pytest.approx([told.optimizer.learning_rate * share for share in (0.8, 0.4, 0.0)])
 
 
-@pytest.mark.parametrize(("schedule", "is_said"), [("linear", True), ("constant", False)])
-def test_a_finished_run_that_is_given_more_steps_says_what_its_rate_does(
-    tmp_path: Path, schedule: str, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    for steps in (2, 2, 4, 4):
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        again = settings(tmp_path, {"schedule": schedule, "learning_rate": 0.5}, steps=steps)
-        train(again, rank=0, world_size=1, fake_data=True)
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == int(is_said)
-    if is_said:
-        assert all(value in warnings[0] for value in ("of 0,", "trainer.steps = 4", "0.25", f"{0.5 * 7 / 16:g}"))
-
-
 @pytest.mark.parametrize(("old", "is_still"), [("recomputed", True), ("inference", False)])
 def test_the_first_update_is_at_ratio_one_to_the_recomputed_policy(tmp_path: Path, old: str, is_still: bool) -> None:
     """With a rate of nearly 0 the policy stays where it was, so against itself no ratio ever leaves the clip."""
