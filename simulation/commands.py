@@ -212,12 +212,6 @@ def hstrlen(server: Keyspace, args: Args) -> Any:
     return len((server.find(args[1], dict) or {}).get(args[2], b""))
 
 
-@command("MEMORY")
-def memory(server: Keyspace, args: Args) -> Any:
-    # USAGE of a hash, without what a server adds for names and rounding.
-    return sum(map(len, (server.find(args[2], dict) or {}).values())) or None
-
-
 # -- sorted sets -------------------------------------------------------------------------------------------------------
 @command("ZADD", grows=True)
 def zadd(server: Keyspace, args: Args) -> Any:

@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers, version_trained
-from rlbuffer.store.keys import Keys
+from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.pool import reused_groups
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.step_format import decode_header, decode_part, step_digest
 from rlbuffer.wire import payload
 from simulation.accounts import Live, Pending, incarnation_of
-from simulation.network import Network
-from simulation.server import Server
 
 
-class CommittedSteps(ABC):
-    """Checks of the steps that an event has added, and of what ranks get of them."""
-
-    server: Server
-    network: Network
-    config: BatcherConfig
-    keys: Keys
-    parts: dict[str, list[Pending]]
-    steps: dict[int, Live]
-    digests: dict[int, str]
-    damaged: set[tuple[bytes, bytes]]
-    forgotten: dict[str, int]
-    sampled: dict[tuple[str, str], tuple[int, str]]
-    _used: dict[str, tuple[int, int]]
-    _uses: dict[str, int]
-    _closed: dict[str, tuple[int, str]]
-    _left: dict[bytes, Pending]
-    _suspects: set[bytes]
-    _said: set[str]
-    _normalizers: dict[str, Normalizers]
-
-    @abstractmethod
-    def fail(self, invariant: str, message: str) -> None:
-        """Keeps the first violation."""
-
-    @abstractmethod
-    def _move(self, env: str, fate: str, amounts: tuple[int, int]) -> None: ...
-
-    @abstractmethod
-    def field(self, key: str, name: bytes) -> int: ...
+class CommittedSteps:
+    """Checks of the steps that an event has added, and of what ranks get of them: a part of `Invariants`."""
 
     # -- a step that was just committed ------------------------------------------------------------------------------
     def _check_step(self, step: int) -> None:

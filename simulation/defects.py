@@ -67,7 +67,7 @@ class Defects:
             return
         count = int(command[2])
         keys, args = list(command[3 : 3 + count]), list(command[3 + count :])
-        wrong = list(_WRONG[name](self, args))
+        wrong = list(getattr(self, f"_{name.lower()}")(args))
         if not wrong:
             return
         chosen = self._dice.choice(wrong)
@@ -196,17 +196,3 @@ class Defects:
         if self._keys.trainer.encode() in self._server.data:
             yield Wrong(b"ALIVE", [*args[:2], b"", b"9000000000000", *args[4:]])
         yield Wrong(b"BEYOND", [b"%d" % (step + 1), args[1], b"1", *args[3:]])
-
-
-_WRONG: dict[str, Callable[[Defects, list[bytes]], Iterator[Wrong]]] = {
-    "ASK": Defects._ask,
-    "ATTEMPT": Defects._attempt,
-    "REPORT": Defects._report,
-    "COMMIT": Defects._commit,
-    "LEASE": Defects._lease,
-    "DONE": Defects._done,
-    "DROP": Defects._drop,
-    "PUSH": Defects._push,
-    "RECOVER": Defects._recover,
-    "VOID": Defects._void,
-}

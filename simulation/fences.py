@@ -3,7 +3,6 @@ once."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,46 +10,16 @@ from redis.exceptions import OutOfMemoryError
 
 from rlbuffer.batcher.admission import START_TICKETS
 from rlbuffer.batcher.age import oldest_version
-from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import CLOSING_REASONS
-from simulation.accounts import Pending
-from simulation.network import Network
 from simulation.rollouts import SMALLEST_TOKENS
-from simulation.server import Command, Server
-from simulation.values import StreamId
+from simulation.server import Command
 
 GROWING_SCRIPTS = frozenset({"PUSH", "TICKET"})
 """All that may be refused at the memory limit."""
 
 
-class Fences(ABC):
-    """Checks of a script's reply, after what it changed was taken into the accounts."""
-
-    server: Server
-    network: Network
-    keys: Keys
-    pool: dict[StreamId, Pending]
-    _before: Any
-    """Tickets of the env before the script: number -> expiry."""
-    _leader: tuple[bytes, int]
-    """Owner, until when."""
-    _closed: dict[str, tuple[int, str]]
-    _outlived: set[str]
-    _lapsed: set[str]
-    """Groups of which the leader dropped what had been replaced meanwhile: it has not read yet that they go on."""
-    """Group -> when it was closed, by what."""
-    _left: dict[bytes, Pending]
-    """Pushes that left the pool in this event, by payload key."""
-
-    @abstractmethod
-    def fail(self, invariant: str, message: str) -> None:
-        """Keeps the first violation."""
-
-    @abstractmethod
-    def field(self, key: str, name: bytes) -> int: ...
-
-    @abstractmethod
-    def _close(self, group: str, by: str) -> None: ...
+class Fences:
+    """Checks of a script's reply, after what it changed was taken into the accounts: a part of `Invariants`."""
 
     def _check_script(self, name: str, command: Command, reply: Any) -> None:
         if isinstance(reply, Exception):

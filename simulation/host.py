@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from rlbuffer.errors import EpochChanged, ServerRefused, ServerUnreachable
 from rlbuffer.store.session import Role
-from simulation.invariants import Invariants
-from simulation.network import Network, SimulatedConnection
-from simulation.plan import Plan
-from simulation.scheduler import Killed, Process, Scheduler
-from simulation.server import Server
+from simulation.network import SimulatedConnection
+from simulation.scheduler import Killed, Process
 
 AWAY = (ServerUnreachable, ServerRefused)
-
-
-class Listener(Protocol):
-    """Hears what batchers say of themselves (:class:`simulation.reasons.Reasons`)."""
-
-    def heard(self, process: Process, line: Mapping[str, Any]) -> None:
-        """A batcher has said it of itself."""
-
-
-class World(Protocol):
-    """Knowledge and actions of a process in its world (:class:`simulation.world.World`)."""
-
-    plan: Plan
-    run: str
-    dice: random.Random
-    rare_dice: random.Random
-    scheduler: Scheduler
-    server: Server
-    network: Network
-    invariants: Invariants
-    sentence: str
-    reasons: Listener
-    is_over: bool
-    was_disturbed: bool
-    was_left: bool
-    was_taken_back: bool
-    was_rolled_back: bool
-    loses_again: bool
-
-    def one_has_a_step(self) -> None:
-        """One rank was given a step, and another has not asked for it yet."""
-
-    def note(self, text: str) -> None:
-        """Into the log of the run."""
+World = Any
+"""A :class:`simulation.world.World`, whose file imports this one."""
 
 
 class Host:

@@ -38,6 +38,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         """Payload key and field, of what chance has changed. A server that loses a reset has them back."""
         self._names: dict[bytes, str] = {}
         self._before: Any = None
+        """Tickets of the env before a script: number -> expiry."""
         keys = self.keys
         self._handlers = {
             getattr(keys, name).encode(): getattr(self, f"_{name}_changed")
@@ -71,7 +72,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         self._closed: dict[str, tuple[int, str]] = {}
         """group -> when it was closed (server ms), by what."""
         self._outlived: set[str] = set()
+        """Groups of which the leader dropped what had been replaced meanwhile: it has not read yet that they go on."""
         self._lapsed: set[str] = set()
+        """Groups whose tickets were given out again."""
         self._amounts: dict[tuple[str, str], list[int]] = {}
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
@@ -108,6 +111,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         self._envs: set[str] = set()
         self._suspects: set[bytes] = set()
         self._left: dict[bytes, Pending] = {}
+        """Pushes that left the pool in this event, by payload key."""
         self._new_steps: dict[int, None] = {}
         first, reply = commands[0], replies[0]
         is_done = first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"OK"]

@@ -4,33 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rlbuffer.config.batcher import BatcherConfig
 from simulation.mutations import Mutation
-
-SHOWN_DRAWS = (
-    *("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal"),
-    *(
-        "memory",
-        "planning",
-        "adapters",
-        "stops",
-        "strangers",
-        "failover",
-        "too_large",
-        "clock_steps",
-        "clocks",
-        "ends",
-        "said",
-        "together",
-        "left",
-        "spread",
-        "away",
-        "own",
-    ),
-)
-"""Draws that a plan names when they are on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
@@ -168,11 +145,11 @@ class Plan:
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:
-        on = [name for name in SHOWN_DRAWS if getattr(self, name)]
-        closed = self.config.step_groups or self.config.step_rollouts or "capacity"
+        left_out = ("seed", "faults", "config", "mutation")
+        on = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
+        config = self.config
+        closed = config.step_groups or config.step_rollouts or "capacity"
         return (
-            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, {self.scorers} scorers, "
-            f"world sizes {self.world_sizes}, step {closed}, "
-            f"lookahead {self.config.lookahead}, max_age {self.config.max_age}, max_uses {self.config.max_uses}"
-            f"{', ' if on else ''}{', '.join(on)}"
+            f"step {closed}, lookahead {config.lookahead}, max_age {config.max_age}, max_uses {config.max_uses}, "
+            f"{', '.join(f'{name} {value}' for name, value in on.items() if value)}"
         )

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
-
-from rlbuffer.store.keys import Keys
-from simulation.accounts import Live, Pending
-from simulation.server import Server
-from simulation.values import StreamId
 
 _KNOWLEDGE = (
     "pool",
@@ -32,44 +26,8 @@ _KNOWLEDGE = (
 )
 
 
-class Rewinds(ABC):
-    """The invariants' accounts, taken back."""
-
-    server: Server
-    keys: Keys
-    pool: dict[StreamId, Pending]
-    steps: dict[int, Live]
-    digests: dict[int, str]
-    lost_digests: set[str]
-    forgotten: dict[str, int]
-    was_rolled_back: bool
-    """Payloads may be gone that were stored before their pushes."""
-    trained_content: dict[tuple[int, int, int], str]
-    incarnations: dict[str, int]
-    _continued: dict[int, int]
-    """First epoch of a run -> the newest that a recovery began in it."""
-    _used: dict[str, tuple[int, int]]
-    _highest: dict[str, int]
-    _leader: tuple[bytes, int]
-    _suspects: set[bytes]
-    _new_steps: dict[int, None]
-    _kept_steps: dict[int, Live]
-    """Steps that a VOID must leave as they are."""
-    _before_void: tuple[int, int]
-    """Epoch and lease token."""
-
-    @abstractmethod
-    def fail(self, invariant: str, message: str) -> None:
-        """Keeps the first violation."""
-
-    @abstractmethod
-    def _move(self, env: str, fate: str, amounts: tuple[int, int]) -> None: ...
-
-    @abstractmethod
-    def _close(self, group: str, by: str) -> None: ...
-
-    @abstractmethod
-    def field(self, key: str, name: bytes) -> int: ...
+class Rewinds:
+    """The invariants' accounts, taken back: a part of `Invariants`."""
 
     def snapshot(self) -> dict[str, Any]:
         """The state that is known now, to go with a snapshot of the server."""
