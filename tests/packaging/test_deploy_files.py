@@ -85,6 +85,7 @@ def test_compose_is_of_its_specification_and_starts_what_there_is() -> None:
     for name, service in content["services"].items():
         if name == "redis":
             continue
+        assert service["environment"]["RLBUFFER_WEIGHTS__URL"] == "http://trainer:9465", "no folder is shared"
         check_command(["rlbuffer", *service["command"]])
         check_settings(service["environment"] | {"RLBUFFER_CONFIG": ""})
         kind, *words = service["healthcheck"]["test"]

@@ -1,5 +1,6 @@
 """Traces of other frameworks as groups. Recorded ones are compared with what their own training adapters made of them
-(tests/support/record_traces.py); of other formats a small file of the documented shape is read."""
+(commit 79cc558d has the tests/support/record_traces that did it: verifiers 0.4.0, openenv 0.10.0, agentlightning 0.3.0,
+NeMo Gym); of other formats a small file of the documented shape is read."""
 
 from __future__ import annotations
 

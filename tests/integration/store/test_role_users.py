@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from own_server import OwnServer
-from role_rights import ADMIN, TRIED, USERS
 from store_call_rows import ROWS, calls_of
 from store_runs import Run
 
@@ -20,6 +19,10 @@ from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.store.worker import WorkerStore
 
+USERS = Path(__file__).parents[3] / "deploy" / "users.acl"
+ADMIN = "user root on >root ~* &* +@all"
+TRIED = {"config|get", "rlb:runs"}
+"""What roles try and do without: the server's limits for pushes, and the list of runs for people."""
 USER_OF: dict[type[Session], str] = {
     Viewer: "viewer",
     WorkerStore: "worker",

@@ -91,18 +91,6 @@ def test_who_may_load_no_script_goes_on_when_the_leader_has_loaded_them(secured:
     )
 
 
-@pytest.mark.server
-def test_no_right_of_a_role_is_refused_needless_or_unused(server_binary: ServerBinary, tmp_path: Path) -> None:
-    """On the server's own word: its MONITOR, its ACL LOG, and ACL DRYRUN."""
-    from role_rights import record, table
-
-    used, refused, findings = record(tmp_path)
-    assert refused == []
-    assert findings.needless == []
-    assert findings.unused == []
-    assert any(line.startswith("| HINCRBY |") for line in table(used))
-
-
 FORBIDDEN = [
     ("viewer", lambda b: b.writer("w").push(rlbuffer.make_group())),
     ("viewer", lambda b: b.role(OperatorStore).pause("a")),

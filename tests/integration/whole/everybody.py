@@ -17,7 +17,6 @@ from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.worker import WorkerStore
 
-ROLES = ("viewer", "worker", "scorer", "trainer", "operator")
 CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
 UrlOf = Callable[[str], str]
 """Role -> the address that it uses."""
