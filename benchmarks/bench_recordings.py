@@ -18,6 +18,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -274,20 +275,19 @@ def record() -> dict[str, list[Any]]:
     return made | {f"tensors/ranks {world_size}": received(world_size) for world_size in WORLD_SIZES}
 
 
-def hashes(values: list[Any]) -> dict[str, Any]:
+def hashes(values: list[Any]) -> dict[str, str]:
     """One hash of all, and the first letters of each one's."""
     each = [hashlib.sha256(json.dumps(v, sort_keys=True).encode()).hexdigest() for v in values]
-    return {"all": hashlib.sha256("".join(each).encode()).hexdigest(), "each": [one[:12] for one in each]}
+    return {"all": hashlib.sha256("".join(each).encode()).hexdigest(), "each": " ".join(one[:12] for one in each)}
 
 
 def first_difference(made: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """The first value that is not as recorded; "" when all are."""
     for name in [*kept, *(made.keys() - kept.keys())]:
-        now, then = (some.get(name, {"all": "", "each": []}) for some in (made, kept))
+        now, then = (some.get(name, {"all": "", "each": ""}) for some in (made, kept))
         if now["all"] != then["all"]:
-            each = zip(now["each"], then["each"], strict=False)
-            shorter = min(len(now["each"]), len(then["each"]))
-            return f"{name} {next((i for i, (a, b) in enumerate(each) if a != b), shorter)}"
+            each = enumerate(zip_longest(now["each"].split(), then["each"].split()))
+            return f"{name} {next(i for i, (a, b) in each if a != b)}"
     return ""
 
 
@@ -302,7 +302,7 @@ def run(report: Report) -> None:
     kept = json.loads(FILE.read_text())
     made = {name: hashes(values) for name, values in record().items()}
     for name, its in made.items():
-        report.line(f"{name}: {len(its['each'])} recorded, {its['all'][:12]}")
+        report.line(f"{name}: {len(its['each'].split())} recorded, {its['all'][:12]}")
     different = first_difference(made, kept["hashes"])
     if different:
         report.line(f"the first that differs: {different}")
