@@ -244,7 +244,6 @@ def test_promtool_takes_the_rules_and_what_the_endpoints_answer(live: Live) -> N
     for arguments in (
         ("check", "config", str(folder / "prometheus.yml")),
         ("check", "rules", str(RULES)),
-        ("test", "rules", str(folder / "rlbuffer.test.yml")),
     ):
         checked = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
