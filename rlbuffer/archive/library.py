@@ -14,14 +14,11 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlbuffer.archive.drops import DroppedGroup, drop_of, record_of
-from rlbuffer.archive.rows import BUFFER_BYTES, payload_of, rows_in
+from rlbuffer.archive.rows import opened, payload_of, rows_in
 from rlbuffer.archive.schema import (
-    ARCHIVE_FORMAT,
-    FORMAT_KEY,
     RUN_KEY,
     StepsName,
     history_names,
@@ -336,24 +333,12 @@ class Archive:
 
     def rows(self, file: str) -> Iterator[dict[str, Any]]:
         """Every row of a file of rollouts, a few at a time."""
-        with self._open(file) as parquet:
+        with opened(self.folder / file) as parquet:
             yield from rows_in(parquet)
 
     def _table(self, name: str, columns: Sequence[str] | None = None) -> Any:
-        with self._open(name) as parquet:
+        with opened(self.folder / name) as parquet:
             return parquet.read(columns=None if columns is None else list(columns))
-
-    def _open(self, name: str) -> Any:
-        try:
-            parquet = pq.ParquetFile(self.folder / name, buffer_size=BUFFER_BYTES)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise ArchiveError(f"{self.folder / name} cannot be read: {error}") from None
-        stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
-        if stored != str(ARCHIVE_FORMAT):
-            raise ArchiveError(
-                f"{self.folder / name} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}"
-            )
-        return parquet
 
 
 def _header(row: Mapping[str, Any]) -> StepHeader:

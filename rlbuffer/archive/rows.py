@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rlbuffer.archive.schema import ROLLOUTS
-from rlbuffer.errors import PayloadError
+from rlbuffer.archive.schema import ARCHIVE_FORMAT, FORMAT_KEY, ROLLOUTS
+from rlbuffer.errors import ArchiveError, PayloadError
 from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.records import PartRollout
@@ -204,6 +206,18 @@ def payload_of(row: Mapping[str, Any]) -> bytes | None:
 def _unpacked(array: Mapping[str, Any]) -> NDArray[Any]:
     dtype, shape = np.dtype(array["dtype"]), array["shape"]
     return np.frombuffer(array["data"], dtype).reshape(shape) if array["data"] else np.zeros(shape, dtype)
+
+
+def opened(path: Path) -> Any:
+    """A file of an archive, to be read. Raises ArchiveError: it cannot be read, or is of another format."""
+    try:
+        parquet = pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ArchiveError(f"{path} cannot be read: {error}") from None
+    stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
+    if stored != str(ARCHIVE_FORMAT):
+        raise ArchiveError(f"{path} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}")
+    return parquet
 
 
 def rows_in(parquet: Any) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlbuffer.archive.rows import Source, rollout_tables
+from rlbuffer.archive.rows import Source, opened, rollout_tables
 from rlbuffer.archive.schema import (
     HISTORY,
     ROLLOUTS,
@@ -53,7 +53,7 @@ class ArchiveWriter:
         check: is called before anything appears; it raises where this process may not write any more.
 
     Raises:
-        ArchiveError: the folder holds the archive of another run.
+        ArchiveError: the folder holds the archive of another run, or one of another format.
         OSError: the filesystem refused.
     """
 
@@ -68,7 +68,7 @@ class ArchiveWriter:
         self.digests: set[str] = set()
         """Digests of the steps that are archived."""
         for name in steps_names(folder):
-            with pq.ParquetFile(folder / name.file()) as file:
+            with opened(folder / name.file()) as file:
                 table = file.read(columns=["digest"])
             there = table.schema.metadata.get(RUN_KEY, b"").decode()
             if there != run:

@@ -83,7 +83,7 @@ def as_text(name: str, value: Any, *, limit: int | None = None) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidRollout(f"{name}: not valid Unicode at position {error.start}") from None
-    return str(value)
+    return str.__str__(value)  # of a subclass, whose own `__str__` may say something else, its characters
 
 
 def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:

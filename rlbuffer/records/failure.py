@@ -35,6 +35,7 @@ def as_failure(given: Any) -> Failure:
         raise InvalidRollout(f"failure: expected a string for a message, got {shown(message)}")
     if not isinstance(kind, str) or not FAILURE_KIND.match(kind):
         raise InvalidRollout(f"failure: expected a kind {FAILURE_KIND.pattern[:-2]}, got {shown(kind)}")
+    kind, message = str.__str__(kind), str.__str__(message)
     # Messages of errors are anybody's: what UTF-8 cannot hold is escaped.
     return Failure(kind, message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE])
 

@@ -377,6 +377,8 @@ def group_fields(record: GroupFields) -> dict[str, Any]:
     if not isinstance(needs, list | tuple):
         raise InvalidRollout(f"needs: expected a list of names, got {shown(needs)}")
     return {
+        "group_id": str.__str__(record.group_id),
+        "env": str.__str__(record.env),
         "prompt_id": as_text("prompt_id", record.prompt_id, limit=256),
         "adapter": as_text("adapter", record.adapter, limit=128),
         "worker": as_text("worker", record.worker, limit=128),

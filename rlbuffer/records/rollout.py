@@ -437,7 +437,7 @@ def as_arrays(kind: str, values: object) -> Mapping[str, NDArray[Any]]:
     for name, array in as_mapping(f"{kind}s", values).items():
         if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
             raise InvalidRollout(f"{kind} name {shown(name)} is not allowed")
-        out[str(name)] = as_column(name, array, kind=kind)
+        out[str.__str__(name)] = as_column(name, array, kind=kind)
     if len(out) > MAX_ARRAYS:
         raise InvalidRollout(f"{kind}s: {len(out)} are more than {MAX_ARRAYS}")
     return MappingProxyType(out)

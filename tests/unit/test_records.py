@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import MAX_SPANS, Turn, VersionSpan
 from rlbuffer.testing import make_group
+from rlbuffer.wire.payload import encode_push
 
 BYTES = np.array([0, 1, 2, 1], np.uint8)
 
@@ -245,6 +247,23 @@ def test_an_attachment_may_have_no_dimension() -> None:
 def test_metadata_comes_in_the_types_that_it_will_have_after_the_wire() -> None:
     given = {"pair": (1, np.float32(0.5)), "flag": np.bool_(True), "n": np.int64(3), "none": None, "raw": b"\x00"}
     assert made(metadata=given).metadata == {"pair": [1, 0.5], "flag": True, "n": 3, "none": None, "raw": b"\x00"}
+
+
+def test_a_string_of_a_kind_of_its_own_becomes_a_plain_one() -> None:
+    class Word(str, Enum):  # noqa: UP042 - one whose `__str__` is another
+        STOP = "stop"
+
+    class Text(str):
+        def __str__(self) -> str:
+            return "something else"
+
+    failed = made(failure=(Word.STOP, Text("why")), rollout_id=Text("x"), finish_reason=Word.STOP, name=np.str_("n"))
+    whole = group(group_id=np.str_("a.1"), env=Word.STOP, worker=Text("w"), rollouts=(failed,), metadata={Word.STOP: 1})
+    values = [*failed.failure, failed.rollout_id, failed.finish_reason, failed.name]
+    values += [whole.group_id, whole.env, whole.worker, *whole.metadata]
+    assert values == ["stop", "why", "x", "stop", "n", "a.1", "stop", "w", "stop"]
+    assert {type(value) for value in values} == {str}
+    assert encode_push(whole).info.rollouts[0].failure == "stop"
 
 
 def test_values_nested_as_deep_as_allowed_pass_and_one_level_more_does_not() -> None:

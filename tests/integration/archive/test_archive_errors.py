@@ -48,14 +48,17 @@ def test_what_is_not_there(archive: Archive) -> None:
     assert archive.settings(1)["config"] == '{"max_age": 4}'
 
 
-def test_a_file_that_is_torn_or_of_another_format(archive: Archive) -> None:
+def test_a_file_that_is_torn_or_of_another_format_is_neither_read_nor_added_to(archive: Archive) -> None:
     (name,) = steps_names(archive.folder)
     file = archive.folder / name.file()
     table = pq.read_table(file)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"9"}), file)
-    with pytest.raises(ArchiveError) as newer:
-        _ = Archive(archive.folder).steps
-    assert str(newer.value) == f"{file} is of format 9, and this version reads format 3"
+    for number in (2, 9):
+        other = {**table.schema.metadata, FORMAT_KEY: str(number).encode()}
+        pq.write_table(table.replace_schema_metadata(other), file)
+        for use in (lambda: Archive(archive.folder).steps, lambda: ArchiveWriter(archive.folder, archive.run)):
+            with pytest.raises(ArchiveError) as refused:
+                use()
+            assert str(refused.value) == f"{file} is of format {number}, and this version reads format 3"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ArchiveError) as torn:
         _ = Archive(archive.folder).steps
