@@ -15,11 +15,10 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.part_rollouts import StepBytes
 from rlbuffer.store.records import PartRollout
-from rlbuffer.store.viewer import FETCH_BYTES, Viewer
+from rlbuffer.store.viewer import FETCH_BYTES, GROUP_FIELD, Viewer, chunks
 
 HISTORY_PAGE = 1000
 """Records of the history per file."""
-_GROUP_FIELD = "group"
 _UNKNOWN = RolloutInfo(
     rollout_id="", length=0, prompt_tokens=0, loss_tokens=0, reward=None, min_version=0, max_version=0
 )
@@ -54,11 +53,9 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
         places += [(ref, part.rank, place) for place, ref in enumerate(part.rollouts)]
     places.sort(key=lambda item: (item[0].payload_key, item[0].index))
     seen = ""
-    for chunk in _chunks(places):
-        sources = []
-        for (ref, rank, place), (data, group) in zip(
-            chunk, store.read_pushed([ref for ref, _, _ in chunk]), strict=True
-        ):
+    for chunk in chunks([ref.info.size for ref, _, _ in places], FETCH_BYTES):
+        its, sources = places[chunk.start : chunk.stop], []
+        for (ref, rank, place), (data, group) in zip(its, store.read_pushed([ref for ref, _, _ in its]), strict=True):
             its_group = group if ref.payload_key != seen else None
             seen = ref.payload_key
             sources.append(Source(ref=ref, data=data, group=its_group, step=stored.step, rank=rank, place=place))
@@ -71,16 +68,6 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
                 Source(ref=its, data=fields.get(str(its.index)), step=stored.step, left_out=reason)
                 for its, (_, reason) in zip(refs, rejected, strict=True)
             ]
-
-
-def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence[tuple[PartRollout, int, int]]]:
-    start, size = 0, 0
-    for i, (ref, _, _) in enumerate(places):
-        if size and size + ref.info.size > FETCH_BYTES:
-            yield places[start:i]
-            start, size = i, 0
-        size += ref.info.size
-    yield places[start:]
 
 
 def copy_history(store: Viewer, writer: ArchiveWriter) -> int:
@@ -161,7 +148,7 @@ def _of_push(
             worker=str(worker or ""),
             pushed_ms=_count(pushed_ms),
         )
-        group = fields.get(_GROUP_FIELD) if name == names[0] else None
+        group = fields.get(GROUP_FIELD) if name == names[0] else None
         sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))
     return sources
 

@@ -24,9 +24,9 @@ from rlbuffer.records.micro_batch import IGNORE_INDEX, Sample, Step
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.part_rollouts import PartRollouts
-from rlbuffer.store.payloads import Trainable, chunks, opened, sound
+from rlbuffer.store.payloads import Trainable, opened, sound
 from rlbuffer.store.records import PartRollout
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.viewer import GROUP_FIELD, Viewer, chunks
 from rlbuffer.wire import payload
 from rlbuffer.wire.payload import Payload, in_range
 
@@ -171,9 +171,9 @@ class StepPull:
         keys, names, adapters = pulled.keys, pulled.names, pulled.adapters
         request: dict[str, dict[str, int]] = {}
         for i in items:
-            request.setdefault(keys[i], {})[names[i]] = rollouts.announced[i].size
-        values, groups = self._store.read_fields(request, "group")
-        pulled.groups.update(groups)
+            request.setdefault(keys[i], {GROUP_FIELD: 0})[names[i]] = rollouts.announced[i].size
+        values = self._store.read_fields(request)
+        pulled.groups.update({key: values[key, GROUP_FIELD] for key in request})
         read: dict[int, Payload] = {}
         for i in items:
             its = opened(values[keys[i], names[i]], rollouts.announced[i], adapters[i], schema, self._can)

@@ -23,7 +23,7 @@ from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.records.info import ColumnKind, GroupInfo
 from rlbuffer.records.rollout import TokenArrays
-from rlbuffer.records.step_plan import StepPlan, pushes_of
+from rlbuffer.records.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] 
     holds the values of all pushes with that shape. `infos` by entry id; `needed` are columns that no push may lack.
     """
     sizes: dict[str, int] = {}
-    for push in pushes_of(plan.rollouts):
+    for push in plan.rollouts.pushes:
         sizes[push.entry_id] = sizes.get(push.entry_id, 0) + len(push.places)
     votes: dict[str, dict[tuple[int, ...], int]] = {}
     for entry_id, rollouts in sizes.items():
@@ -143,19 +143,22 @@ def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
     return f"{arrived}, but [{expected_shape}] in most rollouts of its step"
 
 
-def fits(rollout: TokenArrays, schema: Mapping[str, ColumnSpec]) -> bool:
-    """True when the rollout's further columns are all in `schema`, of its shapes, in dtypes that convert."""
+def misfit(rollout: TokenArrays, schema: Mapping[str, ColumnSpec]) -> str:
+    """The first further column of a rollout that `schema` does not have, or not in its shape, or in a dtype that
+    does not convert; "" where all fit."""
     for name, array in rollout.columns.items():
+        shape, spec = array.shape[1:], schema.get(name)
         if name == "advantages":
-            if array.ndim != 1 or array.dtype.kind == "b":
-                return False
-        elif (
-            name not in schema
-            or array.shape[1:] != schema[name].shape
-            or not _converts(array.dtype, schema[name].dtype)
-        ):
-            return False
-    return True
+            if shape or array.dtype.kind == "b":
+                return f"column advantages is {shown_kind(array.dtype, shape)}, not [T] numbers"
+        elif spec is None:
+            return f"column {name} is none that its step has"
+        elif shape != spec.shape or not _converts(array.dtype, spec.dtype):
+            return (
+                f"column {name} is {shown_kind(array.dtype, shape)}, and {shown_kind(spec.dtype, spec.shape)} is what "
+                "its step has, or what this process has declared"
+            )
+    return ""
 
 
 def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str]) -> ColumnSpec:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records.info import GroupInfo, unfrozen
+from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.lazy import LazyRecords
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.waiting import Waiting
 
@@ -71,9 +71,6 @@ class RolloutRef:
     """Oldest policy version that sampled a token."""
 
 
-_UnfrozenRef = unfrozen(RolloutRef)
-
-
 class PlannedPush(NamedTuple):
     """Consecutive rollouts of a step plan that lie in one push."""
 
@@ -86,18 +83,16 @@ class PlannedPush(NamedTuple):
     """Payload fields."""
 
 
-class PlannedRollouts(Sequence[RolloutRef]):
-    """The rollouts of a step plan by push; a record of each is made when somebody reads one.
+class PlannedRollouts(LazyRecords[RolloutRef]):
+    """The rollouts of a step plan by push.
 
     Args:
         pushes: each with what was pushed.
         masks: nothing of a truncated rollout is trained.
     """
 
-    def __init__(self, pushes: Sequence[tuple[PlannedPush, GroupInfo]], *, masks: bool) -> None:
+    def __init__(self, pushes: Sequence[tuple[PlannedPush, GroupInfo]], *, masks: bool = False) -> None:
         self._pushes, self._masks = pushes, masks
-        self._made: tuple[RolloutRef, ...] | None = None
-        self._length = sum([len(push.places) for push, _ in pushes])
 
     @property
     def pushes(self) -> list[PlannedPush]:
@@ -105,57 +100,23 @@ class PlannedRollouts(Sequence[RolloutRef]):
         return [push for push, _ in self._pushes]
 
     def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> RolloutRef: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[RolloutRef, ...]: ...
-    def __getitem__(self, index: int | slice) -> RolloutRef | tuple[RolloutRef, ...]:
-        return self._refs()[index]
-
-    def __iter__(self) -> Iterator[RolloutRef]:
-        return iter(self._refs())
-
-    def __eq__(self, other: object) -> bool:
-        return self._refs() == (other._refs() if isinstance(other, PlannedRollouts) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._refs())
-
-    def _refs(self) -> tuple[RolloutRef, ...]:
-        if self._made is None:
-            self._made = tuple(self._each())
-        return self._made
+        return sum([len(push.places) for push, _ in self._pushes])
 
     def _each(self) -> Iterator[RolloutRef]:
         for (entry_id, group_id, env, adapter, places), push in self._pushes:
             for place in places:
                 info = push.sequences[place]
-                made = _UnfrozenRef()
-                made.entry_id = entry_id
-                made.index = place
-                made.rollout_id = info.rollout_id
-                made.group_id = group_id
-                made.env = env
-                made.adapter = adapter
-                made.length = info.length
-                made.loss_tokens = 0 if self._masks and info.is_truncated else info.loss_tokens
-                made.min_version = info.min_version
-                made.__class__ = RolloutRef
-                yield made
-
-
-def pushes_of(rollouts: Sequence[RolloutRef]) -> list[PlannedPush]:
-    """The rollouts of a step plan by push, in their order."""
-    if isinstance(rollouts, PlannedRollouts):
-        return rollouts.pushes
-    return [
-        PlannedPush(*of_push, [ref.index for ref in refs])
-        for of_push, refs in groupby(rollouts, lambda ref: (ref.entry_id, ref.group_id, ref.env, ref.adapter))
-    ]
+                yield RolloutRef(
+                    entry_id=entry_id,
+                    index=place,
+                    rollout_id=info.rollout_id,
+                    group_id=group_id,
+                    env=env,
+                    adapter=adapter,
+                    length=info.length,
+                    loss_tokens=0 if self._masks and info.is_truncated else info.loss_tokens,
+                    min_version=info.min_version,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +191,7 @@ class StepPlan:
     """Number of the step, from 1."""
     group_ids: tuple[str, ...]
     """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
-    rollouts: Sequence[RolloutRef]
+    rollouts: PlannedRollouts
     """The rollouts that `plan` indexes; each sequence of one that has several."""
     advantages: NDArray[np.float32]
     """[rollouts] float32, as `rollouts`; broadcast to the trained tokens (a column ``advantages`` wins)."""

@@ -21,7 +21,7 @@ from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW, ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
-from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan, pushes_of
+from rlbuffer.records.step_plan import Drop, PlannedRollouts, StepPlan
 from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
@@ -49,8 +49,6 @@ SWEEP = 500
 """Payload keys unlinked per round trip."""
 PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
-_NO_ROW = b"\xff" * ROW.size
-"""Stands for a rollout that its push does not have: no payload is so large."""
 
 
 class LeaderStore(TicketStore):
@@ -223,10 +221,10 @@ class LeaderStore(TicketStore):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
+    def pin(self, rollouts: PlannedRollouts, entries: Mapping[str, PoolEntry]) -> list[str]:
         """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used."""
         broken: list[str] = []
-        for page in _pages(refs):
+        for page in _pages(rollouts):
             asked = [(entries[key].payload_key, places) for key, places in page.items()]
             if self.connection.is_cluster:
                 sizes = self._pin_on_shards(asked)
@@ -265,11 +263,11 @@ class LeaderStore(TicketStore):
         meta: Meta,
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
-        columns: Columns | None = None,
+        columns: Columns,
     ) -> tuple[CommitStatus, Any]:
         """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
 
-        `columns` are those that the plan's pushes agree on, for a caller that knows them.
+        `columns` are those that the plan's pushes agree on.
 
         Raises:
             LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
@@ -277,11 +275,11 @@ class LeaderStore(TicketStore):
             RlbufferError: the plan does not account for whole entries.
         """
         planned = Planned(plan, entries)
-        record = header_record(plan, entries, meta, waiting_for_version, columns, planned)
-        record |= left_out(plan, entries, self.keys.payload_prefix)
+        record = header_record(planned, meta, waiting_for_version, columns)
+        record |= left_out(planned, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = pack(record)
-        parts = [*encoded_parts(plan, entries, self.keys.payload_prefix, planned)]
+        parts = [*encoded_parts(planned, self.keys.payload_prefix)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps
@@ -462,10 +460,7 @@ def _entry_lines(plan: StepPlan) -> str:
 
 def _group_lines(plan: StepPlan) -> str:
     """The groups that the step closes, as COMMIT reads them."""
-    env_of = {push.group_id: push.env for push in pushes_of(plan.rollouts)}
-    empty = [group_id for group_id in plan.group_ids if group_id not in env_of]
-    if empty:
-        raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
+    env_of = {push.group_id: push.env for push in plan.rollouts.pushes}
     lines = []
     by_group = {use.group_id: use for use in plan.entries}
     for group_id in plan.group_ids:
@@ -475,10 +470,10 @@ def _group_lines(plan: StepPlan) -> str:
     return "".join(lines)
 
 
-def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, Sequence[int]]]:
+def _pages(rollouts: PlannedRollouts) -> Iterator[dict[str, Sequence[int]]]:
     """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
     places: dict[str, Sequence[int]] = {}
-    for push in pushes_of(refs):
+    for push in rollouts.pushes:
         before = places.get(push.entry_id)
         places[push.entry_id] = push.places if before is None else [*before, *push.places]
     page: dict[str, Sequence[int]] = {}
@@ -507,7 +502,7 @@ def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, Poo
         if places == range(len(its) // ROW.size):
             rows.append(its)
         else:
-            rows += [its[ROW.size * place : ROW.size * (place + 1)] or _NO_ROW for place in places]
+            rows += [its[ROW.size * place : ROW.size * (place + 1)] for place in places]
     sizes: list[int] = np.frombuffer(b"".join(rows), ROW_DTYPE)["size"].tolist()
     return sizes
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, RolloutInfo
+from rlbuffer.records.lazy import LazyRecords
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire.payload import Announced
 
@@ -47,8 +48,8 @@ class Source(NamedTuple):
     pushed_ms: int
 
 
-class PartRollouts(Sequence[PartRollout]):
-    """The sequences of a part; the records of all are made when somebody reads one.
+class PartRollouts(LazyRecords[PartRollout]):
+    """The sequences of a part.
 
     Args:
         table: [sequences] of :data:`PART_ROW`.
@@ -122,37 +123,16 @@ class PartRollouts(Sequence[PartRollout]):
     def __len__(self) -> int:
         return len(self.table)
 
-    @overload
-    def __getitem__(self, index: int) -> PartRollout: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PartRollout, ...]: ...
-    def __getitem__(self, index: int | slice) -> PartRollout | tuple[PartRollout, ...]:
-        return self._records[index]
-
-    def __iter__(self) -> Iterator[PartRollout]:
-        return iter(self._records)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PartRollouts) and self._records == other._records
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._records)
-
-    @cached_property
-    def _records(self) -> tuple[PartRollout, ...]:
+    def _each(self) -> Iterator[PartRollout]:
         own = [name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}]
         columns = zip(*[self.table[name].tolist() for name in own], strict=True)
         its = zip(self.table[["source", "largest_token"]].tolist(), columns, self.announced, strict=True)
-        return tuple(
-            PartRollout(
+        for (source, largest), values, announced in its:
+            yield PartRollout(
                 **dict(zip(own, values, strict=True)),
                 info=RolloutInfo(largest_token=largest, **announced._asdict()),
                 **self._sources[source]._asdict(),
             )
-            for (source, largest), values, announced in its
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.packing.further_columns import ColumnSpec, fits
+from rlbuffer.packing.further_columns import ColumnSpec, misfit
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.store.records import PartRollout
-from rlbuffer.store.viewer import FETCH_BYTES, Viewer
+from rlbuffer.store.viewer import FETCH_BYTES, Viewer, chunks
 from rlbuffer.wire import payload
 from rlbuffer.wire.payload import Announced, Payload
 
@@ -77,8 +77,8 @@ def opened(
         read = payload.decode(data, announced)
     except PayloadError as error:
         return str(error)
-    if read.columns and not fits(read, schema):
-        return _misfit(read, schema)
+    if read.columns and (wrong := misfit(read, schema)):
+        return wrong
     if can.columns and (lacking := [name for name in can.columns if name not in read.columns]):
         return f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
     return read
@@ -95,26 +95,3 @@ def sound(read: Payload, can: Trainable) -> TokenSequence | str:
         # The model would fail at it, in every replay of the step.
         return f"token {highest} is outside of the model's vocabulary of {can.vocabulary}"
     return rollout
-
-
-def _misfit(rollout: Payload, schema: Mapping[str, ColumnSpec]) -> str:
-    for name, array in rollout.columns.items():
-        spec = schema.get(name)
-        if spec is not None and array.shape[1:] != spec.shape:
-            here, expected = (", ".join(["T", *map(str, shape)]) for shape in (array.shape[1:], spec.shape))
-            return (
-                f"column {name} is [{here}], and [{expected}] is what its step has, or what this process has declared"
-            )
-    return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
-
-
-def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Consecutive runs of at most `most` bytes, so that no reply holds a whole step in the server's memory."""
-    start, size = 0, 0
-    for i, its in enumerate(sizes):
-        if size and size + its > most:
-            yield range(start, i)
-            start, size = i, 0
-        size += its
-    if start < len(sizes):
-        yield range(start, len(sizes))

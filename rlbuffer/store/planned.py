@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import HAS_REWARD, ROW, ROW_DTYPE, GroupInfo, rollouts_of, sequences_of
-from rlbuffer.records.step_plan import PlannedPush, PlannedRollouts, RolloutRef, StepPlan, pushes_of, version_trained
+from rlbuffer.records.step_plan import StepPlan, version_trained
 from rlbuffer.store.part_rollouts import PART_ROW
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata import names_of
@@ -25,10 +25,8 @@ class Planned:
     """
 
     def __init__(self, plan: StepPlan, entries: Mapping[str, PoolEntry]) -> None:
-        if not isinstance(plan.rollouts, PlannedRollouts):
-            _check(plan.rollouts, entries)
-        self.plan = plan
-        self.pushes: list[PlannedPush] = pushes_of(plan.rollouts)
+        self.plan, self.entries = plan, entries
+        self.pushes = plan.rollouts.pushes
         self._infos: list[GroupInfo] = []
         rows = []
         for push in self.pushes:
@@ -141,14 +139,3 @@ def numbered(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.i
 
 def _row(info: GroupInfo, place: int) -> bytes:
     return info.rows[ROW.size * place : ROW.size * (place + 1)]
-
-
-def _check(refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> None:
-    for ref in refs:
-        info = entries[ref.entry_id].info
-        if (
-            info is None
-            or not 0 <= ref.index < len(info.sequences)
-            or info.sequences[ref.index].rollout_id != ref.rollout_id
-        ):
-            raise PayloadError(f"entry {ref.entry_id} does not hold rollout {ref.rollout_id} at index {ref.index}")

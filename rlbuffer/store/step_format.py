@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.packing.further_columns import Columns, agree
+from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER
 from rlbuffer.records.info import FURTHER, HAS_REWARD, IS_TRUNCATED
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, StepPlan, pushes_of
+from rlbuffer.records.step_plan import AdapterProgress, StepPlan
 from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source, StepPart
 from rlbuffer.store.planned import Planned, numbered
 from rlbuffer.store.records import Meta, PoolEntry
@@ -79,18 +79,10 @@ def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
         raise PayloadError(f"step {plan.step} is not committed, because it could never be read: {error}") from None
 
 
-def header_record(
-    plan: StepPlan,
-    entries: Mapping[str, PoolEntry],
-    meta: Meta,
-    waiting_for: int | None,
-    columns: Columns | None = None,
-    planned: Planned | None = None,
-) -> dict[str, Any]:
+def header_record(planned: Planned, meta: Meta, waiting_for: int | None, columns: Columns) -> dict[str, Any]:
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
-    its pushes agree on, `planned` its rollouts, if the caller knows them."""
-    columns = _columns_of(plan, entries) if columns is None else columns
-    planned = Planned(plan, entries) if planned is None else planned
+    its pushes agree on."""
+    plan = planned.plan
     envs, rewards = _envs_of(planned)
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
@@ -153,7 +145,7 @@ def _ages(ages: NDArray[np.int64]) -> dict[str, float]:
     return {"age": int(ages.sum()) / len(ages), "max_age": int(ages.max())} if len(ages) else {"age": 0.0, "max_age": 0}
 
 
-def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
+def left_out(planned: Planned, prefix: str) -> dict[str, Any]:
     """The header's field of what groups of the step hold besides; nothing where they hold nothing.
 
     `prefix`: that of the run's payload keys, which does not stand in it.
@@ -162,8 +154,8 @@ def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> d
         entry.payload_key.removeprefix(prefix): [
             [place, str(reason)] for index, reason in use.left_out for place in entry.info.places_of([index])
         ]
-        for use in plan.entries
-        if use.left_out and (entry := entries[use.entry_id]).info is not None
+        for use in planned.plan.entries
+        if use.left_out and (entry := planned.entries[use.entry_id]).info is not None
     }
     return {"left_out": left} if left else {}
 
@@ -175,16 +167,13 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     return config.get("max_age") if limit is None else limit
 
 
-def encoded_parts(
-    plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "", planned: Planned | None = None
-) -> Iterator[bytes]:
+def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
     """The parts of a planned step, in the order of ranks. Each has its rollouts in the order of its rows.
 
     Payload keys stand in them without the run's `prefix`.
     """
-    layout = plan.plan
-    planned = Planned(plan, entries) if planned is None else planned
-    known = [_source(entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
+    plan, layout = planned.plan, planned.plan.plan
+    known = [_source(planned.entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     packed = [msgspec.Raw(_ENCODER.encode(source)) for source in known]
     ids, named = planned.names
     groups = [push.group_id for push in planned.pushes for _ in push.places]
@@ -214,12 +203,6 @@ def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
     info = entry.info
     of_info = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
     return Source(entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *of_info, entry.pushed_ms)
-
-
-def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
-    infos = {push.entry_id: entries[push.entry_id].info for push in pushes_of(plan.rollouts)}
-    columns, _ = agree(plan, {entry_id: info for entry_id, info in infos.items() if info is not None})
-    return columns
 
 
 def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:

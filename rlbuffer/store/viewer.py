@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
-
-import redis
 
 from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import (
@@ -19,7 +16,6 @@ from rlbuffer.errors import (
     RlbufferError,
     RunDamaged,
     SchemaMismatch,
-    ServerUnsuitable,
     StepRetired,
 )
 from rlbuffer.records.checks import MAX_COUNT
@@ -50,7 +46,6 @@ from rlbuffer.store.session import (
     number,
     raise_first,
     ranged,
-    sound,
     text,
 )
 from rlbuffer.store.step_format import decode_header, decode_part
@@ -59,17 +54,15 @@ from rlbuffer.wire import payload
 FieldRequest = Mapping[str, Mapping[str, int]]
 """Payload key -> field -> bytes that its push announced."""
 FETCH_BYTES = 64 * 2**20
-"""Payload bytes asked for in one call."""
+"""Payload bytes asked for at once: a server with a client-output-buffer-limit must hold as many for a client."""
+GROUP_FIELD = "group"
+"""Field of a push's payload with the group's answer and metadata."""
 MAX_HISTORY_BYTES = 4 * 2**20
 """Largest history record or config that is decoded: a rewind names 5,000 groups, of up to 300 bytes each."""
 MAX_STATE_BYTES = 64 * 2**20
 """Largest state of the batcher that is decoded."""
 HEADERS_PER_READ = 64
 """Headers per read."""
-LEAST_WINDOW_BYTES = 2**20
-"""Payload bytes asked for at once where the server holds no more: it must hold as many."""
-MOST_CUTS = 3
-"""Times in a row that a connection breaks in the same answer of the same server before that is its limit."""
 GARBAGE_PAGE = 2000
 """Members of the list of garbage per read."""
 MAX_EVALUATION_BYTES = 2**20
@@ -80,11 +73,6 @@ NAMED_DAMAGED = 10_000
 """Damaged rollouts of a step that are named."""
 _END = re.compile(r"=?([0-9]{1,15})\Z")
 """Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
-_log = logging.getLogger(__name__)
-
-
-class _Cut(Exception):
-    """The connection broke in the middle of an answer, and the server is the same."""
 
 
 class Viewer(Session):
@@ -92,9 +80,6 @@ class Viewer(Session):
 
     The steps stream has ``<s>-0``, the header of step s, and ``<s>-<r+1>``, the part of planned rank r.
     """
-
-    _window: int = FETCH_BYTES
-    """Payload bytes asked for at once; it never grows."""
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -321,85 +306,32 @@ class Viewer(Session):
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing. Not verified: `wire.decode_rollout` does that."""
-        values, _ = self.read_fields(_sizes(refs))
+        values = self.read_fields(_sizes(refs))
         return [values[ref.payload_key, str(ref.index)] for ref in refs]
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | None, bytes | None]]:
         """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
-        values, groups = self.read_fields(_sizes(refs), "group")
-        return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
-
-    def read_fields(
-        self, request: FieldRequest, *further: str
-    ) -> tuple[dict[tuple[str, str], bytes | None], dict[str, bytes | None]]:
-        """The values of fields by payload key and field, and by payload key that of the one `further` field, if one is
-        named. None where there is none."""
-        values: dict[tuple[str, str], bytes | None] = {}
-        others: dict[str, bytes | None] = {}
-        for part, replies in self._in_windows(request, further):
-            for (key, its), reply in zip(part.items(), replies, strict=False):
-                values |= zip(zip(repeat(key), its), reply or repeat(None), strict=False)
-            others |= zip(part, replies[len(part) :], strict=False)
-        return values, others
-
-    def _in_windows(self, request: FieldRequest, further: Sequence[str]) -> Iterator[tuple[FieldRequest, list[Any]]]:
-        """Reads fields, as many bytes at once as the server holds for a client. -> parts of the request, with replies.
-
-        A server closes the connection of a client for which it holds more than its ``client-output-buffer-limit``. So
-        where a connection breaks in the middle of an answer, and the same process answers again, half as much is asked
-        for at once, from then on.
-
-        Raises:
-            ServerUnsuitable: it breaks again and again where less cannot be asked for.
-        """
-        left, breaks = [(key, *field) for key, its in request.items() for field in its.items()], 0
-        while left:
-            part, count, size = _first(left, self._window)
-            try:
-                replies = self._uncut(part, further)
-            except _Cut:
-                if count > 1 and size > LEAST_WINDOW_BYTES:
-                    self._window = max(size // 2, LEAST_WINDOW_BYTES)
-                    _log.warning(
-                        "the server at %s closed the connection while it sent %d bytes: at most %d are asked for at "
-                        "once from now on. Its client-output-buffer-limit may be too low",
-                        *(self.connection.address, size, self._window),
-                    )
-                    continue
-                breaks += 1
-                if breaks < MOST_CUTS:
-                    continue
-                raise ServerUnsuitable(
-                    f"the server at {self.connection.address} closes the connection each time that it sends "
-                    f"{'rollout' if count == 1 else f'{count} rollouts,'} {left[0][1]} of {left[0][0]} "
-                    f"({size} bytes), and less cannot be asked for. Its client-output-buffer-limit for normal clients "
-                    f"is too low: it must be well above {size} bytes, as with `CONFIG SET client-output-buffer-limit "
-                    '"normal 0 0 0"`, which is the default'
-                ) from None
-            yield part, replies
-            left, breaks = left[count:], 0
-
-    def _uncut(self, part: FieldRequest, further: Sequence[str]) -> list[Any]:
-        """Reads a part. Raises _Cut where the connection broke, and the same process answers again."""
-        server, is_cut = self.server_id(), False
-
-        def ask(client: Any) -> list[Any]:
-            nonlocal server, is_cut
-            before, server = server, self.server_id()
-            if is_cut and server == before:
-                raise _Cut
-            try:
-                return _asked(client, part, further)
-            except redis.ConnectionError as error:
-                # Nobody listens: a shard whose payloads are asked for is away, and nothing was cut.
-                is_cut = not isinstance(error.__cause__ or error.__context__, ConnectionRefusedError)
-                raise
-
-        return self.look(ask)
+        values = self.read_fields({key: {GROUP_FIELD: 0, **its} for key, its in _sizes(refs).items()})
+        return [(values[ref.payload_key, str(ref.index)], values[ref.payload_key, GROUP_FIELD]) for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
-        return self.paged(payload_keys, lambda pipe, key: pipe.hget(key, "group"), size=len(payload_keys) or 1)
+        values = self.read_fields({key: {GROUP_FIELD: 0} for key in payload_keys})
+        return [values[key, GROUP_FIELD] for key in payload_keys]
+
+    def read_fields(self, request: FieldRequest) -> dict[tuple[str, str], bytes | None]:
+        """The values of fields by payload key and field, :data:`FETCH_BYTES` of them at once. None where there is
+        none."""
+        fields = [(key, *field) for key, its in request.items() for field in its.items()]
+        values: dict[tuple[str, str], bytes | None] = {}
+        for chunk in chunks([size for _, _, size in fields], FETCH_BYTES):
+            part: dict[str, list[str]] = {}
+            for key, field, _ in fields[chunk.start : chunk.stop]:
+                part.setdefault(key, []).append(field)
+            replies = self.paged([*part.items()], lambda pipe, item: pipe.hmget(*item), size=len(part))
+            for (key, its), reply in zip(part.items(), replies, strict=True):
+                values |= zip(zip(repeat(key), its), reply or repeat(None), strict=False)
+        return values
 
     # -- the trainer and other processes -----------------------------------------------------------------------------
 
@@ -709,27 +641,16 @@ def _sizes(refs: Sequence[PartRollout]) -> FieldRequest:
     return sizes
 
 
-def _asked(client: Any, request: FieldRequest, further: Sequence[str]) -> list[Any]:
-    """The replies to an HMGET for each key, and then to an HGET of each further field."""
-    with client.pipeline(transaction=False) as pipe:
-        for key, its in request.items():
-            pipe.hmget(key, [*its])
-        for field in further:
-            for key in request:
-                pipe.hget(key, field)
-        return sound(pipe.execute(raise_on_error=False))
-
-
-def _first(fields: Sequence[tuple[str, str, int]], window: int) -> tuple[FieldRequest, int, int]:
-    """As many of these as fit into `window` bytes, at least one. -> a request for them, their number, their bytes."""
-    part: dict[str, dict[str, int]] = {}
-    count = size = 0
-    for key, field, its in fields:
-        if count and size + its > window:
-            break
-        part.setdefault(key, {})[field] = its
-        count, size = count + 1, size + its
-    return part, count, size
+def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive runs of at most `most` bytes, so that no reply holds a whole step in the server's memory."""
+    start, size = 0, 0
+    for i, its in enumerate(sizes):
+        if size and size + its > most:
+            yield range(start, i)
+            start, size = i, 0
+        size += its
+    if start < len(sizes):
+        yield range(start, len(sizes))
 
 
 def _number(value: str) -> float:

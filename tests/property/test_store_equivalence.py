@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 from every_role import EveryRole
 from looks import allowances
+from store_runs import rollouts_of
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, StepPlan
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.server import embedded
@@ -128,7 +129,7 @@ class World:
         plan = _plan(used, max(1, meta.step + offset), world_size)
         by_id = {e.entry_id: e for e in used}
         broken = leader.pin(plan.rollouts, by_id)
-        status, detail = leader.commit(plan, by_id, meta=meta, state={"step": plan.step})
+        status, detail = leader.commit(plan, by_id, meta=meta, columns={}, state={"step": plan.step})
         return broken, status, detail
 
     def drop(self, owner: str, skip: int, reason: str) -> None:
@@ -195,26 +196,12 @@ class World:
 
 
 def _plan(entries: list[PoolEntry], step: int, world_size: int) -> StepPlan:
-    refs = [
-        RolloutRef(
-            entry_id=e.entry_id,
-            index=i,
-            rollout_id=r.rollout_id,
-            group_id=e.group_id,
-            env=e.env,
-            adapter="",
-            length=r.length,
-            loss_tokens=r.loss_tokens,
-            min_version=r.min_version,
-        )
-        for e in entries
-        for i, r in enumerate(e.info.rollouts if e.info else ())
-    ]
+    refs = rollouts_of(entries)
     rows = tuple(tuple(tuple(range(r, len(refs), world_size)) for _ in range(1)) for r in range(world_size))
     return StepPlan(
         step=step,
         group_ids=tuple(dict.fromkeys(ref.group_id for ref in refs)),
-        rollouts=tuple(refs),
+        rollouts=refs,
         advantages=np.linspace(-1, 1, len(refs), dtype=np.float32),
         plan=Plan(rows=(rows,), world_size=world_size, row_tokens=512),
         normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(entries)),

@@ -109,7 +109,7 @@ def _push_many(store: EveryRole, run: Run) -> Any:
 def _commit(store: EveryRole, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     plan = plan_of(list(entries.values()), 1)
-    return store.commit(plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
+    return store.commit(plan, entries, meta=run.meta, columns={}, state={"deficits": {"a": 1.5}})[1]
 
 
 def _led(store: Any) -> Any:
@@ -151,8 +151,7 @@ def _fields(store: EveryRole, run: Run) -> Any:
     wanted: dict[str, dict[str, int]] = {}
     for ref in _parts(run):
         wanted.setdefault(ref.payload_key, {})[str(ref.index)] = ref.info.size
-    values, groups = store.read_fields(wanted, "group")
-    return {f"{key} {field}": value for (key, field), value in values.items()}, groups
+    return {f"{key} {field}": value for (key, field), value in store.read_fields(wanted).items()}
 
 
 def _tickets(run: Run) -> None:

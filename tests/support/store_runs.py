@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -11,9 +11,10 @@ import numpy as np
 from every_role import EveryRole
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, PlannedPush, PlannedRollouts, StepPlan
 from rlbuffer.store.records import Lease, PoolEntry
 from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
@@ -104,7 +105,9 @@ class Run:
         if changes:
             plan = changed(plan, **changes)
         self.store.pin(plan.rollouts, {e.entry_id: e for e in used})
-        return self.store.commit(plan, {e.entry_id: e for e in used}, meta=meta, state={"deficits": {"a": 1.5}})
+        by_id = {e.entry_id: e for e in used}
+        columns, _ = agree(plan, {key: entry.info for key, entry in by_id.items() if entry.info})
+        return self.store.commit(plan, by_id, meta=meta, columns=columns, state={"deficits": {"a": 1.5}})
 
     def step(self, *groups: str, world_size: int = 2) -> StepHeader:
         """Pushes groups and commits them."""
@@ -171,27 +174,23 @@ class Run:
         return self.client.get(key)
 
 
+def rollouts_of(entries: Sequence[PoolEntry], drop: Container[str] = ()) -> PlannedRollouts:
+    """All that is in `entries`, but the rollouts whose ids are in `drop`."""
+    pushes = []
+    for entry in entries:
+        if entry.info:
+            places = [i for i, its in enumerate(entry.info.sequences) if its.rollout_id not in drop]
+            of_push = PlannedPush(entry.entry_id, entry.group_id, entry.env, entry.info.adapter, places)
+            pushes.append((of_push, entry.info))
+    return PlannedRollouts(pushes)
+
+
 def plan_of(
     entries: Sequence[PoolEntry], step: int, *, world_size: int = 2, drop: Mapping[str, str] | None = None
 ) -> StepPlan:
     """A step of everything in `entries`: one sequence a row, dealt to the ranks in turn; `drop`: id -> reason."""
     drop = drop or {}
-    refs = [
-        RolloutRef(
-            entry_id=entry.entry_id,
-            index=i,
-            rollout_id=info.rollout_id,
-            group_id=entry.group_id,
-            env=entry.env,
-            adapter=entry.info.adapter if entry.info else "",
-            length=info.length,
-            loss_tokens=info.loss_tokens,
-            min_version=info.min_version,
-        )
-        for entry in entries
-        for i, info in enumerate(entry.info.sequences if entry.info else ())
-        if info.rollout_id not in drop
-    ]
+    refs = rollouts_of(entries, drop)
     micro_steps = max(1, -(-len(refs) // world_size))
     rows = tuple(
         tuple((((m * world_size + r),) if m * world_size + r < len(refs) else (),) for r in range(world_size))
@@ -202,7 +201,7 @@ def plan_of(
     return StepPlan(
         step=step,
         group_ids=groups,
-        rollouts=tuple(refs),
+        rollouts=refs,
         advantages=np.arange(len(refs), dtype=np.float32) / 8,
         plan=Plan(rows=rows, world_size=world_size, row_tokens=64),
         normalizers=Normalizers(

@@ -7,7 +7,7 @@ import pytest
 
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
-from rlbuffer.records.step_plan import Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import Normalizers, Plan, PlannedPush, PlannedRollouts, StepPlan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 
@@ -17,25 +17,15 @@ def group(seed: int, size: int = 1, **columns: Any) -> Group:
 
 
 def plan_of(groups: list[Group]) -> StepPlan:
-    refs = [
-        RolloutRef(
-            entry_id=group.group_id,
-            index=i,
-            rollout_id=rollout.rollout_id,
-            group_id=group.group_id,
-            env=group.env,
-            adapter="",
-            length=rollout.length,
-            loss_tokens=rollout.loss_tokens,
-            min_version=0,
-        )
+    pushes = [
+        (PlannedPush(group.group_id, group.group_id, group.env, "", range(len(group.rollouts))), group.info())
         for group in groups
-        for i, rollout in enumerate(group.rollouts)
     ]
+    refs = PlannedRollouts(pushes)
     return StepPlan(
         step=1,
         group_ids=tuple(group.group_id for group in groups),
-        rollouts=tuple(refs),
+        rollouts=refs,
         advantages=np.zeros(len(refs), np.float32),
         plan=Plan(rows=(), world_size=1, row_tokens=64),
         normalizers=Normalizers(loss_tokens=1, rollouts=len(refs), groups=len(groups)),

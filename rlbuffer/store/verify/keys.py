@@ -5,16 +5,15 @@ What a run at work may have moved since the snapshot is looked for once more bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.ledger import amount_of
-from rlbuffer.store.records import PartRollout
 from rlbuffer.store.session import number, text
 from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.viewer import Viewer, chunks
 from rlbuffer.wire import payload
 
 PAYLOAD_BYTES = 32 * 2**20
@@ -127,7 +126,9 @@ def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
     """
     decoded = 0
     for step in shot.steps:
-        for page in _pages(step.members if step.number > shot.trained else ()):
+        members = step.members if step.number > shot.trained else []
+        for chunk in chunks([member.info.size for member in members], PAYLOAD_BYTES):
+            page = members[chunk.start : chunk.stop]
             for member, data in zip(page, store.read_payloads(page), strict=True):
                 if data is None:
                     continue  # reported by its size
@@ -142,16 +143,3 @@ def _check_untrained(store: Viewer, shot: Snapshot, findings: Findings) -> int:
                         "I2", f"step {step.number}: rollout {member.info.rollout_id} in {member.payload_key}: {error}"
                     )
     return decoded
-
-
-def _pages(members: Sequence[PartRollout]) -> Iterator[list[PartRollout]]:
-    page: list[PartRollout] = []
-    page_bytes = 0
-    for member in members:
-        if page and page_bytes + member.info.size > PAYLOAD_BYTES:
-            yield page
-            page, page_bytes = [], 0
-        page.append(member)
-        page_bytes += member.info.size
-    if page:
-        yield page

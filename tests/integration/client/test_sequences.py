@@ -19,6 +19,7 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.step_plan import PlannedRollouts
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.verify.verify import verify
@@ -42,7 +43,7 @@ def commit(run: Run, pushed: list[Group], *, world_size: int) -> None:
     plan = batcher.next(meta.step + 1, world_size=world_size, now=0.0, rng=np.random.default_rng(0)).plan
     assert plan is not None
     assert run.store.pin(plan.rollouts, entries) == []
-    status, _ = run.store.commit(plan, entries, meta=meta, state={})
+    status, _ = run.store.commit(plan, entries, meta=meta, columns={}, state={})
     assert status == "ok"
 
 
@@ -116,12 +117,16 @@ def test_a_part_of_a_rollouts_sequences_is_not_committed_and_would_be_found(
     entries = run.pool()
     whole = plan_of(entries, 1)
     rows = tuple(tuple(tuple((0,) if 0 in row else () for row in rank) for rank in step) for step in whole.plan.rows)
+    ((of_push, info),) = whole.rollouts._pushes
     half = replace(
-        whole, rollouts=whole.rollouts[:1], advantages=whole.advantages[:1], plan=replace(whole.plan, rows=rows)
+        whole,
+        rollouts=PlannedRollouts([(of_push._replace(places=[0]), info)]),
+        advantages=whole.advantages[:1],
+        plan=replace(whole.plan, rows=rows),
     )
 
     def commit_half() -> None:
-        run.store.commit(half, {e.entry_id: e for e in entries}, meta=run.store.meta(), state={})
+        run.store.commit(half, {e.entry_id: e for e in entries}, meta=run.store.meta(), columns={}, state={})
 
     with pytest.raises(PayloadError):
         commit_half()

@@ -45,10 +45,10 @@ def test_no_step_is_committed_whose_pins_may_be_lost(run: Run) -> None:
     run.store.pin(plan.rollouts, entries)
     run.store.connection.losses += 1
     with pytest.raises(LeaseLost, match="was away"):
-        run.store.commit(plan, entries, meta=meta, state={})
+        run.store.commit(plan, entries, meta=meta, columns={}, state={})
     assert run.store.meta().step == 0
     run.lead()
-    assert run.store.commit(plan, entries, meta=meta, state={})[0] == "ok"
+    assert run.store.commit(plan, entries, meta=meta, columns={}, state={})[0] == "ok"
 
 
 def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run) -> None:

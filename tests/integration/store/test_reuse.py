@@ -42,7 +42,7 @@ def use(run: Run, entries: list[PoolEntry], uses: int, *, kept: bool) -> tuple[s
     plan = reusing(plan_of(entries, meta.step + 1), uses, kept=kept)
     by_id = {e.entry_id: e for e in entries}
     run.store.pin(plan.rollouts, by_id)
-    return run.store.commit(plan, by_id, meta=meta, state={"schema": 1, "envs": {}})
+    return run.store.commit(plan, by_id, meta=meta, columns={}, state={"schema": 1, "envs": {}})
 
 
 def led(run: Run) -> list[PoolEntry]:

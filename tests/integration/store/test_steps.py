@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-from store_runs import Run, plan_of
+from store_runs import Run, plan_of, rollouts_of
 
 from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
+from rlbuffer.records.step_plan import PlannedRollouts
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -62,7 +62,8 @@ def test_parts_hold_what_each_rank_trains_on(run):
     assert [r.advantage for r in first.rollouts] == [0.0, 0.25]
     assert first.rollouts[0].info == entries[0].info.rollouts[0]
     assert first.rollouts[0].payload_key == entries[0].payload_key
-    assert run.store.read_parts(1, [1]) == [second]
+    (again,) = run.store.read_parts(1, [1])
+    assert [*again.rollouts] == [*second.rollouts]
     assert all(run.store.read_payloads(first.rollouts))
 
 
@@ -73,9 +74,9 @@ def test_same_step_again_is_a_duplicate_and_changes_nothing(run):
     meta = run.store.meta()
     plan = plan_of(entries, 1)
     used = {e.entry_id: e for e in entries}
-    first = run.store.commit(plan, used, meta=meta, state={})
+    first = run.store.commit(plan, used, meta=meta, columns={}, state={})
     before = run.control_keys()
-    assert run.store.commit(plan, used, meta=meta, state={}) == ("duplicate", first[1])
+    assert run.store.commit(plan, used, meta=meta, columns={}, state={}) == ("duplicate", first[1])
     assert run.control_keys() == before
 
 
@@ -133,7 +134,7 @@ def test_what_an_entry_holds_beyond_the_step_is_dropped_by_its_reason(run):
     run.push("a.0", size=3, lengths=[4, 5, 6])
     (entry,) = run.pool()
     plan = plan_of([entry], 1, drop={"a.0/2": "oversized"})
-    assert run.store.commit(plan, {entry.entry_id: entry}, meta=run.store.meta(), state={})[0] == "ok"
+    assert run.store.commit(plan, {entry.entry_id: entry}, meta=run.store.meta(), columns={}, state={})[0] == "ok"
     account = run.store.ledger().envs["a"]
     assert (account.packed, account.dropped, account.pending) == ((2, 9), {"oversized": (1, 6)}, (0, 0))
     assert run.store.verify().findings == ()
@@ -211,19 +212,7 @@ def test_pin_names_what_is_missing_or_of_another_size(run):
     run.client.hdel(entries[3].payload_key, "0")
     run.client.set(entries[4].payload_key, b"no hash")
     assert run.store.pin(refs, used) == [e.entry_id for e in entries[1:]]
-    assert run.store.pin(refs[:2], used) == []
-
-
-def test_pin_names_a_push_that_does_not_hold_what_the_plan_wants_of_it(run):
-    for i in range(3):
-        run.push(f"a.{i}")
-    entries = run.pool()
-    used = {e.entry_id: e for e in entries}
-    refs = list(plan_of(entries, 1).rollouts)
-    refs[3] = replace(refs[3], index=7)
-    assert run.store.pin(refs, used) == [entries[1].entry_id]
-    used[entries[2].entry_id] = replace(entries[2], info=None)
-    assert run.store.pin(refs, used) == [entries[1].entry_id, entries[2].entry_id]
+    assert run.store.pin(rollouts_of(entries[:1]), used) == []
 
 
 def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
@@ -231,12 +220,14 @@ def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
     run.push("a.1", size=3)
     entries = run.pool()
     used = {e.entry_id: e for e in entries}
-    refs = list(plan_of(entries, 1).rollouts)
-    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
+    (one, of_one), (two, of_two) = ((push, used[push.entry_id].info) for push in plan_of(entries, 1).rollouts.pushes)
+    pieces = [(one._replace(places=[3]), of_one), (two._replace(places=[1]), of_two)]
+    refs = PlannedRollouts([*pieces, (one._replace(places=[1, 0]), of_one), (two._replace(places=[2]), of_two)])
+    assert run.store.pin(refs, used) == []
     run.client.hset(entries[0].payload_key, "2", b"short")  # of no use
-    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == []
+    assert run.store.pin(refs, used) == []
     run.client.hset(entries[1].payload_key, "1", b"short")
-    assert run.store.pin([refs[3], refs[5], refs[1], refs[0], refs[6]], used) == [entries[1].entry_id]
+    assert run.store.pin(refs, used) == [entries[1].entry_id]
 
 
 def test_pin_asks_for_many_payloads_at_once_and_for_those_of_a_huge_step_in_several_calls(run, monkeypatch):

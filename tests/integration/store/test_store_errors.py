@@ -19,7 +19,6 @@ from rlbuffer.errors import (
     InvalidRollout,
     LeaseLost,
     NotFound,
-    PayloadError,
     ProducerGap,
     RlbufferError,
     RunGone,
@@ -28,7 +27,7 @@ from rlbuffer.errors import (
     TrainerAhead,
 )
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import EntryUse, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import EntryUse, StepPlan
 from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.testing import make_group
@@ -110,7 +109,7 @@ def commit(change: Callable[[StepPlan], StepPlan]) -> Callable[[Run], object]:
     def move(run: Run) -> None:
         entries = run.pool()
         used = {entry.entry_id: entry for entry in entries}
-        run.store.commit(change(plan_of(entries, 1)), used, meta=run.meta, state={})
+        run.store.commit(change(plan_of(entries, 1)), used, meta=run.meta, columns={}, state={})
 
     return move
 
@@ -119,11 +118,6 @@ def half_of_an_entry(plan: StepPlan) -> StepPlan:
     (use,) = plan.entries
     half = EntryUse(entry_id=use.entry_id, env="a", packed_rollouts=1, packed_tokens=use.packed_tokens)
     return changed(plan, entries=(half,))
-
-
-def a_rollout_that_is_not_there(plan: StepPlan) -> StepPlan:
-    values = {name: getattr(plan.rollouts[0], name) for name in RolloutRef.__dataclass_fields__}
-    return changed(plan, rollouts=(RolloutRef(**(values | {"rollout_id": "other"})), *plan.rollouts[1:]))
 
 
 OTHER = Claim(step=1, epoch=1, digest="other", steps=())
@@ -160,14 +154,7 @@ ROWS: dict[str, Row] = {
         RlbufferError,
         ("twice",),
     ),
-    "commits a group without rollouts": (
-        pending,
-        lambda run: run.commit(group_ids=("a.0", "a.7")),
-        RlbufferError,
-        ("a.7",),
-    ),
     "commits half of an entry": (pending, commit(half_of_an_entry), RlbufferError, ("holds 2 rollouts",)),
-    "commits a rollout that is not there": (pending, commit(a_rollout_that_is_not_there), PayloadError, ("other",)),
     "pushes after a gap": (nothing, lambda run: push(run, 3), ProducerGap, ("push 3", "is 0", ":producer:w:u")),
     "pushes into another epoch": (nothing, lambda run: push(run, 1, epoch=7), EpochChanged, ("epoch 7",)),
     "pushes into no run": (gone, lambda run: push(run, 1), RunGone, (":meta",)),

@@ -81,7 +81,7 @@ def commit_as_before(run: Run, monkeypatch: pytest.MonkeyPatch, *, bad_header: b
         if bad_header:
             record = leader.header_record
             patch.setattr(leader, "header_record", lambda *args: record(*args) | {"bytes": float("inf")})
-        run.store.commit(plan, {e.entry_id: e for e in entries}, meta=meta, state={})
+        run.store.commit(plan, {e.entry_id: e for e in entries}, meta=meta, columns={}, state={})
 
 
 @pytest.mark.parametrize("bad_header", [False, True], ids=["a part", "a header"])
