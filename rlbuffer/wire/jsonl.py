@@ -1,4 +1,4 @@
-"""Groups from JSON: what ``rlbuffer push FILE.jsonl`` reads, one group per line.
+"""Groups as lines of JSON: what ``rlbuffer export`` writes and ``rlbuffer push FILE.jsonl`` reads, one group per line.
 
 The field names are those of :class:`~rlbuffer.records.group.Group`, :class:`~rlbuffer.records.rollout.Rollout` and, in
 `further`, :class:`~rlbuffer.records.rollout.TokenSequence`; arrays are lists. JSON has no dtypes: of further columns
@@ -11,41 +11,94 @@ tokens``. File and line are the caller's to add.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.state.text import nearest
-from rlbuffer.wire.json_bytes import with_bytes
+from rlbuffer.wire.bounded_msgpack import without_duplicates
 
-_NEEDED = {
-    "Group": ("group_id", "env", "prompt_id", "planned_size", "rollouts"),
-    "Rollout": (*REQUIRED_COLUMNS, "version_spans"),
-    "TokenSequence": (*REQUIRED_COLUMNS, "version_spans"),
-}
-_WHY = {
-    "planned_size": "how many rollouts the whole group has",
-    "version_spans": "which policy version sampled which tokens, as [[version, start, end], ...]",
-}
 _INT32 = np.iinfo(np.int32)
+_LIKE_BYTES = re.compile(r"\$*base64\Z")
+"""Key of bytes, ``base64``; of a mapping of the user's own that looks like them it gets a ``$`` in front."""
+_GROUP_VALUES = ("group_id", "env", "prompt_id", "planned_size", "adapter", "worker", "created")
+_ROLLOUT_VALUES = ("rollout_id", "reward", "finish_reason", "is_truncated", "failure", "text")
 _Sequence = TypeVar("_Sequence", bound=TokenSequence)
 
-FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, TokenSequence, Group)}
-"""Names that a line of ``rlbuffer push`` may use."""
+
+# -- to JSON -----------------------------------------------------------------------------------------------------------
+def line_of(group: Group) -> str:
+    """The group on one line, without what it does not have.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> group = make_group(lengths=[8, 9])
+        >>> group_from_line(line_of(group)).rollouts == group.rollouts
+        True
+    """
+    record: dict[str, Any] = {name: getattr(group, name) for name in _GROUP_VALUES}
+    record |= {"needs": list(group.needs), "answer": _without_bytes(group.answer)}
+    record |= {"metadata": _without_bytes(group.metadata), "rollouts": [_of_rollout(r) for r in group.rollouts]}
+    return json.dumps(_kept(record), ensure_ascii=False, allow_nan=False)
 
 
+def _of_rollout(rollout: Rollout) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(rollout, name) for name in _ROLLOUT_VALUES} | _of_sequence(rollout)
+    record |= {"rewards": dict(rollout.rewards), "successes": dict(rollout.successes)}
+    record |= {"further": [_kept(_of_sequence(sequence)) for sequence in rollout.further]}
+    return _kept(record | {"metadata": _without_bytes(rollout.metadata)})
+
+
+def _of_sequence(its: TokenSequence) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(its, name).tolist() for name in REQUIRED_COLUMNS}
+    record |= {"version_spans": [list(span) for span in its.version_spans], "name": its.name}
+    record |= {"turns": [[*turn[:4], _without_bytes(turn.metadata)] for turn in its.turns]}
+    for table in ("columns", "attachments"):
+        record[table] = {
+            name: {"dtype": array.dtype.str, "shape": list(array.shape), "values": array.ravel().tolist()}
+            for name, array in getattr(its, table).items()
+        }
+    return record
+
+
+def _kept(record: dict[str, Any]) -> dict[str, Any]:
+    """Without what is as it would be anyway; an empty text or answer is another one than none."""
+    always, unless_none = ("prompt_id", *REQUIRED_COLUMNS), ("text", "answer")
+    return {
+        name: value
+        for name, value in record.items()
+        if name in always
+        or (value is not None and (name in unless_none or (value is not False and value not in ("", [], {}))))
+    }
+
+
+def _without_bytes(value: Any) -> Any:
+    """A value in types of msgpack as types of JSON; :func:`_with_bytes` is the inverse."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        return [_without_bytes(item) for item in value]
+    if isinstance(value, Mapping):
+        mark = "$" if _is_like_bytes(value) else ""
+        return {mark + key: _without_bytes(item) for key, item in value.items()}
+    return value
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
 def group_from_line(line: str | bytes) -> Group:
     """The group on one line of a JSONL file.
 
@@ -69,18 +122,9 @@ def values_of_line(line: str | bytes) -> Any:
     """
     try:
         text = line.decode() if isinstance(line, bytes) else line
-        return json.loads(text.strip(), object_pairs_hook=_without_duplicates)
-    except InvalidRollout:
-        raise  # a ValueError too, but not one of the parser's
-    except json.JSONDecodeError as error:
-        where = f"column {error.colno}" + (f" of line {error.lineno}" if error.lineno > 1 else "")
-        raise InvalidRollout(f"not JSON: {error.msg.removesuffix(' at')} at {where}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidRollout(f"not JSON: not UTF-8 at byte {error.start}") from None
-    except RecursionError:
-        raise InvalidRollout("not JSON: nested too deeply") from None
-    except ValueError:
-        raise InvalidRollout("not JSON: an integer of too many digits") from None
+        return json.loads(text.strip(), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRollout(f"not JSON: {error}") from None
 
 
 def group_from_dict(d: Mapping[str, Any]) -> Group:
@@ -94,98 +138,103 @@ def group_from_dict(d: Mapping[str, Any]) -> Group:
             one line that names the field.
     """
     try:
-        values = _fields("Group", d, "")
-        rollouts = values["rollouts"]
-        if not isinstance(rollouts, list | tuple):
-            raise InvalidRollout(f"rollouts: expected a list, got {_kind(rollouts)}")
-        records = tuple(_rollout(r, f"rollouts[{i}]") for i, r in enumerate(rollouts))
-        values |= {name: with_bytes(values[name]) for name in ("answer", "metadata") if name in values}
-        return Group(**(values | {"rollouts": records}))
+        values = _fields(Group, d, "")
+        values["rollouts"] = [_sequence(Rollout, r, path) for path, r in _items("rollouts", values["rollouts"])]
+        values |= {name: _with_bytes(values[name]) for name in ("answer", "metadata") if name in values}
+        return Group(**values)
     except InvalidRollout as error:
         raise InvalidRollout(" ".join(str(error).split())) from None
 
 
-def _rollout(d: Any, path: str) -> Rollout:
-    return _record_of(Rollout, d, path)
-
-
-def _record_of(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
-    values = _fields(cls.__name__, d, path)
+def _sequence(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
+    values = _fields(cls, d, path)
     for name, dtype in REQUIRED_COLUMNS.items():
-        values[name] = _array(f"{path}.{name}", values[name], dtype)
-    for table in ("columns", "attachments"):
-        if table in values:
-            arrays = values[table]
-            if not isinstance(arrays, Mapping):
-                raise InvalidRollout(f"{path}.{table}: expected an object, got {_kind(arrays)}")
-            values[table] = {k: _further(f"{path}.{table}.{k}", a) for k, a in arrays.items()}
+        array = _array(f"{path}.{name}", values[name])
+        values[name] = array if array.size else array.astype(dtype)
+    for table in values.keys() & {"columns", "attachments"}:
+        arrays = _object(f"{path}.{table}", values[table])
+        values[table] = {name: _further(f"{path}.{table}.{name}", array) for name, array in arrays.items()}
     if "metadata" in values:
-        values["metadata"] = with_bytes(values["metadata"])
+        values["metadata"] = _with_bytes(values["metadata"])
     if "further" in values:
-        further = values["further"]
-        if not isinstance(further, list | tuple):
-            raise InvalidRollout(f"{path}.further: expected a list, got {_kind(further)}")
-        values["further"] = [_record_of(TokenSequence, its, f"{path}.further[{i}]") for i, its in enumerate(further)]
+        further = _items(f"{path}.further", values["further"])
+        values["further"] = [_sequence(TokenSequence, its, place) for place, its in further]
     for name, record in (("version_spans", VersionSpan), ("turns", Turn)):
         if name in values:
-            items = values[name]
-            if not isinstance(items, list | tuple):
-                raise InvalidRollout(f"{path}.{name}: expected a list, got {_kind(items)}")
-            values[name] = [_record(record, f"{path}.{name}[{i}]", with_bytes(item)) for i, item in enumerate(items)]
+            items = _items(f"{path}.{name}", values[name])
+            values[name] = [_record(record, _with_bytes(item), place) for place, item in items]
     if "failure" in values:
-        values["failure"] = _record(Failure, f"{path}.failure", values["failure"])
+        values["failure"] = _record(Failure, values["failure"], f"{path}.failure")
     try:
         return cls(**values)
     except InvalidRollout as error:
         raise InvalidRollout(_located(path, str(error))) from None
 
 
-def _fields(record: str, d: Any, path: str) -> dict[str, Any]:
-    if not isinstance(d, Mapping):
-        raise InvalidRollout(f"{path or record.lower()}: expected an object, got {_kind(d)}")
-    dot = f"{path}." if path else ""
-    for name in d:
-        if name not in FIELD_NAMES[record]:
-            raise InvalidRollout(f"{dot}{name}: unknown field{_suggestion(name, FIELD_NAMES[record])}")
-    for name in _NEEDED[record]:
-        if name not in d:
-            raise InvalidRollout(f"{dot}{name}: missing" + (f": {_WHY[name]}" if name in _WHY else ""))
+def _record(record: type[VersionSpan] | type[Turn] | type[Failure], item: Any, path: str) -> Any:
+    """An object as its record; a list is left to the rollout."""
+    return record(**_fields(record, item, path)) if isinstance(item, Mapping) else item
+
+
+@cache
+def _names(record: Any) -> Mapping[str, bool]:
+    """Field -> it must be there."""
+    return {name: field.default is field.empty for name, field in signature(record).parameters.items()}
+
+
+def _fields(record: Any, d: Any, path: str) -> dict[str, Any]:
+    names, dot = _names(record), f"{path}." if path else ""
+    for name in _object(path or "group", d):
+        if name not in names:
+            near = nearest(str(name), names)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(sorted(names))}"
+            raise InvalidRollout(f"{dot}{name}: unknown field; {hint}")
+    for name, is_needed in names.items():
+        if is_needed and name not in d:
+            raise InvalidRollout(f"{dot}{name}: missing")
     return dict(d)
 
 
-def _array(path: str, values: Any, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+def _object(path: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRollout(f"{path}: expected an object, got {_shown(value)}")
+    return value
+
+
+def _items(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Each item of a list, behind its place."""
+    if not isinstance(value, list | tuple):
+        raise InvalidRollout(f"{path}: expected a list, got {_shown(value)}")
+    return [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+
+
+def _array(path: str, values: Any) -> NDArray[Any]:
     """`values` as an array whose kind is that of its elements, not yet of its final dtype."""
-    required = dtype is not None
-    if required and not isinstance(values, list | tuple | np.ndarray):
-        raise InvalidRollout(f"{path}: expected a list, got {_kind(values)}")
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
         raise InvalidRollout(f"{path}: nested lists of unequal length") from None
     if array.dtype.kind not in "biuf":
-        place, bad = _odd_one(path, values) or (path, _kind(values))
-        raise InvalidRollout(f"{place}: expected a number, got {bad}")
-    if array.size == 0 and dtype is not None:
-        array = array.astype(dtype)
+        place, odd = _odd_one(path, values) or (path, values)
+        raise InvalidRollout(f"{place}: expected a number, got {_shown(odd)}")
     return array
 
 
-def _odd_one(path: str, values: Any) -> tuple[str, str] | None:
-    """Place and kind of the first element that is no number of 64 bits; None where all are."""
+def _odd_one(path: str, values: Any) -> tuple[str, Any] | None:
+    """Place and value of the first element that is no number of 64 bits; None where all are."""
     if isinstance(values, list | tuple):
-        odd_ones = (_odd_one(f"{path}[{i}]", value) for i, value in enumerate(values))
-        return next((odd for odd in odd_ones if odd is not None), None)
+        return next(filter(None, (_odd_one(place, value) for place, value in _items(path, values))), None)
     is_number = isinstance(values, bool | float) or (isinstance(values, int) and -(2**63) <= values < 2**63)
-    return None if is_number else (path, _kind(values))
+    return None if is_number else (path, values)
 
 
 def _further(path: str, values: Any) -> NDArray[Any]:
     """A column or an attachment: lists, or an object that says dtype and shape."""
     if not isinstance(values, Mapping):
-        return _inferred(_array(path, values, None))
+        return _inferred(_array(path, values))
     if values.keys() != {"dtype", "shape", "values"}:
         raise InvalidRollout(f"{path}: expected lists, or an object with dtype, shape and values")
-    array = _array(f"{path}.values", values["values"], None)
+    array = _array(f"{path}.values", values["values"])
     try:
         dtype = np.dtype(values["dtype"])
         with np.errstate(over="ignore"):
@@ -204,16 +253,21 @@ def _inferred(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _record(record: type[VersionSpan] | type[Turn] | type[Failure], path: str, item: Any) -> Any:
-    if not isinstance(item, Mapping):
-        return item
-    for name in item:
-        if name not in record._fields:
-            raise InvalidRollout(f"{path}.{name}: unknown field{_suggestion(name, record._fields)}")
-    for name in record._fields:
-        if name not in item and name not in record._field_defaults:
-            raise InvalidRollout(f"{path}.{name}: missing")
-    return record(**item)
+def _with_bytes(value: Any) -> Any:
+    """The value that :func:`_without_bytes` was given; a ``base64`` that is none stays as it is."""
+    if isinstance(value, list | tuple):
+        return [_with_bytes(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"base64"} and isinstance(value["base64"], str):
+        with suppress(ValueError):
+            return base64.b64decode(value["base64"], validate=True)
+    is_marked = _is_like_bytes(value)
+    return {key.removeprefix("$") if is_marked else key: _with_bytes(item) for key, item in value.items()}
+
+
+def _is_like_bytes(value: Mapping[Any, Any]) -> bool:
+    return len(value) == 1 and all(isinstance(key, str) and _LIKE_BYTES.match(key) for key in value)
 
 
 def _located(path: str, message: str) -> str:
@@ -226,29 +280,7 @@ def _located(path: str, message: str) -> str:
     return f"{path}.{table}{name}: {rest}"
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = nearest(str(name), known)
-    return f"; did you mean {near}?" if near else f"; known are {', '.join(sorted(known))}"
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f"the string {shown(value)}"
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return shown(value)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRollout(f"key {shown(twice)} occurs twice in one object")
-    return out
+def _shown(value: Any) -> str:
+    """A value as it stands in JSON, or its beginning."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -139,8 +139,8 @@ def line(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value at column 13"]),
-        ('{"env": "a", "env": "b"}', ["g.jsonl:3  key 'env' occurs twice in one object"]),
+        ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value: line 1 column 13 (char 12)"]),
+        ('{"env": "a", "env": "b"}', ["g.jsonl:3  not JSON: a key occurs twice in a map"]),
         ("[1]", ["g.jsonl:3  "]),
         (line(reward=float("nan")), ["g.jsonl:3  ", "reward"]),
         (line(logprobs=[0.0]), ["g.jsonl:3  ", "logprobs"]),

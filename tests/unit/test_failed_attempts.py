@@ -24,8 +24,7 @@ from rlbuffer.records.step_plan import Decision
 from rlbuffer.records.truncation import truncated
 from rlbuffer.testing import make_group
 from rlbuffer.wire.checksum import crc32
-from rlbuffer.wire.json_lines import line_of
-from rlbuffer.wire.jsonl import group_from_line
+from rlbuffer.wire.jsonl import group_from_line, line_of
 from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.payload import decode_rollout, decode_whole, encode_push
 

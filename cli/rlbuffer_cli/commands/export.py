@@ -125,7 +125,7 @@ def _of_archive(folder: Path, where: str, gone: list[str]) -> Found:
 def _write(path: Path, found: Found, buffer: Buffer | None, where: str, gone: list[str]) -> Counter[str]:
     """Writes the file, whole or not at all, or lines on stdout. -> how many groups and rollouts it has."""
     from rlbuffer.process.files import write_whole
-    from rlbuffer.wire.json_lines import line_of
+    from rlbuffer.wire.jsonl import line_of
 
     counts = Counter(groups=0, rollouts=0)
 

@@ -17,8 +17,7 @@ import rlbuffer
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.testing import make_group
-from rlbuffer.wire.json_lines import line_of
-from rlbuffer.wire.jsonl import group_from_line
+from rlbuffer.wire.jsonl import group_from_line, line_of
 from rlbuffer.wire.payload import encode_push
 
 Call = Callable[..., tuple[int, str, str]]

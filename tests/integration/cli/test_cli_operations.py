@@ -25,7 +25,7 @@ from rlbuffer.errors import SchemaMismatch
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
-from rlbuffer.wire.json_lines import line_of
+from rlbuffer.wire.jsonl import line_of
 
 Call = Callable[..., tuple[int, str, str]]
 
