@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -131,110 +128,6 @@ def test_any_group_comes_back_whole_from_its_push(
         assert not metadata
     else:
         assert decode_group_payload(push.group_payload) == (group.answer, group.metadata)
-
-
-def framed(magic: bytes, arrays: int, tokens: int, details: Any, parts: list[Any]) -> bytes:
-    """A payload as the protocol page describes it, written without a thought for speed."""
-    packed = msgpack.packb(details)
-    body = packed
-    for part in parts:
-        body += bytes(-(24 + len(body)) % 8) + bytes(part)
-    head = struct.pack("<4sHHIII", magic, 1, arrays, len(packed), tokens, 24 + len(body))
-    return head + struct.pack("<I", zlib.crc32(head + body)) + body
-
-
-def as_described(rollout: Rollout) -> bytes:
-    arrays = [rollout.tokens, rollout.loss_mask, rollout.logprobs]
-    arrays += [*rollout.columns.values(), *rollout.attachments.values()]
-    text = None if rollout.text is None else rollout.text.encode()
-    details = [
-        rollout.rollout_id,
-        rollout.reward,
-        dict(rollout.rewards),
-        dict(rollout.successes),
-        rollout.finish_reason,
-        rollout.is_truncated,
-        [number for span in rollout.version_spans for number in span],
-        [list(turn) for turn in rollout.turns],
-        [[name, a.dtype.str.lstrip("<|"), *a.shape[1:]] for name, a in rollout.columns.items()],
-        [[name, a.dtype.str.lstrip("<|"), *a.shape] for name, a in rollout.attachments.items()],
-        None if text is None else len(text),
-        dict(rollout.metadata),
-        0,  # place among the sequences of its rollout
-        1,  # how many those are
-        rollout.name,
-        *([list(rollout.failure)] if rollout.failure else []),
-    ]
-    parts = [a.tobytes() for a in arrays] + ([] if text is None else [text])
-    return framed(b"RLBR", len(arrays), rollout.length, details, parts)
-
-
-def metadata_as_described(group: Group, payloads: list[bytes]) -> bytes:
-    members = group.rollouts
-    rows = [
-        struct.pack(
-            "<IIIIIdQQBII",
-            r.length,
-            next((i for i, trained in enumerate(r.loss_mask) if trained), r.length),
-            sum(r.loss_mask.tolist()),
-            len(r.turns),
-            int(r.tokens.max()),
-            0.0 if r.reward is None else r.reward,
-            min(span.policy_version for span in r.version_spans),
-            max(span.policy_version for span in r.version_spans),
-            (r.reward is not None) + 2 * r.is_truncated,
-            len(data),
-            struct.unpack_from("<I", data, 20)[0],
-        )
-        for r, data in zip(members, payloads, strict=True)
-    ]
-    names = dict.fromkeys(name for r in members for name in r.rewards)
-    ids = [r.rollout_id for r in members]
-    kinds = {(name, a.dtype.str, a.shape[1:]) for r in members for name, a in r.columns.items()}
-    failures: dict[str, list[int]] = {}
-    for place, rollout in enumerate(members):
-        if rollout.failure:
-            failures.setdefault(rollout.failure.kind, []).append(place)
-    values = [
-        "P2F" if failures else "P2",
-        *(getattr(group, key) for key in ("group_id", "env", "prompt_id", "adapter", "planned_size")),
-        *(getattr(group, key) for key in ("needs", "worker", "created")),
-        None if ids == [f"{group.group_id}/{i}" for i in range(len(ids))] else ids,
-        b"".join(rows),
-        {name: [r.rewards.get(name) for r in members] for name in names},
-        sorted(kinds),
-        *([failures] if failures else []),
-    ]
-    data = bytes(msgpack.packb(values))
-    return data + struct.pack(">I", zlib.crc32(data))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    members=st.lists(rollouts(), min_size=1, max_size=4),
-    answer=plain_values,
-    metadata=plain_maps,
-    named=st.booleans(),
-)
-def test_any_push_is_byte_for_byte_what_the_protocol_page_describes(
-    members: list[Rollout], answer: Any, metadata: Any, named: bool
-) -> None:
-    group = Group(
-        group_id="a.1",
-        env="a",
-        prompt_id="π",
-        rollouts=tuple(replace(r, rollout_id=f"π{i}" if named else "") for i, r in enumerate(members)),
-        planned_size=len(members),
-        answer=answer,
-        metadata=metadata,
-        created=1.5,
-    )
-    push = encode_push(group)
-    payloads = [as_described(rollout) for rollout in group.rollouts]
-    assert list(push.payloads) == payloads
-    assert push.metadata == metadata_as_described(group, payloads)
-    if push.group_payload is not None:
-        assert push.group_payload == framed(b"RLBG", 0, 0, [group.answer, dict(group.metadata)], [])
 
 
 @settings(max_examples=100, deadline=None)

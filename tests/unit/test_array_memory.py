@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuffer.packing.pack import pack
 from rlbuffer.records import memory
 from rlbuffer.records.memory import empty
-from rlbuffer.records.micro_batch import DERIVED_ARRAYS
-from rlbuffer.testing import make_group
 
 
 @pytest.mark.parametrize(
@@ -47,23 +44,3 @@ def test_memory_that_nobody_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for length in range(10_000, 100_000, 1_000):
         empty((length,), np.int32)
         assert sum(size * len(its) for size, its in memory._unused.items()) <= 1_000_000 + 2 * 400_000
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((0,), "i4"), ((3, 0), "f8"), ((1,), "?"), ((5, 2, 3), "i2"), ((8,), "i8")]
-)
-def test_arrays_of_any_shape_have_it_and_can_be_written(shape: tuple[int, ...], dtype: str) -> None:
-    array = empty(shape, dtype)
-    array.fill(1)
-    assert (array.shape, array.dtype, array.tolist()) == (shape, np.dtype(dtype), np.ones(shape, dtype).tolist())
-
-
-def test_a_micro_batch_that_is_kept_stays_as_it_was() -> None:
-    rollouts = make_group(lengths=[40, 30]).rollouts
-    names = ("input_ids", "loss_mask", "logprobs", *DERIVED_ARRAYS)
-    kept = pack(rollouts, [1.0, -1.0], row_tokens=128)
-    its = {name: getattr(kept, name).tolist() for name in names}
-    for seed in range(1, 4):
-        other = pack(make_group(lengths=[40, 30], seed=seed).rollouts, [2.0, 3.0], row_tokens=128)
-        assert not any(np.shares_memory(getattr(kept, a), getattr(other, b)) for a in names for b in names)
-    assert {name: getattr(kept, name).tolist() for name in names} == its

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from rlbuffer.wire import checksum
-
-
-def loaded_anew() -> Callable[..., int]:
-    """The function that a process takes which imports the module now."""
-    crc32: Callable[..., int] = runpy.run_path(checksum.__file__)["crc32"]
-    return crc32
-
-
-def test_without_isal_it_is_the_one_of_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "isal", None)
-    monkeypatch.delitem(sys.modules, "isal.isal_zlib", raising=False)
-    assert loaded_anew() is zlib.crc32
-
-
-def test_with_isal_it_is_the_one_of_isal() -> None:
-    isal_zlib = pytest.importorskip("isal.isal_zlib")
-    assert loaded_anew() is isal_zlib.crc32
 
 
 @pytest.mark.parametrize(

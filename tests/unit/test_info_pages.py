@@ -69,13 +69,6 @@ def test_a_push_of_a_page_equals_copies_and_pickles_like_any_other():
     assert found.totals == totals_of(made.rollouts)
 
 
-def test_the_largest_rewards_and_an_empty_page_are_right():
-    made = info(1e12, -1e12, created=1e12)
-    made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1e12, "b": -1e12}) for r in made.rollouts))
-    assert decode_infos([encode_info(made)]) == [made]
-    assert decode_infos([]) == []
-
-
 def test_what_is_true_of_a_rollout_is_a_fold_over_its_sequences():
     rng = np.random.default_rng(7)
     rollouts = []

@@ -85,16 +85,6 @@ def test_pack_lays_rollouts_end_to_end_with_positions_targets_and_boundaries() -
     assert [s.policy_versions for s in packed.samples] == [(3, 3), (3, 3)]
 
 
-def test_arrays_have_the_dtypes_that_the_record_names() -> None:
-    packed = pack([make_rollout(3)], row_tokens=8)
-    dtypes = {name: getattr(packed, name).dtype.name for name in ("input_ids", "position_ids", "cu_seqlens")}
-    assert dtypes == {"input_ids": "int32", "position_ids": "int32", "cu_seqlens": "int32"}
-    assert packed.loss_mask.dtype == bool
-    assert packed.advantages.dtype == packed.logprobs.dtype == np.float32
-    assert packed.targets.dtype == np.int64
-    assert packed.sample_index.dtype == np.int32
-
-
 def test_padding_is_a_masked_segment_of_its_own() -> None:
     packed = pack([make_rollout(3)], [1.0], row_tokens=8, pad_to_multiple_of=4, pad_token_id=7, ignore_index=-1)
     assert packed.input_ids.tolist() == [10, 11, 12, 7]
@@ -150,13 +140,6 @@ def test_damaged_rollout_becomes_masked_padding_of_its_length_and_keeps_its_samp
     assert not batch.is_dummy
 
 
-def test_micro_batch_of_damaged_rollouts_only_is_no_dummy() -> None:
-    batch = one([(0,)], [make_item(4, damaged=True)])
-    assert not batch.is_dummy
-    assert batch.length == 4
-    assert not batch.loss_mask.any()
-
-
 def test_dummy_is_a_short_masked_segment_with_all_columns() -> None:
     items = [make_item(20, weights=np.full(20, 3.0))]
     real, dummy, again = assemble(
@@ -181,11 +164,6 @@ def test_dummy_is_a_short_masked_segment_with_all_columns() -> None:
     assert all(not np.shares_memory(dummy.input_ids, array) for array in (real.input_ids, real.targets))
 
 
-@pytest.mark.parametrize(("row_tokens", "pad", "total"), [(100, 1, 8), (5, 1, 5), (100, 64, 64), (100, 6, 12)])
-def test_dummy_is_padded_like_a_row(row_tokens: int, pad: int, total: int) -> None:
-    assert one([()], [], row_tokens=row_tokens, pad_to_multiple_of=pad).length == total
-
-
 def test_rows_of_one_adapter_stand_together_and_their_tokens_cut_the_micro_batch() -> None:
     items = [make_item(3, adapter="x"), make_item(2, adapter="y", first=50), make_item(4, adapter="x", first=80)]
     batch = one([(0,), (1,), (2,)], items, pad_to_multiple_of=4)
@@ -200,20 +178,6 @@ def test_further_columns_are_filled_where_a_rollout_lacks_them() -> None:
     assert batch.columns["mine"].dtype == np.int16
     assert batch.columns["ref_logprobs"].tolist() == [0, 0, 0]
     assert list(batch.columns) == ["mine", "ref_logprobs"]
-
-
-def test_every_micro_batch_of_a_call_has_the_same_columns() -> None:
-    items = [make_item(2, mine=[1.0, 2.0]), make_item(1)]
-    first, second = assemble([[(0,)], [(1,)]], items, row_tokens=9, normalizers=COUNTS)
-    assert first.columns["mine"].tolist() == [1, 2]
-    assert second.columns["mine"].tolist() == [0]
-
-
-def test_columns_of_two_dtypes_meet_in_one_that_holds_both() -> None:
-    items = [make_item(1, mine=np.array([0.5], np.float16)), make_item(1, mine=np.array([7], np.int32))]
-    batch = one([(0, 1)], items)
-    assert batch.columns["mine"].dtype == np.float64
-    assert batch.columns["mine"].tolist() == [0.5, 7]
 
 
 @pytest.fixture
@@ -259,18 +223,6 @@ def test_column_that_disagrees_with_its_declaration_is_refused(values: Any, arri
 def test_declarations_that_cannot_hold_are_refused(name: str, options: Any) -> None:
     with pytest.raises(PackingError):
         register_column(name, **options)
-
-
-@pytest.mark.parametrize(
-    "advantages",
-    [
-        [1.0],
-        [1.0, float("inf")],
-    ],
-)
-def test_pack_refuses_advantages_that_do_not_fit(advantages: list[float]) -> None:
-    with pytest.raises(PackingError):
-        pack([make_rollout(2), make_rollout(2)], advantages, row_tokens=9)
 
 
 def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
 from rlbuffer.batcher.advantages import advantage
-from rlbuffer.errors import InvalidRollout, PackingError, PayloadError
+from rlbuffer.errors import InvalidRollout, PackingError
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.columns import as_column
 from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.store.claim import decode_claim
-from rlbuffer.store.keys import Keys
-from rlbuffer.store.step_format import decode_header, decode_part
-from rlbuffer.store.viewer import part_of
-from rlbuffer.wire.metadata import decode_info
 from rlbuffer.wire.payload import (
-    decode_group_payload,
-    decode_rollout,
-    encode_group_payload,
     encode_rollout,
 )
 
@@ -92,47 +81,3 @@ def test_rows_that_cannot_be_assembled_are_refused(build: Callable[[], Any]) -> 
 def test_what_no_rollout_may_hold_is_refused(call: Callable[[], Any]) -> None:
     with pytest.raises(InvalidRollout):
         call()
-
-
-def sealed(magic: bytes, body: bytes, details: int) -> bytes:
-    """A payload with a right checksum."""
-    head = struct.pack("<4sHHIII", magic, 1, 0, details, 0, 24 + len(body))
-    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
-
-
-PAIR = encode_group_payload("answer", {}) or b""
-ONE = msgpack.packb(["answer"])
-
-
-@pytest.mark.parametrize(
-    ("decode", "data"),
-    [
-        (decode_rollout, bytearray(30)),
-        (decode_info, "text"),
-        (decode_rollout, b"RLBR"),
-        (decode_group_payload, sealed(b"RLBG", PAIR[24:] + b"\0", len(PAIR) - 24)),
-        (decode_group_payload, sealed(b"RLBG", ONE, len(ONE))),
-        (lambda data: decode_header(data, digest="", committed_ms=0), msgpack.packb({})),
-        (decode_part, b"\xc1"),
-        (
-            lambda data: part_of("1-1", {b"part": data}, Keys("r")),
-            msgpack.packb(
-                {
-                    "sources": [],
-                    "rollouts": b"",
-                    "ids": None,
-                    "rewards": None,
-                    "rows": [],
-                    "step": 2,
-                    "rank": 0,
-                    "row_tokens": 8,
-                    "rows_per_micro_batch": 1,
-                }
-            ),
-        ),
-        (decode_claim, msgpack.packb({})),
-    ],
-)
-def test_bytes_that_are_not_what_they_should_be_are_refused(decode: Callable[[Any], Any], data: Any) -> None:
-    with pytest.raises(PayloadError):
-        decode(data)
