@@ -27,7 +27,6 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
@@ -274,8 +273,7 @@ class Archive:
     def find(self, identifier: str) -> ArchivedGroup:
         """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
 
-        Where it was trained several times, or dropped in part, the last step that trained it counts. One whose step was
-        taken back has the rollouts of that step.
+        Where it was trained several times, or dropped in part, the last step that trained it counts.
 
         Raises:
             NotFound: it is not there. AmbiguousId: the prefix fits several.
@@ -290,8 +288,7 @@ class Archive:
         group_id = group_ids.pop()
         place = places[group_id]
         if isinstance(place, DroppedGroup):
-            rows = self._taken_back_rows(group_id) if place.reason == Reason.VOID else []
-            rows = rows or [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
+            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
         rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
         return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
@@ -307,16 +304,6 @@ class Archive:
                 if row["digest"] in counting:
                     places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
-
-    def _taken_back_rows(self, group_id: str) -> list[dict[str, Any]]:
-        """The group's rollouts in the newest step that holds it and does not count; none where none was archived."""
-        counting = {step.digest for step in self.steps}
-        for name in reversed(self._names):
-            for row in reversed(self._table(name.file(), ("step", "digest", "group_ids")).to_pylist()):
-                if row["digest"] not in counting and group_id in row["group_ids"]:
-                    rows = self.rows(name.file("rollouts"))
-                    return [its for its in rows if (its["step"], its["group_id"]) == (row["step"], group_id)]
-        return []
 
     def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
         """The rollouts that were archived with one record of the history."""

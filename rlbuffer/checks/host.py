@@ -28,7 +28,7 @@ from rlbuffer.config.settings import INITIAL_MODEL, EvaluationSettings, ModelSet
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.files import owner_of
 from rlbuffer.state.text import plural
-from rlbuffer.store.server.address import check_place, check_tls, is_memory, options_of, redacted, source_of
+from rlbuffer.store.server.address import check_tls, is_memory, options_of, redacted, source_of
 from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 
 FULL_DISK_BYTES = 2**28
@@ -83,7 +83,6 @@ def server_address(c: Context) -> Iterator[Finding]:
         source = source_of(c.loaded.place("redis_url"))
         options = options_of(url, source)
         check_tls(options, redacted(url), source)
-        check_place(url, options, source)
     except ConfigError as error:
         yield failure(str(error), "redis_url")
     if file is not None and not os.environ.get("RLBUFFER_REDIS_PASSWORD"):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import NOT_GIVEN, as_items, plain, read_only, shown
-from rlbuffer.records.info import ColumnKind, GroupInfo, RolloutInfo, group_fields, records_of, row_of
+from rlbuffer.records.checks import NOT_GIVEN, as_integer, as_items, as_number, as_text, plain, read_only, shown
+from rlbuffer.records.info import ENV_NAME, GROUP_ID, ColumnKind, GroupInfo, RolloutInfo, records_of, row_of
 from rlbuffer.records.rollout import Rollout, TokenSequence, field_values, rebuilt, with_id
 from rlbuffer.records.states import PushStatus
 
@@ -56,8 +56,20 @@ class Group:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        for name, value in group_fields(self).items():
-            put(self, name, value)
+        for name, pattern in (("group_id", GROUP_ID), ("env", ENV_NAME)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not pattern.match(value):
+                raise InvalidRollout(f"{name}: expected {pattern.pattern[:-2]}, got {shown(value)}")
+            put(self, name, str.__str__(value))
+        needs: object = self.needs
+        if not isinstance(needs, list | tuple):
+            raise InvalidRollout(f"needs: expected a list of names, got {shown(needs)}")
+        put(self, "prompt_id", as_text("prompt_id", self.prompt_id, limit=256))
+        put(self, "adapter", as_text("adapter", self.adapter, limit=128))
+        put(self, "worker", as_text("worker", self.worker, limit=128))
+        put(self, "planned_size", as_integer("planned_size", self.planned_size, low=1, high=2**31 - 1))
+        put(self, "needs", tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)))
+        put(self, "created", None if self.created is None else as_number("created", self.created))
         rollouts = tuple(as_items("rollouts", self.rollouts))
         if not rollouts:
             raise InvalidRollout("rollouts: empty")

@@ -7,13 +7,13 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, as_integer, as_number, as_text, shown
+from rlbuffer.errors import ConfigError
+from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER, shown
 
 if TYPE_CHECKING:
     from rlbuffer.records.rollout import Rollout, TokenSequence
@@ -340,49 +340,3 @@ def unfrozen(record: type[Any]) -> type[Any]:
     checked the values already.
     """
     return type(f"Unfrozen{record.__name__}", record.__bases__, {"__slots__": record.__slots__})
-
-
-class GroupFields(Protocol):
-    """The fields that a group and its info have in common."""
-
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def env(self) -> str: ...
-    @property
-    def prompt_id(self) -> str: ...
-    @property
-    def adapter(self) -> str: ...
-    @property
-    def planned_size(self) -> int: ...
-    @property
-    def needs(self) -> tuple[str, ...]: ...
-    @property
-    def worker(self) -> str: ...
-    @property
-    def created(self) -> float | None: ...
-
-
-def group_fields(record: GroupFields) -> dict[str, Any]:
-    """Checks the fields that a group and its info have in common: everything except the rollouts.
-
-    Raises:
-        InvalidRollout: a field is of the wrong type or outside its range.
-    """
-    for name, pattern in (("group_id", GROUP_ID), ("env", ENV_NAME)):
-        value = getattr(record, name)
-        if not isinstance(value, str) or not pattern.match(value):
-            raise InvalidRollout(f"{name}: expected {pattern.pattern[:-2]}, got {shown(value)}")
-    needs: object = record.needs
-    if not isinstance(needs, list | tuple):
-        raise InvalidRollout(f"needs: expected a list of names, got {shown(needs)}")
-    return {
-        "group_id": str.__str__(record.group_id),
-        "env": str.__str__(record.env),
-        "prompt_id": as_text("prompt_id", record.prompt_id, limit=256),
-        "adapter": as_text("adapter", record.adapter, limit=128),
-        "worker": as_text("worker", record.worker, limit=128),
-        "planned_size": as_integer("planned_size", record.planned_size, low=1, high=2**31 - 1),
-        "needs": tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)),
-        "created": None if record.created is None else as_number("created", record.created),
-    }

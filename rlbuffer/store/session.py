@@ -19,7 +19,7 @@ import redis
 from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone
-from rlbuffer.store.keys import EARLY_SHARE, Keys
+from rlbuffer.store.keys import Keys
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
 
@@ -38,7 +38,6 @@ PAGE = 500
 """Keys asked about in one round trip."""
 LAST_IN_STEP = 2**64 - 1
 """Largest second half of a stream id: ``<s>-<LAST_IN_STEP>`` is the end of step s."""
-EARLY_PERCENT = round(100 * EARLY_SHARE)
 MINIMUM_TOMBSTONE_MS = 3_600_000
 """Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour; and for some steps, whichever is
 later (:func:`rlbuffer.config.batcher.remembered_steps`)."""
@@ -166,16 +165,6 @@ class Session:
             losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)
             self._server = losses, known
         return known
-
-    def early_reason(self, step: int) -> str:
-        """The reason why `step` is gone, for whoever needs it: "" when a checkpoint held it, as usual."""
-        early = int(self.look(lambda client: client.hget(self.keys.meta, "early")) or 0)
-        if step > early:
-            return ""
-        return (
-            f"the server's memory was {EARLY_PERCENT} % full, so steps up to {early} went before the oldest checkpoint "
-            "held them"
-        )
 
     def stay(self, since: int | None) -> None:
         """Raises LeaseLost when the connection was lost more often than `since` times; None: never mind.

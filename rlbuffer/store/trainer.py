@@ -61,12 +61,10 @@ class TrainerStore(Member):
             )
         if status == "RETIRED":
             retired = text(reply[1])
-            reason = self.early_reason(resume_step + 1)
-            why = f"retired early ({reason})" if reason else "retired"
             raise StepRetired(
                 f"the trainer resumes after step {resume_step}, but steps up to {retired} of run {self.run!r} were "
-                f"{why}: resume from a checkpoint of step {retired} or later, start another run, or take this one back "
-                f"to step {resume_step} with `rlbuffer runs rewind {resume_step} --force`"
+                f"retired: resume from a checkpoint of step {retired} or later, start another run, or take this one "
+                f"back to step {resume_step} with `rlbuffer runs rewind {resume_step} --force`"
             )
         raise self.unexpected("attempt", reply)
 

@@ -295,11 +295,9 @@ class Viewer(Session):
         return self._bounds()[0]
 
     def _retired(self, step: int) -> StepRetired:
-        retired = self._retired_step()
-        reason = self.early_reason(step)
-        why = f"trained and retired early ({reason})" if reason else "trained, checkpointed and retired"
         return StepRetired(
-            f"step {step} of run {self.run!r} was {why}: steps up to {retired} are gone, resume from a newer checkpoint"
+            f"step {step} of run {self.run!r} was trained and retired: steps up to {self._retired_step()} are gone, "
+            "resume from a newer checkpoint"
         )
 
     # -- payloads --------------------------------------------------------------------------------------------------

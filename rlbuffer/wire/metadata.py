@@ -36,7 +36,6 @@ from rlbuffer.records.info import (
     ROW,
     ROW_DTYPE,
     ColumnKind,
-    GroupFields,
     GroupInfo,
     RolloutInfo,
     Totals,
@@ -47,6 +46,7 @@ from rlbuffer.records.info import (
 from rlbuffer.wire.checksum import crc32
 
 if TYPE_CHECKING:
+    from rlbuffer.records.group import Group
     from rlbuffer.records.rollout import Rollout
 
 MAX_METADATA_BYTES = 64 * 2**10
@@ -104,7 +104,7 @@ def encode_info(info: GroupInfo) -> bytes:
 
 
 def encode_metadata(
-    group: GroupFields,
+    group: Group | GroupInfo,
     columns: Sequence[ColumnKind],
     rows: bytes,
     rollouts: Sequence[Rollout | RolloutInfo],

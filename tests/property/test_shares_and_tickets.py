@@ -25,15 +25,14 @@ def envs_of(seconds: tuple[float, ...], *, scale: float = 4.0) -> dict[str, EnvS
     }
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-@pytest.mark.parametrize("seconds", SPEEDS, ids=lambda s: ":".join(f"{1 / each:.0f}" for each in s))
+@pytest.mark.parametrize(("seconds", "max_age"), [*zip(SPEEDS, (0, 1, 1, 0, 1, 0), strict=True)])
 def test_three_envs_of_unequal_speed_keep_their_shares_and_fill_the_steps(
     seconds: tuple[float, ...], max_age: int
 ) -> None:
     config = BatcherConfig(row_tokens=2048, micro_batches_per_rank=3, max_age=max_age, budgets=SHARES)
-    outcome = simulate(config, envs_of(seconds), steps=50, seed=max_age)
-    assert (outcome.stuck, outcome.steps) == ("", 50)
-    assert outcome.drift <= outcome.largest  # after each of the 50 steps
+    outcome = simulate(config, envs_of(seconds), steps=30, seed=max_age)
+    assert (outcome.stuck, outcome.steps) == ("", 30)
+    assert outcome.drift <= outcome.largest  # after each of the 30 steps
     assert statistics.median(outcome.fills) >= 0.90
 
 

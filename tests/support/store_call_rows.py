@@ -1,4 +1,4 @@
-"""A row for every call that is not a viewer's, and some of those: what must be there before it, and the call itself."""
+"""A row for every call of the roles: what must be there before it, and the call itself."""
 
 from __future__ import annotations
 
@@ -187,10 +187,16 @@ def _visited(run: Run) -> None:
 ROWS: dict[str, Row] = {
     # -- life
     "close": Row(call=lambda store, run: store.close()),
+    "server": Row(call=lambda store, run: store.server()["name"]),
     "server_id": Row(call=lambda store, run: store.server_id() == run.store.server_id()),
     "until_whole": Row(call=lambda store, run: store.until_whole(), prepare=_whole),
+    "errors": Row(call=lambda store, run: store.errors() == store.errors()),
+    "losses": Row(call=lambda store, run: store.losses() - store.losses()),
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),
+    "meta": Row(call=lambda store, run: store.meta(), prepare=_steps),
     "open_run": Row(call=lambda store, run: store.open_run()),
+    "has_ended": Row(call=lambda store, run: store.has_ended(), prepare=_ended),
+    "runs": Row(call=lambda store, run: run.store.run in store.runs()),
     # -- worker
     "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
     "push_many": Row(call=_push_many, repeats=False, second={LOST: ["stored before"] * 3}),
@@ -223,6 +229,8 @@ ROWS: dict[str, Row] = {
     "set_error": Row(call=lambda store, run: store.set_error("a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
     "take_look": Row(call=lambda store, run: store.take_look().entries, prepare=_pool),
+    "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
+    "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
     "set_ended": Row(call=lambda store, run: store.set_ended(0), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
     "set_allowances": Row(call=lambda store, run: store.set_allowances({"a": 3}), prepare=_tickets),
@@ -230,6 +238,7 @@ ROWS: dict[str, Row] = {
     "drop": Row(call=_drop, prepare=_pool),
     "pin": Row(call=_pin, prepare=_pool),
     "commit": Row(call=_commit, prepare=_pool),
+    "load_state": Row(call=lambda store, run: store.load_state(), prepare=_steps),
     "closed_groups": Row(call=lambda store, run: store.closed_groups(), prepare=_steps),
     "retire": Row(call=lambda store, run: len(run.payload_keys()) and store.retire(1) <= 1, prepare=_trained),
     "recover": Row(
@@ -261,18 +270,43 @@ ROWS: dict[str, Row] = {
     ),
     # A repetition finds nothing to drop, but tells the leader once more to look (`asked`).
     "drop_pending": Row(call=lambda store, run: store.drop_pending(_drops(run)) >= 0, prepare=_pool, counts_twice=True),
+    "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),
     "refuse_config": Row(call=lambda store, run: store.refuse_config("d", "why"), prepare=_pool),
     # -- trainer
     "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
+    "trainer": Row(call=lambda store, run: store.trainer(), prepare=_attempted),
     "rank_0": Row(call=lambda store, run: store.rank_0(), prepare=_attempted),
     "report": Row(call=_report, prepare=_attempted),
     "announce": Row(
         call=lambda store, run: store.announce(_attempt(run), PolicyVersion(version=2)) in (True, False),
         prepare=_attempted,
     ),
+    "policy": Row(
+        call=lambda store, run: store.policy(),
+        prepare=lambda run: (
+            _attempted(run),
+            run.store.announce(_attempt(run), PolicyVersion(version=3, location="/3")),
+        ),
+    ),
     "wait_step": Row(call=lambda store, run: store.wait_step(2, block_seconds=0), prepare=_steps),
     "read_parts": Row(call=lambda store, run: store.read_parts(2), prepare=_steps),
+    "read_payloads": Row(call=lambda store, run: store.read_payloads(_parts(run)), prepare=_steps),
+    "read_pushed": Row(
+        call=lambda store, run: store.read_pushed(_parts(run)),
+        prepare=_steps,
+    ),
     "read_fields": Row(call=_fields, prepare=_steps),
+    "read_group_payloads": Row(
+        call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
+    ),
+    "damaged_in": Row(
+        call=lambda store, run: store.damaged_in(1, 2),
+        prepare=lambda run: run.store.count_damaged(1, ["a.0 first"]),
+    ),
+    "damaged_of": Row(
+        call=lambda store, run: store.damaged_of(1),
+        prepare=lambda run: run.store.count_damaged(1, ["a.0 first"]),
+    ),
     "count_damaged": Row(call=lambda store, run: store.count_damaged(1, ["a.0/0"]), prepare=_steps),
     "count_lost": Row(call=lambda store, run: store.count_lost(2), prepare=_pool, counts_twice=True),
     # -- evaluation
@@ -288,10 +322,33 @@ ROWS: dict[str, Row] = {
     ),
     # -- seeing
     "heartbeat": Row(call=_beat),
+    "heartbeats": Row(
+        call=lambda store, run: list(store.heartbeats("rank")),
+        prepare=lambda run: run.store.heartbeat("rank", "0", {}),
+    ),
+    "replies": Row(
+        call=lambda store, run: store.replies(lambda pipe, keys: pipe.hget(keys.meta, "step"))[1], prepare=_steps
+    ),
     "add_record": Row(
         call=lambda store, run: store.add_record({"step": 1, "digest": "d", "loss": 0.5}), counts_twice=True
     ),
+    "ledger": Row(call=lambda store, run: store.ledger(), prepare=_trained),
     "headers": Row(call=lambda store, run: list(store.headers()), prepare=_steps),
+    "history": Row(call=lambda store, run: [r["event"] for r in store.history()], prepare=_steps),
+    "read_step_bytes": Row(  # its bytes name the epoch, which is another one in every run
+        call=lambda store, run: [r.group_id for part in store.read_step_bytes(2).decoded for r in part.rollouts],
+        prepare=_steps,
+    ),
+    "read_history": Row(
+        call=lambda store, run: [r["event"] for _, r in store.read_history("0-0").records], prepare=_steps
+    ),
+    "dropped_payloads": Row(
+        call=lambda store, run: len(store.dropped_payloads(["a.0"])["a.0"]),
+        prepare=lambda run: (_pool(run), run.store.drop(_drops(run))),
+    ),
+    "read_push_payload": Row(
+        call=lambda store, run: sorted(store.read_push_payload(run.payload_keys()[0])), prepare=_pool
+    ),
     "verify": Row(call=lambda store, run: store.verify().findings, prepare=_trained),
 }
 

@@ -9,7 +9,7 @@ from redis.connection import SSLConnection
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.server.address import check_place, options_of
+from rlbuffer.store.server.address import options_of
 from rlbuffer.store.server.sentinels import watchers_of
 from rlbuffer.store.server.shards import shards_of, slot_of, slot_of_key
 
@@ -46,6 +46,7 @@ REFUSED = {
     "redis+sentinel://h:1/math?sentinels=1": "cannot be set there: sentinels",
     "redis+sentinel://h:1/math?service=1": "cannot be set there: service",
     "redis+sentinel://h:1/math?socket_timeout=1": "cannot be set there: socket_timeout",
+    "redis://h:1/math": "no number of a database",
     "redis://h:1/0?sentinel_password=x": "cannot be set there: sentinel_password",
 }
 
@@ -53,7 +54,6 @@ REFUSED = {
 @pytest.mark.parametrize("url", READ)
 def test_an_address_of_several_servers_is_read(url: str) -> None:
     assert options_of(url, "") == READ[url]
-    check_place(url, READ[url], "")
     assert (shards_of(READ[url]) is not None) == ("cluster" in url)
     assert (watchers_of(READ[url]) is not None) == ("sentinel" in url)
 

@@ -111,6 +111,10 @@ def options_of(url: str, source: str) -> dict[str, Any]:
                 setting="redis_url",
             )
     if not places:
+        database = urlsplit(url).path.strip("/")
+        if database and not database.isdecimal() and not url.startswith("unix:"):
+            text = f"{redacted(url)} ends with {database!r}, which is no number of a database.{source}"
+            raise ConfigError(text, setting="redis_url")
         return options
     if is_cluster(url):
         if options.pop("db", 0):
@@ -151,28 +155,6 @@ def _split(url: str) -> tuple[str, tuple[tuple[str, int], ...], str]:
             raise ValueError
         places.append((place.hostname, port))
     return f"{scheme}://{user}{at}service/{db}{mark}{query}", tuple(places), unquote(service)
-
-
-def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError for a place where no server can be: no socket, no port, no database of that number."""
-    why = ""
-    if url.startswith("unix:"):
-        path = str(options.get("path", ""))
-        if not path:
-            why = "names no socket"
-        elif Path(path).exists() and not Path(path).is_socket():
-            why = "names a file that is no socket"
-        elif not Path(path).exists():
-            why = "names a socket that is not there"
-    elif _names_several(url):
-        return  # read already
-    elif urlsplit(url).port == 0:
-        why = "has port 0, which no server listens at"
-    named = urlsplit(url).path.strip("/")
-    if not why and not url.startswith("unix:") and named and not named.isdecimal():
-        why = f"ends with {named!r}, which is no number of a database"
-    if why:
-        raise ConfigError(f"{redacted(url)} {why}.{source}", setting="redis_url")
 
 
 def check_tls(options: Mapping[str, Any], address: str, source: str) -> str:

@@ -58,8 +58,6 @@ WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVAL
 a proxy that this version does not know, and is taken for a refusal that passes."""
 IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
 TOO_MANY_CLIENTS = "max number of clients"
-_EXPIRED, _NOT_YET, _NAMES = 10, 9, frozenset({62, 63, 64})
-"""OpenSSL's codes of what a certificate fails."""
 PLAIN_DOUBT = "It may speak TLS: then write rediss in place of redis."
 TLS_DOUBT = (
     "It may speak no TLS: then write redis in place of rediss, or the port that does. Or it asks for a certificate of "
@@ -216,15 +214,9 @@ def tls_mistake(error: BaseException) -> str:
     """The certain mistake, and what to do; "" when it is nothing of TLS."""
     for below in _chain(error):
         if isinstance(below, ssl.SSLCertVerificationError):
-            why = below.verify_message
-            if below.verify_code in _NAMES:
-                return f"its certificate is for another name ({why.rstrip('.')}). Use a name that is in it as the host"
-            if below.verify_code == _EXPIRED:
-                return "its certificate has expired. Renew it; or this machine's clock is wrong"
-            if below.verify_code == _NOT_YET:
-                return "its certificate is not valid yet. Look at this machine's clock"
             return (
-                f"nobody who is trusted here has signed its certificate ({why}). Name the CA that has: "
+                f"its certificate is refused: {below.verify_message.rstrip('.')}. It must be valid by this machine's "
+                "clock, name the host of the address, and be signed by a CA that is trusted here: "
                 "?ssl_ca_certs=/path/ca.crt"
             )
         if isinstance(below, ssl.SSLError) and below.reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG"):

@@ -164,27 +164,6 @@ def test_after_steps_were_taken_back_no_age_is_known_until_the_next_one(run: Run
     assert ages == [(None, None), (2, 2)]
 
 
-def test_a_group_of_a_step_that_was_taken_back_keeps_its_prompt_its_worker_and_its_rollouts(
-    run: Run, tmp_path: Path
-) -> None:
-    settled(run)
-    folder = tmp_path / "archive"
-    run.step("a.0")
-    group = run.push("a.1", prompt_id="a prompt", worker="w-7")
-    run.commit()
-    archived(run, folder)
-    run.store.void_from(2, force=True)
-    run.meta = run.store.meta()
-    run.token = 0
-    run.step("a.7")
-    archive = archived(run, folder)
-    detail = detail_of(archive, archive.find("a.1"))
-    assert (detail.view.state, detail.view.reason, detail.view.step) == ("dropped", "void", None)
-    assert (detail.view.prompt_id, detail.view.worker) == ("a prompt", "w-7")
-    assert [member.rollout for member in detail.members] == list(group.rollouts)
-    assert {member.step for member in detail.members} == {2}
-
-
 def test_a_flaw_in_any_file_is_named(run: Run, tmp_path: Path) -> None:
     settled(run)
     folder = tmp_path / "archive"

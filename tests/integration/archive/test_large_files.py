@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from rlbuffer.archive.groups import read_group_file, write_groups
 from rlbuffer.testing import make_group
 
-ROWS, TOKENS = 512, 2**14
+ROWS, TOKENS = 128, 2**14
 
 
 def test_a_row_group_that_unpacks_to_much_is_never_in_memory_whole(tmp_path: Path) -> None:

@@ -63,13 +63,6 @@ def refusal(url: str, home: Path) -> RlbufferError:
     return caught.value
 
 
-def test_a_certificate_of_a_future_day_is_named(authority: Authority, home: Path) -> None:
-    certificate = authority.sign("later", names="IP:127.0.0.1", begin="20980101000000Z", end="20990101000000Z")
-    with endpoint(certificate) as port:
-        error = refusal(f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}", home)
-    assert "its certificate is not valid yet. Look at this machine's clock" in str(error)
-
-
 def test_an_address_without_tls_for_a_port_with_it_is_named(authority: Authority, home: Path) -> None:
     with endpoint(authority.sign("a", names="IP:127.0.0.1", end="20990101000000Z")) as port:
         error = refusal(f"redis://127.0.0.1:{port}", home)

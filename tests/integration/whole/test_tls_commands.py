@@ -77,7 +77,7 @@ def test_a_mistake_ends_the_command_with_the_reason_and_code_4(
     """The reasons are those of tests/integration/store/test_tls_mistakes.py."""
     called = call(folder, address(ports["expired"], trusts=folder / "ca" / "ca.crt"), "runs", "list")
     assert called.returncode == 4, called.stderr
-    assert "its certificate has expired" in called.stderr
+    assert "its certificate is refused: certificate has expired" in called.stderr
     assert "RLBUFFER_REDIS_URL" in called.stderr
     assert "Traceback" not in called.stderr
 
