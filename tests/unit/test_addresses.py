@@ -46,6 +46,7 @@ REFUSED = {
     "redis+sentinel://h:1/math?sentinels=1": "cannot be set there: sentinels",
     "redis+sentinel://h:1/math?service=1": "cannot be set there: service",
     "redis+sentinel://h:1/math?socket_timeout=1": "cannot be set there: socket_timeout",
+    "redis://h?protocol=2": "cannot be set there: protocol",
     "redis://h:1/math": "no number of a database",
     "redis://h:1/0?sentinel_password=x": "cannot be set there: sentinel_password",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.store.server.binary import find_binary, version_tuple
+from rlbuffer.store.server.binary import find_binary
 
 
 def program(path: Path, answer: str) -> Path:
@@ -78,11 +78,3 @@ def test_when_nothing_can_be_had_everything_tried_is_listed(tmp_path: Path) -> N
         f"redis-server on PATH: {old} is Redis 6.0.16, older than 7.0",
     ):
         assert f"    {line}\n" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("7.0.15", (7, 0, 15)), ("7", (7,)), ("8.0-rc1", (8,)), ("", ()), ("255.255.255", (255,) * 3)],
-)
-def test_versions_compare_as_numbers(version: str, numbers: tuple[int, ...]) -> None:
-    assert version_tuple(version) == numbers

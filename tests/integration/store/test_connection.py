@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -125,19 +124,6 @@ def test_a_killed_embedded_server_is_back_within_the_call(connection: Connection
     assert connection.embedded.pid != embedded.pid
 
 
-def test_a_call_that_is_not_repeated_still_brings_the_server_back(
-    connection: Connection, embedded: EmbeddedServer
-) -> None:
-    connection.client.set("k", 1)
-    os.kill(embedded.pid, signal.SIGKILL)
-    with pytest.raises(ServerUnreachable) as caught:
-        connection.call(lambda: connection.client.incr("k"), repeat=False)
-    first, second = str(caught.value).splitlines()
-    assert re.fullmatch(rf"cannot reach the embedded server at {re.escape(embedded.address)} \([a-z .]+\)\.", first)
-    assert second == f"  Tried once. Its log: {embedded.log}"
-    assert connection.call(lambda: connection.client.incr("k"), repeat=False) == 2
-
-
 def test_threads_outlive_three_kills_and_nothing_acknowledged_is_lost(connection: Connection) -> None:
     acknowledged: list[int] = []
     done = threading.Event()
@@ -215,12 +201,6 @@ def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
         connect(url, home, origin="rlbuffer.toml:2")
     assert url in str(caught.value)
     assert caught.value.setting == "redis_url"
-
-
-@pytest.mark.parametrize("option", ["protocol=2", "retry_on_timeout=yes", "socket_timeout=1", "colour=red"])
-def test_an_address_cannot_undo_how_commands_are_sent(home: Path, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"has an option that cannot be set there: {option.split('=')[0]}\."):
-        connect(f"redis://localhost?{option}", home)
 
 
 # -- servers that will not do ------------------------------------------------------------------------------------------

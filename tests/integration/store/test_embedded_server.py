@@ -189,11 +189,10 @@ def test_a_program_that_forgets_to_release_does_so_at_its_end(home: Path) -> Non
     assert not is_at_work(home)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path, number: int) -> None:
+def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path) -> None:
     user = User(home)
     pid = user.join()["pid"]
-    user.kill(number)
+    user.kill()
     found = ensure(home, SETTINGS)
     assert found.pid == pid
     assert found.release() is True, "the crashed user is no user any more"
@@ -218,24 +217,6 @@ def test_a_killed_server_is_started_again_with_every_acknowledged_write(home: Pa
     assert again.pid != server.pid
     with client(again.address) as c:
         assert c.llen("list") == 200
-    server.release()
-    again.release()
-
-
-def test_a_file_cut_short_by_a_kill_still_loads(home: Path) -> None:
-    # With everysec a write waits for a flush that is under way: after the answer, up to two seconds.
-    server = ensure(home, ServerSettings(maxmemory="64mb", appendfsync="no"))
-    with client(server.address) as c:
-        c.set("whole", 1)
-        c.set("cut", "x" * 1000)
-    os.kill(server.pid, signal.SIGKILL)
-    wait_until_dead(home)
-    (part,) = (home / "server" / "appendonlydir").glob("*.incr.aof")
-    with part.open("r+b") as file:
-        file.truncate(part.stat().st_size - 500)
-    again = ensure(home, SETTINGS)
-    with client(again.address) as c:
-        assert (c.get("whole"), c.get("cut")) == (b"1", None)
     server.release()
     again.release()
 
@@ -369,18 +350,12 @@ def test_a_server_whose_files_were_removed_is_never_doubled(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace is root's to make")
-@pytest.mark.parametrize("can_connect", [True, False])
-def test_a_server_of_another_container_is_joined_or_left_alone(home: Path, can_connect: bool) -> None:
+def test_a_server_of_another_container_is_joined(home: Path) -> None:
     server = ensure(home, SETTINGS)
-    if not can_connect:  # as on another host, where the file is there and nobody listens
-        (home / "server" / "server.sock").unlink()
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", USER, str(home), "release"]
     other = subprocess.run(command, input="\n\n", capture_output=True, text=True, timeout=120, check=False)
-    assert other.returncode == (0 if can_connect else 1), other.stderr
-    if can_connect:
-        assert json.loads(other.stdout.splitlines()[1])["pid"] == server.pid
-    else:
-        assert "ServerUnreachable" in other.stderr
+    assert other.returncode == 0, other.stderr
+    assert json.loads(other.stdout.splitlines()[1])["pid"] == server.pid
     assert is_at_work(home)
     os.kill(server.pid, signal.SIGTERM)
     wait_until_dead(home)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from faults import CuttingProxy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from redis._parsers.encoders import Encoder
 from redis.connection import PythonRespSerializer
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.pools import Packer
 
@@ -62,15 +60,6 @@ def test_values_of_which_a_call_takes_only_a_part_arrive_whole(connection: Conne
         assert connection.client.hgetall("h") == {name.encode(): value for name, value in values.items()}
 
 
-def test_a_connection_that_breaks_between_the_pieces_is_a_lost_one(proxy: CuttingProxy, home: Path) -> None:
-    with Connection(proxy.url, home=home, server=SETTINGS, name="test", patience_seconds=5.0) as connection:
-        values = {str(i): b"*" * 2**20 for i in range(8)}  # the proxy looks for this byte in what comes
-        proxy.strike("before send", 3)
-        with pytest.raises(ServerUnreachable, match=r"Tried once\."):
-            connection.call(lambda: connection.client.hset("h", mapping=values), repeat=False)
-        assert connection.call(lambda: connection.client.exists("h")) == 0
-
-
 @given(
     st.lists(
         st.one_of(
@@ -88,11 +77,3 @@ def test_a_command_is_packed_the_same_in_both_ways(args: list[Any]) -> None:
     encode = Encoder("utf-8", "strict", False).encode
     packed = [b"".join(way.pack("CONFIG SET", *args)) for way in (Packer(), PythonRespSerializer(6000, encode))]
     assert packed[0] == packed[1]
-
-
-@pytest.mark.parametrize("argument", [True, None, [1], object()])
-def test_an_argument_that_cannot_be_sent_is_named_whatever_else_the_command_has(argument: Any) -> None:
-    packer = Packer()
-    for other in (b"small", bytes(10_000)):
-        with pytest.raises(redis.DataError, match=f"Invalid input of type: '{type(argument).__name__}'"):
-            packer.pack("SET", "k", other, argument)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from every_role import EveryRole
 from store_runs import Run
 
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.producer import Producer
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.testing import make_group
 
@@ -160,10 +157,3 @@ def test_what_is_not_pending_any_more_is_not_claimed_and_leaves_no_claim(run: Ru
     assert run.store.claim_scoring([entry.entry_id], owner="one", ttl_seconds=60) == (frozenset(), {entry.entry_id})
     assert run.client.exists(run.store.keys.scoring(entry.entry_id)) == 0
     assert run.store.claim_scoring([], owner="one", ttl_seconds=60) == (frozenset(), frozenset())
-
-
-def test_a_pending_group_says_what_it_needs(run: Run):
-    run.push("a.0", needs=["reward", "ref_logprobs"])
-    store: EveryRole = run.store
-    (view,) = Buffer(store, settings=RunSettings()).groups()
-    assert (view.state, view.detail) == ("forming", "needs ref_logprobs, reward")

@@ -42,12 +42,6 @@ def test_healthy_run_has_no_findings(busy):
     }
 
 
-def test_verify_changes_nothing(busy):
-    before = busy.control_keys(), busy.payload_keys()
-    busy.store.verify()
-    assert (busy.control_keys(), busy.payload_keys()) == before
-
-
 def _payload(run: Run, step: int = 3) -> str:
     return run.store.read_parts(step)[0].rollouts[0].payload_key
 
@@ -109,10 +103,8 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
     "lapsing step": ("I11", lambda r: _lapsing(r, _payload(r))),
     "lapsing pool": ("I11", lambda r: _lapsing(r, r.pool()[0].payload_key)),
     "lapsing producer": ("I11", lambda r: _lapsing(r, r.store.keys.producer("w", "u"))),
-    "lapsing key": ("I11", lambda r: _lapsing(r, r.store.keys.closed)),
     "pushed": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:pushed:rollouts", 1)),
     "tokens": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:dropped:stale:tokens", -1)),
-    "packed": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "b:packed:rollouts", 1)),
     "trained": ("I10", lambda r: r.client.hset(r.store.keys.ledger, "b:trained:rollouts", 1)),
     "negative": ("I10", lambda r: r.client.hset(r.store.keys.ledger, "a:dropped:late:rollouts", -1)),
     "lost push": ("I10", lambda r: r.client.xdel(r.store.keys.pool, r.pool()[0].entry_id)),
@@ -122,9 +114,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
     "part lost": ("I4", lambda r: r.client.xdel(r.store.keys.steps, "3-2")),
     "header lost": ("I4", lambda r: r.client.xdel(r.store.keys.steps, "3-0")),
     "part junk": ("I4", lambda r: _rewrite(r, "3-1", part=b"\xc1")),
-    "header junk": ("I4", lambda r: _rewrite(r, "3-0", header=payload.dumps({"step": 3}))),
     "header changed": ("I4", lambda r: _header(r, 3, closed_by="fill")),
-    "header totals": ("I4", lambda r: _header(r, 3, tokens=1)),
     "header normaliser": ("I4", lambda r: _header(r, 3, normalizers={"loss_tokens": 1, "rollouts": 4, "groups": 2})),
     "header step": ("I4", lambda r: _header(r, 3, step=2)),
     "chain": ("I4", lambda r: _rewrite(r, "3-0", digest="0" * 64)),
@@ -139,14 +129,11 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
     "retired ahead": ("I8", lambda r: r.client.hset(r.store.keys.meta, "retired", 3)),
     "payload damaged": ("I2", _damage),
     "payload gone": ("I11", lambda r: r.client.delete(_payload(r))),
-    "payload cut": ("I11", lambda r: r.client.hset(_payload(r, 2), "0", b"short")),
-    "pending payload gone": ("I11", lambda r: r.client.delete(r.pool()[0].payload_key)),
     "pending is garbage": ("I11", lambda r: r.client.zadd(r.store.keys.garbage, {r.pool()[0].payload_key: 4})),
     "live is swept": ("I11", lambda r: r.client.zadd(r.store.keys.garbage, {_payload(r): 1})),
     "never swept": ("I11", lambda r: r.client.zrem(r.store.keys.garbage, _payload(r))),
     "orphan": ("I11", _orphan),
     "unreadable push": ("I13", lambda r: r.client.xadd(r.store.keys.pool, UNREADABLE)),
-    "pushed by hand": ("I10", lambda r: r.client.xadd(r.store.keys.pool, UNREADABLE)),
 }
 UNREADABLE = {"env": "c", "group": "c.0", "key": "u.50", "rollouts": "3", "tokens": "30", "metadata": b"\xc1"}
 
