@@ -12,7 +12,6 @@ from rlbuffer.errors import ConfigError
 if find_spec("pyarrow") is None:
     raise ConfigError("archives and Parquet files need pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
 
-from rlbuffer.archive.drops import DroppedGroup
-from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep
+from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup
 
 __all__ = ["Archive", "ArchivedGroup", "ArchivedRollout", "ArchivedStep", "DroppedGroup"]

@@ -55,10 +55,12 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
     seen = ""
     for chunk in chunks([ref.info.size for ref, _, _ in places], FETCH_BYTES):
         its, sources = places[chunk.start : chunk.stop], []
-        for (ref, rank, place), (data, group) in zip(its, store.read_pushed([ref for ref, _, _ in its]), strict=True):
-            its_group = group if ref.payload_key != seen else None
-            seen = ref.payload_key
-            sources.append(Source(ref=ref, data=data, group=its_group, step=stored.step, rank=rank, place=place))
+        payloads = store.read_payloads([ref for ref, _, _ in its])
+        keys = [*dict.fromkeys(ref.payload_key for ref, _, _ in its if ref.payload_key != seen)]
+        groups = dict(zip(keys, store.read_group_payloads(keys), strict=True))
+        for (ref, rank, place), data in zip(its, payloads, strict=True):
+            group, seen = groups.pop(ref.payload_key, None), ref.payload_key
+            sources.append(Source(ref=ref, data=data, group=group, step=stored.step, rank=rank, place=place))
         yield sources
     for key, ref in {ref.payload_key: ref for ref, _, _ in places if header.left_out}.items():
         if rejected := header.left_out.get(f"{ref.group_id}:{key.rpartition(':')[2]}", ()):
@@ -81,7 +83,7 @@ def copy_history(store: Viewer, writer: ArchiveWriter) -> int:
             str(row["group_id"]): (row, record)  # of several drops of a group, its rollouts stand once
             for entry_id, record in page.records
             for row in history_rows(entry_id, record)
-            if _is_drop(row)
+            if row["kind"] == Dropped.event and row.get("group_id")
         }
         writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
         added += len(page.records)
@@ -91,10 +93,6 @@ def copy_trained(store: Viewer, writer: ArchiveWriter) -> None:
     """Adds all of the trainer's records that are new. Raises OSError."""
     while (page := store.read_history(writer.trained_place, count=HISTORY_PAGE, of="records")).records:
         writer.add_trained(page.records, is_cut=page.is_cut)
-
-
-def _is_drop(row: Mapping[str, Any]) -> bool:
-    return bool(row["kind"] == Dropped.event and row.get("group_id"))
 
 
 def _of_drops(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rlbuffer.archive.drops import DroppedGroup, drop_of, record_of
 from rlbuffer.archive.rows import opened, payload_of, rows_in
 from rlbuffer.archive.schema import (
     RUN_KEY,
@@ -65,6 +64,31 @@ class ArchivedStep:
     """Tokens over the step's capacity."""
     file: str
     """The file that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group, or a part of one, that was not trained."""
+
+    history_id: str
+    """Id of its record in the run's history."""
+    at_ms: int
+    """Server time of the drop, in milliseconds."""
+    group_id: str
+    env: str
+    reason: str
+    """Reason of the drop, a :class:`~rlbuffer.records.states.Reason` by name."""
+    detail: str
+    """The rule that dropped it, with value and limit."""
+    rollouts: int
+    tokens: int
+    reward: float | None
+    """Mean over the scored rollouts."""
+    min_version: int
+    committed: int | None
+    """The last step that was committed then; None where the archive does not say."""
+    record: Mapping[str, Any]
+    """Its whole record in the history; empty for a group of a step that was taken back, which has none of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,10 +269,10 @@ class Archive:
                 if row["is_cut"] or row["kind"] in (StepsVoided.event, RunRewound.event):
                     committed = None
                 if row["kind"] == Committed.event:
-                    step = record_of(row).get("step")
+                    step = _record_of(row).get("step")
                     committed = step if isinstance(step, int) else None
                 elif row["kind"] == Dropped.event:
-                    yield drop_of(row, committed)
+                    yield _drop_of(row, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -359,3 +383,27 @@ def group_of(
 def _id(history_id: str) -> tuple[int, int]:
     at, _, sequence = history_id.partition("-")
     return int(at), int(sequence)
+
+
+def _record_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The whole record of a row of the history; empty where it has none."""
+    record = json.loads(row["record"] or "{}")
+    return record if isinstance(record, dict) else {}
+
+
+def _drop_of(row: Mapping[str, Any], committed: int | None) -> DroppedGroup:
+    """The drop of a row of the history; `committed`: the last step then."""
+    return DroppedGroup(
+        history_id=row["history_id"],
+        at_ms=row["at_ms"],
+        group_id=row["group_id"] or "",
+        env=row["env"] or "",
+        reason=row["reason"] or "",
+        detail=row["detail"] or "",
+        rollouts=row["rollouts"] or 0,
+        tokens=row["tokens"] or 0,
+        reward=row["reward"],
+        min_version=row["min_version"] or 0,
+        committed=committed,
+        record=_record_of(row),
+    )

@@ -7,11 +7,11 @@ commit stand beside the header, not in it: one is computed from it, the other is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import chain, count, islice
 from operator import itemgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -34,7 +34,6 @@ MAX_STEP_BYTES = 512 * 2**20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _HEADER_FIELDS = frozenset(field.name for field in fields(StepHeader))
-Built = TypeVar("Built")
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,8 +206,8 @@ def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
 
 def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
     """Returns the header, and the age limits per env that held when it was committed."""
-
-    def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
+    try:
+        record = payload.loads(data, limit=MAX_STEP_BYTES)
         limits = dict(record.pop("age_limits"))
         record.setdefault("sequences", record["rollouts"])
         group_ids = tuple(record.pop("group_ids"))
@@ -228,9 +227,11 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
             adapters=adapters,
             **record,
         )
-        return header, limits
-
-    return _decoded("step header", data, build)
+    except PayloadError as error:
+        raise PayloadError(f"step header: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise PayloadError(f"step header: unexpected content ({type(error).__name__}: {error})") from None
+    return header, limits
 
 
 def decode_part(data: bytes, prefix: str = "") -> StepPart:
@@ -272,15 +273,6 @@ def _check_part(part: _Part, table: NDArray[np.void]) -> None:
     )
     if not numbers_are_right.all():
         raise ValueError(f"rollout {int(numbers_are_right.argmin())} has numbers that no rollout has")
-
-
-def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -> Built:
-    try:
-        return build(payload.loads(data, limit=MAX_STEP_BYTES))
-    except PayloadError as error:
-        raise PayloadError(f"{what}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -307,11 +307,6 @@ class Viewer(Session):
         values = self.read_fields(_sizes(refs))
         return [values[ref.payload_key, str(ref.index)] for ref in refs]
 
-    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | None, bytes | None]]:
-        """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
-        values = self.read_fields({key: {GROUP_FIELD: 0, **its} for key, its in _sizes(refs).items()})
-        return [(values[ref.payload_key, str(ref.index)], values[ref.payload_key, GROUP_FIELD]) for ref in refs]
-
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
         values = self.read_fields({key: {GROUP_FIELD: 0} for key in payload_keys})

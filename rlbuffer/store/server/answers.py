@@ -245,19 +245,11 @@ def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], ori
         instead = f"leave {origin.split()[0]} out"
     elif re.fullmatch(r"[A-Z0-9_]+", origin):
         instead = f"unset {origin}"
-    return f"{doubt}  {_start_one(url, options)}\n  Or use the embedded one: {instead}."
+    return f"{doubt}  {_start_one(url)}\n  Or use the embedded one: {instead}."
 
 
-def _start_one(url: str, options: Mapping[str, Any]) -> str:
-    """The way to start the server that is not there, or to see what its sentinels think."""
-    if is_sentinel(url):
-        host, port = options["sentinels"][0]
-        return f"Ask them what they wait for:   redis-cli -h {host} -p {port} sentinel ckquorum {options['service']}"
-    if is_cluster(url):
-        host, port = options["nodes"][0]
-        return f"Ask one how the others are:   redis-cli -h {host} -p {port} cluster nodes"
-    if url.startswith("unix:"):
-        return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
-    if url.startswith("rediss:"):
-        return "Start one there, with TLS (valkey-server or redis-server)."
-    return f"Start one there:   valkey-server --port {options.get('port', 6379)}   (or redis-server)"
+def _start_one(url: str) -> str:
+    """The way to start the server that is not there, or to see what its sentinels or nodes think."""
+    if is_sentinel(url) or is_cluster(url):
+        return "Ask each of them what it knows of the others: `rlbuffer doctor`."
+    return "Start one there: valkey-server, or redis-server" + (", with TLS." if url.startswith("rediss:") else ".")

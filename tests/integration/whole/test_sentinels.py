@@ -96,7 +96,7 @@ def test_sentinels_that_name_no_primary_are_waited_for_and_all_named(
     assert type(error) is ServerUnreachable
     named = ", ".join(url.partition("//")[2].partition("/")[0].split(","))
     assert f"none of its sentinels ({named}) names a primary of" in str(error)
-    assert "sentinel ckquorum" in str(error)
+    assert "`rlbuffer doctor`" in str(error)
 
 
 def test_tls_towards_sentinels_without_it_is_named(watched: Watched, tmp_path: Path) -> None:
