@@ -50,16 +50,15 @@ def encode_push(group: Group) -> EncodedPush:
     """Encodes a group for PUSH.
 
     Raises:
-        InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
+        InvalidRollout: a rollout's payload is above 64 MiB, which is found before its arrays are copied, or the push's
             metadata above 64 KiB; the message names the rollout and the sizes.
     """
-    sequences = [(rollout, its, n) for rollout in group.rollouts for n, its in enumerate(rollout.sequences)]
-    arrays = [_arrays_of(*sequence) for sequence in sequences]
     payloads, rows = list[bytes](), list[bytes]()
-    for (rollout, its, number), of_it in zip(sequences, arrays, strict=True):
-        data = _encoded(rollout, its, number, of_it)
-        payloads.append(data)
-        rows.append(row_of(rollout, its, (len(data), payload_checksum(data))))
+    for rollout in group.rollouts:
+        for number, its in enumerate(rollout.sequences):
+            data = encode_rollout(rollout, number)
+            payloads.append(data)
+            rows.append(row_of(rollout, its, (len(data), payload_checksum(data))))
     try:
         group_payload = encode_group_payload(group.answer, group.metadata)
     except PayloadError as error:
@@ -73,20 +72,28 @@ def encode_rollout(rollout: Rollout, number: int = 0) -> bytes:
     """The payload of one sequence of a rollout: its first one, or its only one.
 
     Raises:
-        InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+        InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB; or an array has a
+            dimension beyond what is read.
     """
     its = rollout.sequences[number]
-    return _encoded(rollout, its, number, _arrays_of(rollout, its, number))
-
-
-def _encoded(rollout: Rollout, its: TokenSequence, number: int, arrays: Sequence[NDArray[Any]]) -> bytes:
-    """The payload of a sequence, whose arrays :func:`_arrays_of` has found small enough."""
+    arrays = [its.tokens, its.loss_mask, its.logprobs, *its.columns.values(), *its.attachments.values()]
     text = None if number or rollout.text is None else memoryview(rollout.text.encode())
     details = _details_of(rollout, its, number, None if text is None else text.nbytes)
-    data = joined(details, arrays, text, tokens=len(arrays[0]))
-    if len(data) > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, its, number, arrays, len(data))
-    return data
+    for i, array in enumerate(arrays[len(REQUIRED_COLUMNS) :], len(REQUIRED_COLUMNS)):
+        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
+        if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
+            name = _names(its)[i]
+            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
+    most = HEADER.size + len(details) + (0 if text is None else text.nbytes) + ARRAY_ALIGNMENT * (len(arrays) + 1)
+    most += sum([array.nbytes for array in arrays])
+    if most > MAX_PAYLOAD_BYTES:
+        sizes = [*zip(_names(its), (array.nbytes for array in arrays), strict=True)]
+        largest = sorted([*sizes, ("text", 0 if text is None else text.nbytes)], key=lambda item: -item[1])[:3]
+        raise InvalidRollout(
+            f"rollout {rollout.rollout_id}: payload of {most} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB)"
+            f"; the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
+        )
+    return joined(details, arrays, text, tokens=len(its.tokens))
 
 
 def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryview | None, *, tokens: int) -> bytes:
@@ -100,38 +107,6 @@ def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryv
         chunks.append(part)
         at += gap + part.nbytes
     return framed(ROLLOUT, len(arrays), len(details), tokens, at, chunks)
-
-
-def _arrays_of(rollout: Rollout, its: TokenSequence, number: int) -> list[NDArray[Any]]:
-    """Every array of a sequence in wire order.
-
-    Raises:
-        InvalidRollout: they and the text take more than 64 MiB, or one has a dimension beyond what is read.
-    """
-    arrays = [its.tokens, its.loss_mask, its.logprobs, *its.columns.values(), *its.attachments.values()]
-    size = HEADER.size + sum([array.nbytes for array in arrays]) + (0 if number else len(rollout.text or ""))
-    if size > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, its, number, arrays, size)
-    for i, array in enumerate(arrays[len(REQUIRED_COLUMNS) :], len(REQUIRED_COLUMNS)):
-        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
-        if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
-            name = _names(its)[i]
-            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
-    return arrays
-
-
-def _giant(
-    rollout: Rollout, its: TokenSequence, number: int, arrays: Sequence[NDArray[Any]], size: int
-) -> InvalidRollout:
-    """The refusal of a payload of `size` bytes."""
-    names = _names(its)
-    text = 0 if number else len(rollout.text or "")
-    parts = [*zip(names, (a.nbytes for a in arrays), strict=True), ("text", text)]
-    largest = sorted(parts, key=lambda item: -item[1])[:3]
-    return InvalidRollout(
-        f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
-        f"the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
-    )
 
 
 def _names(sequence: TokenSequence) -> list[str]:
