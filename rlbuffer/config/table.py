@@ -46,6 +46,10 @@ def _named(value: Any) -> Any:
     return value
 
 
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
 def _none_for_empty(value: Any) -> Any:
     return None if value == "" else value
 
@@ -86,6 +90,8 @@ and metrics."""
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_for_empty)]
 """An empty path is none: Python would take it for the current folder."""
 OptionalText = Annotated[str | None, BeforeValidator(_none_for_empty)]
+PathText = Annotated[str, BeforeValidator(_as_text)]
+"""A path as text; "" where there is none."""
 GivenPath = Annotated[Path, BeforeValidator(_named)]
 """A path that is not empty."""
 Gpu = Annotated[int | str, AfterValidator(_gpu)]

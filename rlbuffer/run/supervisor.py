@@ -261,10 +261,14 @@ class Supervisor:
         """Starts or restarts one process. -> the run's exit code when it is over."""
         now = time.monotonic()
         if child.process is None:
-            if now >= child.restart_at and (self._is_warm.is_set() or not child.is_forked):
+            if now < child.restart_at or not (self._is_warm.is_set() or not child.is_forked):
+                return None
+            child.started = now
+            try:
                 child.process = child.start()
-                child.started = time.monotonic()
-                self.log.say(child.name, f"started, pid {child.pid}")
+            except OSError as error:  # its Python is gone, or the host has no room for a process
+                return self._failed(child, f"cannot be started ({error})", code=1)
+            self.log.say(child.name, f"started, pid {child.pid}")
             return None
         code = child.exit_code()
         if code is None:
@@ -278,8 +282,13 @@ class Supervisor:
         if code == members.DONE or (child.name == "serve" and code == 0 and self._how_it_ended(buffer)):
             child.is_finished = True
             return None
-        child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return self._failed(child, how, code=code)
+
+    def _failed(self, child: Child, how: str, *, code: int) -> int | None:
+        """Has it started again after a pause. -> the run's exit code when it failed too often."""
+        now = time.monotonic()
+        child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
         if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
             self.log.say(
                 "run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log.path}"

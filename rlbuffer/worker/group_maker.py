@@ -9,13 +9,13 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, PromptTooLong
+from rlbuffer.errors import Aborted, ConfigError, GroupFailed, InvalidRollout, PromptTooLong
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.failure import Failure, kind_of
@@ -66,6 +66,13 @@ RETRIES = 1
 """Times that a rollout of several turns that failed is tried again."""
 
 
+class Failed(NamedTuple):
+    """A rollout that was not made, and what was sampled for it."""
+
+    error: BaseException
+    episode: Episode | None = None
+
+
 class GroupMaker:
     """Makes groups of one env with one sampler.
 
@@ -78,6 +85,9 @@ class GroupMaker:
         assumed_temperature: what the trainer takes where a rollout does not say.
         row_tokens: of a longer rollout nothing trains; 0: no limit.
         needs: what scorers add where the env does not.
+
+    Raises:
+        ConfigError: neither the env nor the settings leave a completion a token.
     """
 
     def __init__(
@@ -98,8 +108,11 @@ class GroupMaker:
         self._worker = worker
         self._assumed = assumed_temperature
         self._row_tokens, self._needs = row_tokens, needs
+        longest = settings.max_new_tokens or env.max_new_tokens
+        if longest < 1:
+            raise ConfigError(f"env {env.name}: its max_new_tokens = {longest} must be at least 1", setting="env")
         self.sampling = Sampling(
-            max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
+            max_new_tokens=longest,
             temperature=settings.temperature if temperature is None else temperature,
             top_p=settings.top_p,
             stop_token_ids=tuple(env.eos_token_ids),
@@ -147,34 +160,33 @@ class GroupMaker:
             Exception: of the sampler, or of the env; :func:`rlbuffer.worker.faults.fault_of` says whose fault it is.
         """
         size = self._settings.group_size
-        outcomes: Sequence[Rollout | BaseException]
         if self.way != "score":
             outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
         else:
             (scored,) = await self._until_the_end([self._scored(prompt)])
-            if isinstance(scored, BaseException):
-                raise scored
+            if isinstance(scored, Failed):
+                raise scored.error
             outcomes = scored
         rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in errors:
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        for error, _ in failed:
             if not isinstance(error, Exception) or fault_of(error) is Fault.SETTINGS:
                 raise error
-        unfinished = [error for error in errors if fault_of(error) is Fault.SERVER]
+        unfinished = [one.error for one in failed if fault_of(one.error) is Fault.SERVER]
         sound = [rollout for rollout in rollouts if not rollout.failure]
         is_enough = 2 * len(sound) > size
         if unfinished and not (is_enough and self._ending.is_set()):
             raise unfinished[0]
-        if not is_enough and errors:
-            raise GroupFailed(in_words(errors[0], self._settings)) from errors[0]
+        if not is_enough and failed:
+            raise GroupFailed(in_words(failed[0].error, self._settings)) from failed[0].error
         if not is_enough:
             raise GroupFailed(next(str(rollout.failure) for rollout in rollouts if rollout.failure))
         version = sound[0].max_policy_version
-        rollouts += [self._failed(prompt, error, version) for error in errors if error not in unfinished]
+        rollouts += [self._failed(prompt, one, version) for one in failed if fault_of(one.error) is not Fault.SERVER]
         return self._group(ticket, prompt, rollouts, len(unfinished))
 
-    async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-        """Does all of it, or what is finished when the worker ends; the rest is Aborted."""
+    async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Failed]:
+        """Does all of it, or what is finished when the worker ends; the rest has failed with Aborted."""
         tasks = [asyncio.ensure_future(one) for one in work]
         ending = asyncio.ensure_future(self._ending.wait())
         left: set[asyncio.Future[Any]] = set(tasks)
@@ -186,10 +198,14 @@ class GroupMaker:
             for task in (*tasks, ending):
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        return [Aborted("the worker ends") if isinstance(o, asyncio.CancelledError) else o for o in outcomes]
+        ended = Failed(Aborted("the worker ends"))
+        return [
+            ended if isinstance(one, asyncio.CancelledError) else Failed(one) if isinstance(one, BaseException) else one
+            for one in outcomes
+        ]
 
     # -- one completion per rollout ------------------------------------------------------------------------------------
-    async def _scored(self, prompt: Prompt) -> list[Rollout | BaseException]:
+    async def _scored(self, prompt: Prompt) -> list[Rollout | Failed]:
         env = cast(SingleTurnEnv, self._env)
         deadline = time.monotonic() + self._settings.rollout_timeout_seconds
         async with asyncio.timeout(self._settings.rollout_timeout_seconds):
@@ -231,7 +247,7 @@ class GroupMaker:
             with self.calls.running("score", asyncio.current_task()):
                 return await scoring
 
-    def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
+    def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | Failed:
         episode = Episode(prompt.tokens, partial(self._ask, None), self.sampling)
         episode.add(completion)
         try:
@@ -239,36 +255,29 @@ class GroupMaker:
                 raise score
             return self._rollout(episode, score)
         except Exception as error:
-            error.episode = episode  # type: ignore[attr-defined]
-            return error
+            return Failed(error, episode)
 
     # -- several completions per rollout -------------------------------------------------------------------------------
-    async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
+    async def _tried(self, prompt: Prompt) -> Rollout | Failed:
         """One rollout, tried again as often as it may be."""
         tries = RETRIES
-        one = self._made if self.way == "rollout" else self._played
         while True:
+            episode = None
             try:
                 limit = asyncio.timeout(self._settings.rollout_timeout_seconds)
                 async with self._slots, limit:
                     with self.calls.running(self.way, asyncio.current_task()) as call:
-                        return await one(prompt, partial(self._ask, call))
+                        ask = partial(self._ask, call)
+                        if self.way == "rollout":
+                            return await self._made(prompt, ask)
+                        episode = Episode(prompt.tokens, ask, self.sampling)
+                        return self._rollout(episode, await cast(MultiTurnEnv, self._env).play(prompt, episode))
             except Exception as error:  # the env is the user's code
                 if fault_of(error) is not Fault.REQUEST:
                     raise
                 if tries == 0:
-                    return error
+                    return Failed(error, episode)
                 tries -= 1
-
-    async def _played(self, prompt: Prompt, ask: Ask) -> Rollout:
-        env = cast(MultiTurnEnv, self._env)
-        episode = Episode(prompt.tokens, ask, self.sampling)
-        try:
-            score = await env.play(prompt, episode)
-            return self._rollout(episode, score)
-        except Exception as error:
-            error.episode = episode  # type: ignore[attr-defined]
-            raise
 
     async def _made(self, prompt: Prompt, ask: Ask) -> Rollout:
         env = cast(WholeRolloutEnv, self._env)
@@ -296,10 +305,10 @@ class GroupMaker:
             raise GroupFailed("the episode ended before the policy sampled a token")
         return episode.rollout(score, text=self._env.render(episode.tokens))
 
-    def _failed(self, prompt: Prompt, error: BaseException, version: int) -> Rollout:
+    def _failed(self, prompt: Prompt, failed: Failed, version: int) -> Rollout:
         """An attempt that failed, with what was sampled until then, for people; `version` sampled beside it."""
+        error, episode = failed
         failure = Failure(kind_of(type(error).__name__), _text(error, self._settings))
-        episode: Episode | None = getattr(error, "episode", None)
         if episode is not None and episode.sampled_tokens:
             with suppress(InvalidRollout):  # that may be why it failed
                 return replace(episode.rollout(Score(reward=0.0)), failure=failure)

@@ -87,21 +87,17 @@ def run_worker(
     """
     # First what may be refused: a worker that cannot work begins no run.
     with telling_why(buffer, name, settings):
-        env, sampler = (
-            env or make_env(settings.env, **settings.env_options),
-            sampler or make_sampler(settings, seed=_seed_of(buffer.settings, name)),
+        worker = _Worker(
+            buffer=buffer,
+            name=name,
+            settings=settings,
+            env=env or make_env(settings.env, **settings.env_options),
+            sampler=sampler or make_sampler(settings, seed=_seed_of(buffer.settings, name)),
+            stop=stop,
+            evaluations=evaluations or {},
+            section=section,
         )
     buffer.role(WorkerStore).open_run()
-    worker = _Worker(
-        buffer=buffer,
-        name=name,
-        settings=settings,
-        env=env,
-        sampler=sampler,
-        stop=stop,
-        evaluations=evaluations or {},
-        section=section,
-    )
     return asyncio.run(worker.run())
 
 

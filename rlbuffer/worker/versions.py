@@ -87,8 +87,8 @@ class Versions:
         Raises:
             ConfigError: the env does not fit the model.
         """
-        if self._lock.locked() and await asyncio.to_thread(self._policy.current) == self._served:
-            return True  # what would be loaded serves already: no need to wait
+        if await asyncio.to_thread(self._policy.current) == self._served:
+            return True  # whoever holds the lock, there is nothing to load
         async with self._lock:
             current = await asyncio.to_thread(self._policy.current)
             if current.version < 0:

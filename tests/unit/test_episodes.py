@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import Aborted, GroupFailed, PromptTooLong, SamplerUnavailable
+from rlbuffer.errors import Aborted, ConfigError, GroupFailed, PromptTooLong, SamplerUnavailable
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.policy_version import PolicyVersion
@@ -166,6 +166,25 @@ def test_a_failure_says_the_text_of_its_error_under_a_kind_that_may_be_counted()
     error = type("Größe", (ValueError,), {})("too large")
     group = made(Tools(error, 0.5), Scripted(completion([3])), retries=0)
     assert group.rollouts[2].failure == Failure("Gr--e", "too large")
+
+
+def test_attempts_that_failed_with_one_error_object_have_their_own_tokens() -> None:
+    error = ValueError("tool is down")
+    script = [completion([token]) for pair in ((3, 4), (5, 6)) for token in pair]
+    group = made(Tools(error, error, 0.5), Scripted(*script, completion([9])), retries=0, group_size=5)
+    failed = [rollout.tokens.tolist() for rollout in group.rollouts if rollout.failure]
+    assert len(failed) == 2
+    assert failed[0] != failed[1]
+
+
+@pytest.mark.parametrize("longest", [0, -1])
+def test_an_env_that_leaves_a_completion_no_token_is_refused_unless_the_settings_do(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tools, "max_new_tokens", longest)
+    with pytest.raises(ConfigError, match=f"max_new_tokens = {longest} must be at least 1"):
+        made(Tools(), Scripted(completion([3])))
+    assert made(Tools(), Scripted(completion([3])), max_new_tokens=2).rollouts
 
 
 def test_what_failed_needs_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:

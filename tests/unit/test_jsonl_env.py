@@ -57,6 +57,28 @@ def test_epochs_and_places_come_from_the_ticket_number_alone(tmp_path: Path) -> 
     assert ids != [env_of(tmp_path, *lines, seed=5, **IDS).prompt(n).prompt_id for n in range(20)]
 
 
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"path": 3}, "path = 3: input should be a valid string"),
+        ({"tokenizer": 3}, "tokenizer = 3: input should be a valid string"),
+        ({"rewards": []}, "rewards = []: must be a table"),
+        ({"passes": 1.5}, "passes = 1.5: input should be a valid integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: input should be greater than or equal to 1"),
+        ({"eos_token_ids": 8}, "eos_token_ids = 8: must be a list"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_in_plain_words(tmp_path: Path, option: Any, why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_env("jsonl", **{"path": tmp_path, **IDS, **option})
+    assert str(refused.value).startswith(f"env_options.{why}")
+
+
+def test_an_empty_table_is_no_length_reward(tmp_path: Path) -> None:
+    env = env_of(tmp_path, {"prompt": [1]}, length={}, **IDS)
+    assert env.score(env.prompt(0), np.array([1, 12], np.int32), finish_reason="stop").rewards == {"exact": 1.0}
+
+
 def test_two_files_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
     one = env_of(tmp_path, {"prompt": [1]}, **IDS).digest
     assert env_of(tmp_path, {"prompt": [1]}, **IDS).digest == one

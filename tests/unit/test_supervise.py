@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ def test_what_needs_no_torch_starts_while_the_forkserver_still_loads_it(tmp_path
     for child in children:
         supervisor._look_after(child, None)  # type: ignore[arg-type]
     assert started == ["serve", "worker a"]
+
+
+def test_a_process_whose_python_is_gone_is_started_again_later(tmp_path: Path) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: said.append(line))
+    programs = [lambda: subprocess.Popen([tmp_path / "python"]), _Alive]
+    child = Child(name="worker a", start=lambda: programs.pop(0)(), is_forked=False)
+    assert supervisor._look_after(child, None) is None  # type: ignore[arg-type]
+    assert "worker a cannot be started" in said[0]
+    child.restart_at = 0.0
+    supervisor._look_after(child, None)  # type: ignore[arg-type]
+    assert child.process is not None
 
 
 class _Alive:

@@ -133,9 +133,10 @@ def factory_of(name: str, options: Mapping[str, Any]) -> Callable[..., Env]:
         raise ConfigError(f"env {name} is async: the factory is called, and what it returns is the env", setting="env")
     try:
         signature = inspect.signature(factory)
-        signature.bind(**options)
-    except ValueError:  # it tells no signature
+    except (TypeError, ValueError):  # it tells no signature, or none that can be read
         return factory
+    try:
+        signature.bind(**options)
     except TypeError as error:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         unknown = "" if takes_any else no_such_option(f"env {name}", options, signature.parameters)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import StringConstraints, validate_call
 
+from rlbuffer.config.table import Count, PathText
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.checks import shown
 from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.rewards import Answered, Length, OnError, make_rewards, not_comparable
+from rlbuffer.worker.envs.rewards import Answered, OnError, OptionalLength, make_rewards, not_comparable
 from rlbuffer.worker.envs.text import Ids, Text, is_ids
 
 Known = Literal["prompt", "answer", "id"]
@@ -77,21 +78,21 @@ class JsonLines:
     def __init__(
         self,
         *,
-        path: str | Path,
+        path: PathText,
         name: str = "jsonl",
         fields: Mapping[Known, Annotated[str, StringConstraints(min_length=1)]] | None = None,
-        tokenizer: str | Path = "",
+        tokenizer: PathText = "",
         chat: bool | None = None,
         system: str = "",
         rewards: Mapping[str, Any] | None = None,
-        length: Length | None = None,
+        length: OptionalLength = None,
         on_error: OnError = "fail",
-        max_new_tokens: int = 1024,
+        max_new_tokens: Count = 1024,
         seed: int = 0,
         shuffle: bool = True,
         passes: Passes = 0,
         vocab_size: int = 0,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         if not tokenizer and not (vocab_size and eos_token_ids):
@@ -100,7 +101,7 @@ class JsonLines:
             )
         self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else Ids(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size or self._text.vocab_size
-        self.eos_token_ids = tuple(eos_token_ids) or self._text.eos_token_ids
+        self.eos_token_ids = eos_token_ids or self._text.eos_token_ids
         self.max_new_tokens = max_new_tokens
         self._rewards = make_rewards(rewards or {"exact": 1.0}, length=length, on_error=on_error)
         self._path, names = path, {field: (fields or {}).get(field, field) for field in FIELDS}

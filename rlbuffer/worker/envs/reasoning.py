@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, validate_call
 
+from rlbuffer.config.table import Count, PathText
 from rlbuffer.errors import ConfigError
 from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.rewards import Answered, Length, Rewards
+from rlbuffer.worker.envs.rewards import Answered, OptionalLength, Rewards
 from rlbuffer.worker.envs.text import Text
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -59,7 +59,7 @@ class ReasoningGym:
         self,
         *,
         dataset: str,
-        tokenizer: str | Path,
+        tokenizer: PathText,
         name: str = "",
         size: Annotated[int, Field(ge=1)] = 10_000,
         seed: int = 0,
@@ -69,8 +69,8 @@ class ReasoningGym:
         system: str = "",
         instruction: str = INSTRUCTION,
         format_weight: float = 0.0,
-        length: Length | None = None,
-        max_new_tokens: int = 512,
+        length: OptionalLength = None,
+        max_new_tokens: Count = 512,
     ) -> None:
         self.name = name or dataset
         self._dataset, self._seed, self._instruction = dataset, seed, instruction

@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, validate_call
+from pydantic import BeforeValidator, Field, ValidationError, validate_call
 
 from rlbuffer.config.imports import target
 from rlbuffer.config.refusal import refusal
@@ -154,6 +154,10 @@ class Length(Table):
         if self.form == "max":
             return reward * min(1.0, max(0.0, self.slack - self.coefficient * over))
         return reward if over <= 0 else 0.0
+
+
+OptionalLength = Annotated[Length | None, BeforeValidator(lambda given: None if given == {} else given)]
+"""A length reward; an empty table is none."""
 
 
 class Rewards:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import validate_call
 
+from rlbuffer.config.table import Count, PathText
 from rlbuffer.errors import ConfigError, TraceUnusable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import no_such_option
@@ -65,7 +66,7 @@ class Verifiers:
         self,
         *,
         taskset: str,
-        tokenizer: str | Path,
+        tokenizer: PathText,
         name: str = "",
         environment: str = "",
         taskset_options: Mapping[str, Any] | None = None,
@@ -76,7 +77,7 @@ class Verifiers:
         seed: int = 0,
         shuffle: bool = True,
         passes: Passes = 0,
-        max_new_tokens: int = 1024,
+        max_new_tokens: Count = 1024,
         max_concurrent: int = 64,
     ) -> None:
         self.name = name or taskset.rsplit("/", 1)[-1]

@@ -99,6 +99,29 @@ def test_what_serves_goes_on_while_a_newer_version_is_downloaded(tmp_path: Path,
     assert len(trainer.starts()) == 2
 
 
+def test_whoever_waits_to_hold_a_version_keeps_nobody_from_going_on_with_it(tmp_path: Path, trainer: Place) -> None:
+    scene = Scene(tmp_path, trainer, max_age=0)
+
+    async def run() -> None:
+        scene.announce(0)
+        assert await scene.versions.refresh()
+        lock = scene.versions.held()
+        await lock.acquire()
+
+        async def evaluate() -> None:
+            async with lock:
+                await asyncio.Event().wait()
+
+        evaluating = asyncio.create_task(evaluate())
+        await asyncio.sleep(0)
+        lock.release()  # the evaluation has it next, and has it not yet
+        async with asyncio.timeout(10):
+            assert await scene.versions.refresh()
+        evaluating.cancel()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("max_age", "newer"), [(0, 1), (1, 2), (2, 3)])
 def test_what_serves_is_too_old_for_the_next_step_so_the_download_is_waited_for(
     tmp_path: Path, trainer: Place, max_age: int, newer: int
