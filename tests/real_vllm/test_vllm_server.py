@@ -1,4 +1,4 @@
-"""Workers and their openai sampler on real vLLM servers: both endpoints, versions that change, servers killed."""
+"""Workers and their openai sampler on real vLLM servers: versions that change, servers killed."""
 
 from __future__ import annotations
 
@@ -58,26 +58,19 @@ def servers(runner: asyncio.Runner, folder: Path) -> Iterator[Servers]:
                 runner.run(sampler.close())
 
 
-@pytest.mark.parametrize("endpoint", ["generate", "completions"])
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
-def test_the_openai_sampler(endpoint: str, check: Check, servers: Servers) -> None:
+def test_the_openai_sampler(check: Check, servers: Servers) -> None:
     stage = servers.stage
 
     async def run() -> None:
         await stage.sampler.load(stage.policies[0])
-        assert isinstance(stage.sampler, OpenAISampler)
-        for used in stage.sampler._endpoints:
-            used.gives_versions = endpoint == "generate"
         await check(stage)
 
     servers.runner.run(run())
 
 
-@pytest.mark.parametrize("endpoint", ["generate", "completions"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
-    name: str, endpoint: str, servers: Servers
-) -> None:
+def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(name: str, servers: Servers) -> None:
     server = servers.second if name == "top_p" else servers.first
     servers.wait(server)
 
@@ -85,8 +78,6 @@ def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
         sampler = OpenAISampler(OpenAIOptions(servers=(server.url,)))
         try:
             await sampler.load(servers.stage.policies[0])
-            for used in sampler._endpoints:
-                used.gives_versions = endpoint == "generate"
             return await ratios_to_the_trainer(sampler, servers.stage.models[0], SETTINGS[name])
         finally:
             await sampler.close()

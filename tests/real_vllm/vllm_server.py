@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def with_tokenizer(model: str, directory: Path) -> Path:
-    """A copy of a model directory with a tokenizer of the 13 symbols: `/v1/completions` wants one."""
+    """A copy of a model directory with a tokenizer of the 13 symbols."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,7 @@
 """One vLLM server behind its HTTP interface: tokens in, tokens out; weights changed under running requests.
 
-Two ways to ask: ``/inference/v1/generate`` (a server started with ``--enable-scale-out``) says which version sampled
-which token; ``/v1/completions`` does not, so there what is in flight is finished before weights change, and nothing is
-sent meanwhile: the server would hold it back and sample it with the new ones.
-Weights need the server's development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
+``/inference/v1/generate`` (``--enable-scale-out``) says which version sampled which token. Weights need the server's
+development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --skip-tokenizer-init \\
         --enable-scale-out --logprobs-mode processed_logprobs \\
@@ -17,8 +15,7 @@ For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RU
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -51,7 +48,7 @@ AGAIN_SECONDS = 0.1
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """Errors of a request whose connection the server closes before it answers."""
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GENERATE = "/inference/v1/generate"
 NAME_ADAPTER = "/v1/load_lora_adapter"
 NEUTRAL = {
     "top_k": 0,
@@ -87,13 +84,6 @@ class Endpoint:
         self._has_adapter = False
         self.context = 0
         """Tokens that prompt and completion may have together."""
-        self.gives_versions = True
-        """Says which version sampled which token."""
-        self._sent = 0
-        """Requests that were sent and not answered yet."""
-        self._gate, self._idle = asyncio.Lock(), asyncio.Event()
-        """Held while nothing may be sent; none is out."""
-        self._idle.set()
         self._seconds = timeout_seconds
         self._client = client or httpx.AsyncClient(
             base_url=self.url,
@@ -118,9 +108,6 @@ class Endpoint:
         self.model = str(models[0].get("id", ""))
         self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
-        # A path that is there answers 405. Its list of paths costs the server a second of CPU, and ten under load.
-        looked = await self._respond("GET", GENERATE, json=None, seconds=ENDPOINT_PROBE_SECONDS)
-        self.gives_versions = looked.status_code != HTTPStatus.NOT_FOUND
         await self.answers()
 
     async def answers(self) -> None:
@@ -139,8 +126,7 @@ class Endpoint:
         sampling: Sampling,
         seconds: float | None = None,
     ) -> list[Completion]:
-        """Samples `n` completions; those of a server that does not say which version sampled them have the one that it
-        served from first to last."""
+        """Samples `n` completions."""
         parameters = {
             "n": n,
             "temperature": sampling.temperature,
@@ -151,27 +137,19 @@ class Endpoint:
             "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
             "logprobs": 0,  # of the sampled token alone
         }
-        if self.gives_versions:
-            body = {"token_ids": prompt.tolist(), "model": self.model, "sampling_params": parameters}
-            path = GENERATE
-        else:
-            body = {"prompt": prompt.tolist(), "model": self.model, "return_token_ids": True, **parameters}
-            path = COMPLETIONS
-        async with self._sending():
-            version = self.version
-            answer = await self._call("POST", path, json=body, seconds=seconds or self._seconds)
+        body = {"token_ids": prompt.tolist(), "model": self.model, "sampling_params": parameters}
+        answer = await self._call("POST", GENERATE, json=body, seconds=seconds or self._seconds)
         try:
             choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
             if len(choices) != n:
                 raise RequestFailed(f"{self.url}: {len(choices)} completions came instead of {n}")
-            return [self._completion(choice, version, greedy=sampling.temperature == 0) for choice in choices]
+            return [self._completion(choice, greedy=sampling.temperature == 0) for choice in choices]
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise RequestFailed(f"{self.url}{path} answered with what is no completion ({why})") from error
+            raise RequestFailed(f"{self.url}{GENERATE} answered with what is no completion ({why})") from error
 
     async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
-        """Changes the weights, or the adapter; what is in flight goes on (or is finished first, where versions are not
-        told).
+        """Changes the weights, or the adapter; what is in flight goes on.
 
         Raises:
             WeightsError: they do not fit; the server goes on with what it had.
@@ -179,15 +157,13 @@ class Endpoint:
             SamplerUnavailable: the server is away, or nobody knows what it serves now; `version` is then -1.
         """
         try:
-            async with nullcontext() if self.gives_versions else self._closed():
-                await self._change(directory, shapes, version)
+            await self._change(directory, shapes, version)
         except RequestFailed as error:  # of every load, then
             raise ConfigError(str(error), setting="sampler_options.servers") from error
 
     async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
         label, self.version, before = str(version), -1, self.version
-        mode = "keep" if self.gives_versions else "wait"  # the latter for what others have sent
-        await self._call("POST", f"/pause?mode={mode}", seconds=self._seconds if mode == "wait" else CONTROL_SECONDS)
+        await self._call("POST", "/pause?mode=keep")
         try:
             method = "rlbuffer_load"
             if is_adapter(directory):
@@ -220,34 +196,14 @@ class Endpoint:
             self._has_adapter = True
         self.model = ADAPTER_NAME
 
-    @asynccontextmanager
-    async def _sending(self) -> AsyncIterator[None]:
-        """Waits while nothing may be sent, and counts a request."""
-        async with self._gate:
-            self._sent += 1
-            self._idle.clear()
-        try:
-            yield
-        finally:
-            self._sent -= 1
-            if not self._sent:
-                self._idle.set()
-
-    @asynccontextmanager
-    async def _closed(self) -> AsyncIterator[None]:
-        """Begins when everything that was sent is answered; nothing is sent meanwhile."""
-        async with self._gate:
-            await self._idle.wait()
-            yield
-
     # -- HTTP ----------------------------------------------------------------------------------------------------------
     async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
         response = await self._respond(method, path, json=json, seconds=seconds)
         if response.status_code == HTTPStatus.NOT_FOUND:
             raise ConfigError(
-                f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
-                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
-                f"{through_proxy(self.url)}",
+                f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1, "
+                "--enable-scale-out and --worker-extension-cls "
+                f"rlbuffer.worker.samplers.vllm_extension.WeightsExtension{through_proxy(self.url)}",
                 setting="sampler_options.servers",
             )
         if response.status_code >= HTTPStatus.BAD_REQUEST:
@@ -278,7 +234,7 @@ class Endpoint:
             sentence = f"{self.url}{path} cannot be reached: {reason}{through_proxy(self.url)}"
             raise SamplerUnavailable(sentence) from error
 
-    def _completion(self, choice: Mapping[str, Any], version: int, *, greedy: bool) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], *, greedy: bool) -> Completion:
         ids = choice.get("token_ids")
         if ids is None:
             raise RequestFailed(
@@ -290,16 +246,16 @@ class Endpoint:
         if logprobs.shape != tokens.shape:
             raise RequestFailed(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
         spans = choice.get("weight_versions")
-        if self.gives_versions and len(tokens) and not spans:
+        if len(tokens) and not spans:
             raise RequestFailed(
                 f"{self.url}{GENERATE} does not say which version sampled which token (weight_versions): take vLLM "
-                "0.32 or newer, or start the server without --enable-scale-out"
+                "0.32 or newer"
             )
         return Completion(
             tokens=tokens,
             logprobs=logprobs,
             finish_reason=str(choice.get("finish_reason") or "abort"),
-            version_spans=_spans(spans) if spans else (VersionSpan(version, 0, len(tokens)),),
+            version_spans=_spans(spans or ()),
         )
 
 

@@ -163,12 +163,6 @@ class OpenAISampler:
                 await endpoint.probe()
             if self._updates:
                 await endpoint.load(version.directory, version.shapes, version.policy.version)
-            elif not endpoint.gives_versions:
-                raise ConfigError(
-                    f"{endpoint.url} does not say which version sampled a token, and this worker, which has "
-                    "updates_weights = false, does not know: start the server with --enable-scale-out",
-                    setting="sampler_options.updates_weights",
-                )
             else:
                 endpoint.version = version.policy.version
         except SamplerUnavailable as error:

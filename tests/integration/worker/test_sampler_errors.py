@@ -106,13 +106,13 @@ class Server:
 
             def do_GET(self) -> None:
                 asked.append(self.path)
-                # A path that takes POST alone is there; one without versions is not.
-                self.answer({"data": [{"id": "m"}]}, 404 if self.path == GENERATE and versions is None else 200)
+                self.answer({"data": [{"id": "m"}]})
 
             def do_POST(self) -> None:
                 asked.append(self.path)
                 self.rfile.read(int(self.headers["Content-Length"] or 0))
-                self.answer({"choices": [choice | ({} if versions is None else {"weight_versions": versions})]})
+                is_there = versions is not None or self.path != GENERATE
+                self.answer({"choices": [choice | {"weight_versions": versions}]}, 200 if is_there else 404)
 
             def answer(self, content: dict[str, Any], status: int = 200) -> None:
                 if self.answered == answers_per_connection:
@@ -182,10 +182,10 @@ def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
     assert server.asked == ["/v1/models", "/v1/models"]
 
 
-def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
-    with Server(None) as server, pytest.raises(ConfigError) as caught:
-        sampled(tmp_path, 0, servers=server.url, updates_weights=False)
-    assert caught.value.setting == "sampler_options.updates_weights"
+def test_a_server_that_was_started_without_the_endpoint_is_refused(tmp_path: Path) -> None:
+    with Server(None) as server, pytest.raises(ConfigError, match="--enable-scale-out") as caught:
+        sampled(tmp_path, 0, servers=server.url)
+    assert caught.value.setting == "sampler_options.servers"
 
 
 def test_weights_of_another_model_are_refused_before_a_server_is_asked(tmp_path: Path) -> None:
