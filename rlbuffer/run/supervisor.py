@@ -38,7 +38,6 @@ from rlbuffer.run import members
 from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.claim import Claim
 from rlbuffer.run.run_log import RunLog, Say
-from rlbuffer.run.silence import SILENT_SECONDS, Silence
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.operator import OperatorStore
@@ -102,9 +101,7 @@ class Supervisor:
                     "run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}"
                 )
                 ended, children = threading.Event(), self._children()
-                observer = threading.Thread(
-                    target=self._observe, args=(buffer, ended, children), name="observe", daemon=True
-                )
+                observer = threading.Thread(target=self._observe, args=(buffer, ended), name="observe", daemon=True)
                 observer.start()
                 claim.start()
                 try:
@@ -231,19 +228,14 @@ class Supervisor:
             stop.wait(CHILD_POLL_SECONDS)
         return INTERRUPTED
 
-    def _observe(self, buffer: Buffer, ended: threading.Event, children: list[Child]) -> None:
-        """Looks up who the server and the ranks are, and ends who is silent; in a thread, because it waits while the
-        server is away."""
-        said, silence = "", Silence()
+    def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
+        """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
+        said = ""
         while not ended.wait(OBSERVE_SECONDS):
             try:
                 ranks = buffer.store.heartbeats("rank")
                 seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
-                for child in silence.of(children, buffer.store):
-                    self.log.say("run", f"{child.name} has said nothing for {SILENT_SECONDS:.0f} s: killed")
-                    send(child.pid, signal.SIGKILL)
             except RlbufferError:
-                silence = Silence()
                 continue  # the server is being restarted by whoever needs it; who it is then is seen next time
             except Exception as error:  # anybody may write there, and pids are for people
                 if str(error) != said:

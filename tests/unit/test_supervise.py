@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.identity import may_live, visible_from
-from rlbuffer.run import silence
 from rlbuffer.run.child import Child
 from rlbuffer.run.run_log import RunLog
 from rlbuffer.run.supervisor import Supervisor
@@ -60,50 +58,6 @@ class _Alive:
     """A process that goes on."""
 
     pid, exitcode = 1, None
-
-
-HERE = {"pid": 1, "space": visible_from(), "seconds_ago": 900.0}
-
-
-class Beats:
-    """A store with the heartbeats of the worker `a` and of a batcher."""
-
-    def __init__(self, beat: Mapping[str, Any], *, batcher_seconds_ago: float = 1.0) -> None:
-        self.beats = {"worker": {"a": beat}, "batcher": {"leader": {"seconds_ago": batcher_seconds_ago}}}
-
-    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
-        return self.beats.get(kind, {})
-
-
-@pytest.mark.parametrize(
-    ("beat", "is_silent"),
-    [
-        pytest.param(HERE, True, id="silent"),
-        pytest.param({**HERE, "seconds_ago": 1.0}, False, id="heard"),
-        pytest.param({**HERE, "pid": 2}, False, id="of the process before"),
-        pytest.param({**HERE, "space": "another"}, False, id="of another machine"),
-    ],
-)
-def test_a_process_that_goes_on_and_says_nothing_is_found(
-    monkeypatch: pytest.MonkeyPatch, beat: Mapping[str, Any], is_silent: bool
-) -> None:
-    monkeypatch.setattr(silence, "SILENCE_LOOK_SECONDS", 0.0)
-    child = Child(name="worker a", start=_Alive, process=_Alive())
-    looking, store = silence.Silence(), Beats(beat)
-    assert looking.of([child], store) == []  # type: ignore[arg-type]
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.0)
-    assert looking.of([child], store) == ([child] if is_silent else [])  # type: ignore[arg-type]
-    assert silence.Silence().of([child], store) == []  # type: ignore[arg-type]
-
-
-def test_nobody_is_silent_where_nobody_is_heard_as_while_the_servers_disk_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(silence, "SILENCE_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.0)
-    child, looking = Child(name="worker a", start=_Alive, process=_Alive()), silence.Silence()
-    looking.of([child], Beats(HERE))  # type: ignore[arg-type]
-    assert looking.of([child], Beats(HERE, batcher_seconds_ago=900.0)) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70, "12", None])
