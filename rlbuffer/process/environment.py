@@ -6,26 +6,10 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import proxy_bypass
 
 CGROUPS = Path("/sys/fs/cgroup")
 NO_PROXY: Mapping[str, None] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
 """An HTTP client's `mounts`: a proxy that the environment names cannot reach this host's own servers."""
-
-
-def through_proxy(url: str) -> str:
-    """For an error about `url`: the proxy that the environment names for it, without its password; "" where none is."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if f"all://{f'[{host}]' if ':' in host else host}" in NO_PROXY or proxy_bypass(host):
-        return ""
-    for scheme in (parts.scheme, "all"):
-        for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper()):
-            if proxy := os.environ.get(name):
-                address = proxy.rpartition("@")[2].rpartition("://")[2]
-                return f" (asked through the proxy {address} of {name}; NO_PROXY={host} would ask it directly)"
-    return ""
 
 
 def name_process(title: str) -> None:

@@ -24,7 +24,6 @@ from pathlib import Path
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.process.environment import through_proxy
 from rlbuffer.process.file_locks import try_lock
 from rlbuffer.process.files import flush, rename_for_good
 from rlbuffer.records.policy_version import PolicyVersion
@@ -176,7 +175,7 @@ class VersionCache:
                     for file in files:
                         fetch_file(client, url, file, folder, stopped=self._stop.is_set)
                 except WeightsError as error:
-                    reasons.append(f"  {place}: {error}{through_proxy(place)}")
+                    reasons.append(f"  {place}: {error}")
                     continue
                 write_list(folder, files)
                 flush(folder)

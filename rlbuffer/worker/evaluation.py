@@ -39,8 +39,6 @@ TIMEOUT_SECONDS = 600.0
 EVALUATION_POLL_SECONDS = 0.5
 """Seconds between two looks whether a version is due; one that is loaded is looked at then."""
 _log = logging.getLogger(__name__)
-TRIES, AGAIN_SECONDS = 10, 1.0
-"""Times that a result is handed to a server that does not take it, and the pause between two."""
 
 
 class Evaluator:
@@ -114,7 +112,7 @@ class Evaluator:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 measured = await self._measured(name, settings, version)
             measured["seconds"] = time.monotonic() - start
-            await self._add(name, version, measured)
+            await asyncio.to_thread(self._store.add_evaluation, name, version, measured)
             record = measured
         except TimeoutError:
             trouble = f"took longer than {TIMEOUT_SECONDS:g} s"
@@ -136,18 +134,6 @@ class Evaluator:
             record["seconds"],
             extra=fields("evaluation", env=name, version=version, **record),
         )
-
-    async def _add(self, name: str, version: int, record: Mapping[str, Any]) -> None:
-        """Hands a result to the server. Raises ServerRefused when it does not take it, time and again."""
-        for left in reversed(range(TRIES)):
-            try:
-                await asyncio.to_thread(self._store.add_evaluation, name, version, record)
-                return
-            except ServerRefused as error:
-                if not left:
-                    raise
-                self._trouble(f"the result of eval/{name} of version {version} waits: {error}")
-                await asyncio.sleep(AGAIN_SECONDS)
 
     async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any]:
         """Returns the result. Raises GroupFailed where it does not count."""

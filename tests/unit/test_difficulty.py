@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Ticket
-from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt
 
@@ -58,14 +56,6 @@ def test_a_prompt_is_skipped_when_its_last_visits_all_had_equal_rewards(marks: s
     assert list(map(bool, said)) == [is_skipped] * 2
 
 
-def test_a_failed_attempt_is_no_other_reward() -> None:
-    marks, teaching = Marks(), Teaching(BatcherConfig(64, flat_by="right"))
-    scored = [replace(r, rewards={"right": 1.0}) for r in group(1.0, 0.0, 0.0).rollouts]
-    mixed = replace(group(1.0, 0.0, 0.0), rollouts=(*scored[:2], replace(scored[2], failure=Failure("tool"))))
-    difficulty(marks, teaching).note(mixed)
-    assert marks == {"p": "e"}
-
-
 @pytest.mark.parametrize(
     ("rewards", "mark"),
     [
@@ -80,41 +70,6 @@ def test_a_visit_is_marked_by_whether_all_its_rewards_are_equal(rewards: tuple[f
     marks = Marks()
     difficulty(marks).note(group(*rewards))
     assert marks == {"p": mark}
-
-
-@pytest.mark.parametrize(
-    ("columns", "named", "needs", "flat_by", "mark"),
-    [
-        (("teacher_logprobs",), 0.0, True, "", "e"),
-        (("advantages",), 0.0, True, "", "m"),
-        ((), 0.0, False, "", "m"),
-        (("advantages",), 0.0, False, "acc", "e"),
-        ((), 0.0, True, "acc", "e"),
-        ((), 0.5, True, "acc", "e"),
-    ],
-)
-def test_a_visit_whose_group_teaches_whatever_its_rewards_are_is_no_reason_to_skip(
-    columns: tuple[str, ...], named: float, needs: bool, flat_by: str, mark: str
-) -> None:
-    marks, solved = Marks(), group(1.0, 1.0)
-    its = {name: np.zeros(2, np.float32) for name in columns}
-    rollouts = tuple(replace(rollout, columns=its, rewards={"acc": named}) for rollout in solved.rollouts)
-    teaching = Teaching(BatcherConfig(64, flat_by=flat_by), needs_advantage=needs)
-    difficulty(marks, teaching).note(replace(solved, rollouts=rollouts))
-    assert marks == {"p": mark}
-
-
-def test_a_column_that_one_sequence_has_teaches_as_it_does_for_the_batcher() -> None:
-    marks, solved = Marks(), group(1.0, 1.0)
-    teaching = Teaching(BatcherConfig(64), needs_advantage=True)
-    further = TokenSequence.from_turns(
-        [{"role": "user", "tokens": [1]}, {"role": "assistant", "tokens": [3], "logprobs": [-0.5]}],
-        policy_version=0,
-        columns={"advantages": np.ones(2, np.float32)},
-    )
-    its = replace(solved, rollouts=tuple(replace(rollout, further=(further,)) for rollout in solved.rollouts))
-    difficulty(marks, teaching).note(its)
-    assert (marks, teaching.of_push(its.info())) == ({"p": "m"}, True)
 
 
 def test_only_the_last_visits_are_kept() -> None:

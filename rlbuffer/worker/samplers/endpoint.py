@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, RequestFailed, SamplerUnavailable, WeightsError
-from rlbuffer.process.environment import NO_PROXY, through_proxy
+from rlbuffer.process.environment import NO_PROXY
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
@@ -203,11 +203,11 @@ class Endpoint:
             raise ConfigError(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1, "
                 "--enable-scale-out and --worker-extension-cls "
-                f"rlbuffer.worker.samplers.vllm_extension.WeightsExtension{through_proxy(self.url)}",
+                "rlbuffer.worker.samplers.vllm_extension.WeightsExtension",
                 setting="sampler_options.servers",
             )
         if response.status_code >= HTTPStatus.BAD_REQUEST:
-            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}{through_proxy(self.url)}"
+            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}"
             raise error_of_status(response.status_code, sentence, response.headers.get("Retry-After", ""))
         try:
             return response.json() if response.content else {}
@@ -226,12 +226,10 @@ class Endpoint:
                 await asyncio.sleep(AGAIN_SECONDS)
                 return await ask()
         except httpx.TimeoutException as error:
-            raise SamplerUnavailable(
-                f"{self.url}{path} did not answer within {seconds:g} s{through_proxy(self.url)}"
-            ) from error
+            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            sentence = f"{self.url}{path} cannot be reached: {reason}{through_proxy(self.url)}"
+            sentence = f"{self.url}{path} cannot be reached: {reason}"
             raise SamplerUnavailable(sentence) from error
 
     def _completion(self, choice: Mapping[str, Any], *, greedy: bool) -> Completion:

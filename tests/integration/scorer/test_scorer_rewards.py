@@ -118,15 +118,6 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
     assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)
 
 
-def test_a_named_reward_that_the_function_does_not_give_is_said(stages: Any):
-    stage = stages("judged", gives=["rewards.taste"])
-    stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.taste",)))
-    stage.start()
-    assert eventually(lambda: stage.told("trouble"))[0].text == (
-        "group a.1 cannot be scored: rollout a.1/0: the function gave no reward named taste"
-    )
-
-
 def test_a_payload_that_is_gone_is_said(stages: Any):
     stage = stages("judged")
     stage.writer.push(unscored(1))

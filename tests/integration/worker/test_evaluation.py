@@ -137,21 +137,6 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
 
 
-def test_whoever_hears_that_a_result_does_not_count_may_take_the_evaluation(buffer: Buffer) -> None:
-    sampler = Greedy(4)
-    sampler.spans = [4, 5]
-    taken = []
-    evaluated(
-        buffer,
-        sampler,
-        20.0,
-        heard=lambda event: taken.append(
-            buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="another", ttl_seconds=600)
-        ),
-    )
-    assert taken == [True]
-
-
 def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> None:
     store = buffer.role(EveryRole)
     assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=600)
@@ -179,25 +164,6 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer, monkeypat
     events = evaluated(buffer, Stuck(4), 20.0)
     assert [e["text"] for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
     assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
-
-
-def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffer: Buffer) -> None:
-    for version, reward in ((0, 0.05), (10, 0.5), (20, 0.875)):
-        buffer.role(WorkerStore).add_evaluation(
-            "math", version, {"reward/mean": reward, "reward/error": 0.01, "rollouts": 64}
-        )
-    buffer.role(WorkerStore).add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
-    state = read_run_state(buffer.store)
-    lines = lines_of(run_view(state))
-    [math] = [line for line in lines if line.startswith("eval math")]
-    assert "0.875 +- 0.010 at version 20 (64 rollouts) ▁" in math
-    assert "eval code 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
-    assert [(r["env"], r["version"], r["reward/mean"]) for r in state.evaluations] == [
-        ("code", 20, 0.25),
-        ("math", 0, 0.05),
-        ("math", 10, 0.5),
-        ("math", 20, 0.875),
-    ]
 
 
 def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Path) -> None:

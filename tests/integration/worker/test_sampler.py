@@ -62,35 +62,6 @@ def sample(
     return sampler.sample(prompts, n=n, sampling=sampling, stopped=stopped)
 
 
-def versions_of(completion: Completion) -> list[int]:
-    assert completion.version_spans[-1].end == len(completion.tokens)
-    return [span.policy_version for span in completion.version_spans]
-
-
-def forward_logprobs(
-    model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0
-) -> np.ndarray:
-    """Logprobs of the sampled tokens by one forward pass over prompt and completion, alone, without a cache."""
-    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0].numpy()
-
-
-@pytest.mark.parametrize("prompts", [UNEQUAL, EQUAL], ids=["unequal", "equal"])
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_logprobs_equal_a_separate_forward_pass(tmp_path: Path, prompts: list[np.ndarray], model_type: str) -> None:
-    model, policy = published(tmp_path, model_type=model_type)
-    temperature = 1.5
-    groups = sample(sampler_of(policy), prompts, temperature=temperature)
-    assert [len(group) for group in groups] == [8] * len(prompts)
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            expected = forward_logprobs(model, prompt, completion.tokens, temperature)
-            assert np.abs(completion.logprobs - expected).max() < 1e-5
-
-
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_model_gets_its_cache_under_the_name_that_it_has_for_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -127,14 +98,6 @@ def test_tokens_are_drawn_from_the_distribution_that_is_reported(tmp_path: Path,
     assert np.abs(counts - told).max() < 0.015  # four standard deviations of the likeliest count
 
 
-def test_several_end_tokens_are_honoured_and_none_means_the_limit(tmp_path: Path) -> None:
-    sampler = sampler_of(published(tmp_path)[1])
-    everything = sample(sampler, stop_token_ids=tuple(range(13)))
-    assert all(len(c.tokens) == 1 and c.finish_reason == "stop" for group in everything for c in group)
-    nothing = sample(sampler, stop_token_ids=())
-    assert all(len(c.tokens) == 6 and c.finish_reason == "length" for group in nothing for c in group)
-
-
 def test_generation_ends_early_when_every_row_has_finished(tmp_path: Path) -> None:
     sampler = sampler_of(published(tmp_path)[1])
     asked = []
@@ -164,46 +127,10 @@ def test_the_seed_alone_decides_what_is_sampled(tmp_path: Path) -> None:
     assert first != tokens(2)
 
 
-def test_a_new_version_is_loaded_in_place(tmp_path: Path) -> None:
-    sampler = sampler_of(published(tmp_path, 0, seed=0)[1])
-    parameters = {id(p) for p in sampler._model.parameters()}  # type: ignore[attr-defined]
-    sampler.load(published(tmp_path, 1, seed=1)[1])
-    assert {id(p) for p in sampler._model.parameters()} == parameters  # type: ignore[attr-defined]
-    assert sampler.version == 1
-
-
 def truncated(policy: PolicyVersion, directory: Path) -> PolicyVersion:
     file = Path(policy.location) / "model.safetensors"
     file.write_bytes(file.read_bytes()[: policy.size // 2])
     return policy
-
-
-def truncated_and_announced_so(policy: PolicyVersion, directory: Path) -> PolicyVersion:
-    from rlbuffer.process.files import sha256_of
-
-    file = Path(truncated(policy, directory).location) / "model.safetensors"
-    return replace(policy, size=file.stat().st_size, checksum=sha256_of(file))
-
-
-def foreign(policy: PolicyVersion, directory: Path) -> PolicyVersion:
-    return published(directory / "foreign", 1, hidden_size=32, num_hidden_layers=1)[1]
-
-
-def without_weights(policy: PolicyVersion, directory: Path) -> PolicyVersion:
-    return PolicyVersion(version=1)
-
-
-@pytest.mark.parametrize("damage", [truncated_and_announced_so, foreign, without_weights])
-def test_weights_that_are_not_right_are_refused_and_the_old_version_serves_on(tmp_path: Path, damage: object) -> None:
-    model, old = published(tmp_path, 0, seed=0)
-    _, new = published(tmp_path, 1, seed=1)
-    sampler = sampler_of(old)
-    with pytest.raises(WeightsError):
-        sampler.load(damage(new, tmp_path))  # type: ignore[operator]
-    assert sampler.version == 0
-    completion = sample(sampler)[0][0]
-    assert versions_of(completion) == [0]
-    assert np.abs(completion.logprobs - forward_logprobs(model, UNEQUAL[0], completion.tokens)).max() < 1e-5
 
 
 def test_a_first_load_that_fails_leaves_a_sampler_without_weights(tmp_path: Path) -> None:

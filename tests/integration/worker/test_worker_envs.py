@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from worker_stage import Counting, Stage, eventually, hurry
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Wait
-from rlbuffer.worker import difficulty, group_maker
+from rlbuffer.worker import difficulty
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
 
 
@@ -83,21 +81,6 @@ def test_what_a_tool_says_is_in_the_rollout_and_masked_out(stage: Stage, tmp_pat
             expected = logprobs(model, rollout)
             np.testing.assert_allclose(rollout.logprobs[1:], np.where(rollout.loss_mask[1:], expected, 0), atol=1e-4)
     assert said > 10
-
-
-def test_a_data_set_from_a_file_is_sampled_once_an_epoch(stage: Stage, tmp_path: Path) -> None:
-    lines = [json.dumps({"prompt": [i, 11], "answer": str(i), "id": f"copy-{i}"}) for i in range(6)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    published(stage, tmp_path / "weights", vocab_size=13)
-    options = {"path": str(tmp_path / "data.jsonl"), "vocab_size": 13, "eos_token_ids": [12], "max_new_tokens": 3}
-    stage.allow(12, "jsonl")
-    stage.start(env="jsonl", env_options=options, group_size=4, groups_per_batch=5)
-    eventually(lambda: len(stage.groups()) == 12)
-    stage.finish()
-    entries = sorted(stage.store.read_pool(), key=lambda entry: int(entry.group_id.split(".")[1]))
-    ids = [entry.info.prompt_id for entry in entries]
-    assert sorted(ids[:6]) == sorted(ids[6:]) == [f"copy-{i}" for i in range(6)]
-    assert ids[:6] != ids[6:]
 
 
 class Two(Counting):
@@ -196,31 +179,6 @@ def test_no_more_episodes_are_played_at_once_than_the_env_bears(stage: Stage) ->
     stage.finish()
     assert env.most == 2
     assert env.closed
-
-
-class Breaking(Slow):
-    """Env whose first episode fails."""
-
-    async def play(self, prompt: Prompt, episode: Any) -> Score:
-        await episode.sample()
-        self.now += 1
-        if self.now == 1:
-            raise ConnectionError("the sandbox is gone")
-        return Score(reward=1.0)
-
-
-def test_a_rollout_that_failed_is_pushed_with_its_group(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_maker, "RETRIES", 0)
-    stage.env = Breaking()
-    stage.allow(1)
-    stage.announce(0)
-    stage.start(group_size=4)
-    eventually(lambda: stage.groups() == ["counting.0"])
-    stage.finish()
-    (rollouts,) = stage.rollouts()
-    failure = Failure("ConnectionError", "the sandbox is gone")
-    assert [(r.reward, r.failure) for r in rollouts] == [(1.0, None)] * 3 + [(None, failure)]
-    assert all(r.loss_tokens for r in rollouts)
 
 
 class Straggling(Slow):

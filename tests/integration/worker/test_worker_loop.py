@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,12 @@ import pytest
 from every_role import stands_in
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
-from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull
 from rlbuffer.process import heartbeat
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
-from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
-from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import faults, flights, loop
-from rlbuffer.worker.envs import Score, make_env
+from rlbuffer.worker.envs import Score
 from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers import SamplerTraits
@@ -217,19 +212,6 @@ def test_one_request_of_an_idle_worker_tells_of_it_and_sees_versions_and_a_drain
     assert stage.raised is None
 
 
-def test_an_idle_worker_that_is_given_a_ticket_beats_for_itself_again(stage: Stage, idle: Counted) -> None:
-    stage.sampler.gate.clear()
-    stage.start()
-    asks_on(idle)
-    stage.allow(1)
-    eventually(stage.sampler.sampling.is_set)
-    asked, beats = idle.calls["ask"], idle.calls["heartbeat"]
-    eventually(lambda: idle.calls["heartbeat"] > beats + 2)
-    assert idle.calls["ask"] == asked
-    stage.sampler.gate.set()
-    eventually(lambda: stage.groups() == ["counting.0"])
-
-
 def test_a_worker_with_groups_in_flight_beats_for_itself_however_long_it_waits_for_more(
     stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,19 +227,6 @@ def test_a_worker_with_groups_in_flight_beats_for_itself_however_long_it_waits_f
     stage.announce(1)
     stage.sampler.gate.set()
     eventually(lambda: stage.sampler.version == 1)
-
-
-def test_an_idle_worker_that_is_refused_tickets_beats_and_looks_for_versions_by_itself(
-    stage: Stage, idle: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **values: Any) -> None:
-        raise ServerFull("the server is at its memory limit")
-
-    monkeypatch.setattr(stage.buffer.role(WorkerStore), "ask", full)
-    stage.start()
-    eventually(lambda: stage.heartbeat().get("waiting", {}).get("kind") == "server")
-    stage.announce(1)
-    eventually(lambda: stage.heartbeat()["version"] == 1)
 
 
 def test_an_idle_worker_whose_heartbeat_is_not_taken_sends_it_by_itself(
@@ -311,18 +280,6 @@ def test_weights_that_cannot_be_loaded_leave_the_old_version_sampling(stage: Sta
     eventually(lambda: "version 1: bad" in str(stage.heartbeat().get("problems")))
     stage.sampler.bad_versions = set()
     eventually(lambda: stage.told("version")[-1].version == 1)  # tried again after a while
-
-
-def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> None:
-    stage.sampler.bad_versions = {0}
-    stage.allow(1)
-    stage.announce(0)
-    stage.start()
-    eventually(lambda: stage.told("trouble"))
-    assert stage.told("trouble")[0].text == "version 0: bad; nothing to sample with"
-    assert stage.groups() == []
-    stage.announce(1)
-    eventually(lambda: len(stage.groups()) == 1)
 
 
 def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage: Stage) -> None:
@@ -412,18 +369,6 @@ def test_a_run_in_another_epoch_makes_the_worker_start_afresh(stage: Stage) -> N
     assert {entry.info.rollouts[0].max_version for entry in stage.store.read_pool()} == {2}
 
 
-def test_heartbeats_say_what_the_worker_does(stage: Stage) -> None:
-    stage.allow(2)
-    stage.announce(0)
-    stage.start()
-    eventually(lambda: stage.heartbeat()["groups"] == 2)
-    beat = stage.heartbeat()
-    assert beat["env"] == "counting"
-    assert (beat["version"], beat["rollouts"], beat["failed_groups"], beat["problems"]) == (0, 4, 0, [])
-    assert beat["pid"] > 0
-    assert beat["rollouts_per_second"] >= 0
-
-
 def test_an_env_that_the_model_cannot_answer_ends_the_worker(stage: Stage) -> None:
     stage.sampler.vocab_size = 10
     stage.announce(0)
@@ -431,45 +376,6 @@ def test_an_env_that_the_model_cannot_answer_ends_the_worker(stage: Stage) -> No
     stage.thread.join(PATIENCE_SECONDS)  # type: ignore[union-attr]
     assert isinstance(stage.raised, ConfigError)
     assert str(stage.raised) == "env counting uses 13 token ids, the model of version 0 knows 10"
-
-
-def test_the_real_sampler_serves_a_built_in_env(stage: Stage, tmp_path: Path) -> None:
-    import torch
-
-    from rlbuffer.weights.files import publish
-    from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
-
-    torch.set_num_threads(1)  # several threads spend their time waiting for each other on so small a model
-    model = build_model(ModelSettings(config=dict(TINY_QWEN3)), seed=0)
-
-    def put(version: int) -> PolicyVersion:
-        return publish(tmp_path, version, state=model.state_dict(), config=config_of(model), keep=2)
-
-    stage.announce(put(0))
-    stage.allow(4, "repeat")
-    stage.start(env="repeat", group_size=4, groups_per_batch=4, temperature=0.5)
-    eventually(lambda: len(stage.groups()) == 4)
-    stage.announce(put(1))
-    stage.allow(8, "repeat")
-    eventually(lambda: len(stage.groups()) == 8)
-    stage.finish()
-    assert stage.raised is None
-    env = make_env("repeat")
-    entries = stage.store.read_pool()
-    assert [entry.info.rollouts[0].min_version for entry in entries] == [0] * 4 + [1] * 4
-    assert sorted(entry.group_id for entry in entries) == [f"repeat.{number}" for number in range(8)]
-    for entry in entries:
-        prompt = env.prompt(int(entry.group_id.removeprefix("repeat.")))
-        assert entry.info.prompt_id == prompt.prompt_id
-        payloads = stage.store.client.hgetall(entry.payload_key)
-        for index in range(4):
-            rollout = decode_rollout(payloads[str(index).encode()], expected=entry.info.rollouts[index])
-            completion = rollout.tokens[3:]
-            assert rollout.tokens[:3].tolist() == prompt.tokens.tolist()
-            assert rollout.reward == env.score(prompt, completion, finish_reason=rollout.finish_reason).reward
-            assert rollout.is_truncated == (rollout.finish_reason == "length")
-            assert rollout.columns["temperatures"].tolist() == [0.5] * rollout.length
-            assert rollout.text == prompt.prompt_id + env.render(completion)
 
 
 def test_groups_that_are_ready_together_go_in_one_call_and_a_bad_one_costs_itself_alone(stage: Stage) -> None:
