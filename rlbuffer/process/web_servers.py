@@ -1,20 +1,15 @@
 """The common ways of the small web servers of a run: how they treat whoever connects.
 
 On loopback a request must name this machine as its host, so that no page of the web reaches in by a name of its own
-(DNS rebinding). To those with a thread for each request, a request must be whole, and an answer must move on, within a
-time, however steadily bytes drip. What strangers send is never worth a traceback.
+(DNS rebinding). An asker that neither sends nor takes is hung up on. What strangers send is never worth a traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
-import socket
 import socketserver
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -26,11 +21,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 REQUEST_SECONDS = 20.0
-"""Time for a whole request to arrive, from the connection's begin or the answer before."""
+"""Time for a whole request to arrive on the running loop."""
 TAKING_SECONDS = 30.0
-"""Time for an asker to take some more of the answer."""
-MOST_AT_ONCE = 16
-"""Connections that have a thread; further ones are hung up on."""
+"""Time for an asker with a thread to send something, or to take some more of the answer."""
 CLOSE_SECONDS = 2.0
 """Time that answers under way have when a server closes."""
 _log = logging.getLogger(__name__)
@@ -60,40 +53,17 @@ def say_failure(error: BaseException | None) -> None:
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
-class _InTime(io.RawIOBase):
-    """The bytes of a connection until a time; TimeoutError from then on."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._end = connection, time.monotonic() + REQUEST_SECONDS
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
 class AskedRequest(BaseHTTPRequestHandler):
     """One request."""
 
     server: AskedServer
     server_version, sys_version = "rlbuffer", ""
-
-    def setup(self) -> None:
-        """Begins the time of the request."""
-        super().setup()
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_InTime(self.connection))
+    timeout = TAKING_SECONDS
 
     def parse_request(self) -> bool:
-        """Begins the time of the answer. -> False where there is nothing more to answer."""
+        """-> False where there is nothing more to answer."""
         if not super().parse_request():
             return False
-        self.connection.settimeout(TAKING_SECONDS)
         if may_ask(self.headers.get("Host", ""), str(self.server.server_address[0])):
             return True
         self.send_response(HTTPStatus.FORBIDDEN)
@@ -105,30 +75,11 @@ class AskedRequest(BaseHTTPRequestHandler):
 
 
 class AskedServer(socketserver.ThreadingTCPServer):
-    """Answers each request in a thread, so many at once."""
+    """Answers each request in a thread."""
 
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
-
-    def __init__(self, host: str, port: int, handler: type[AskedRequest]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
-        super().__init__((host, port), handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Takes a connection, unless there are too many."""
-        if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of an asker that went away."""

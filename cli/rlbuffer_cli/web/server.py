@@ -45,7 +45,7 @@ class Pages(AskedServer):
     """The server of one run's pages, on a port of its own choice for 0."""
 
     def __init__(self, run: WholeRun, port: int) -> None:
-        super().__init__(HOST, port, Handler)
+        super().__init__((HOST, port), Handler)
         run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
         self.run = run
         self.sources: Sources = sources_of(run.buffer)

@@ -1,4 +1,4 @@
-"""Every small web server of a run: whom it answers, how long it waits, and what strangers make it say."""
+"""Every small web server of a run: whom it answers, and what strangers make it say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import http.client
 import logging
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 
 import rlbuffer
-from rlbuffer.process import web_servers
 from rlbuffer.weights.serving import FileServer, make_app
 from rlbuffer.worker.envs.gateway import Gateway
 from rlbuffer_cli.web.server import Pages
@@ -90,31 +88,6 @@ def test_loopback_is_asked_by_a_name_that_is_only_this_machine_s(serve: Serve, t
             "",
         ):
             assert status(url, host) == 403, host
-
-
-def drip(url: str, head: bytes) -> None:
-    """Sends `head`, then a byte now and then, until it is hung up on."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port)) as end:
-        end.sendall(head)
-        end.settimeout(0.05)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                end.sendall(b"a")
-                if end.recv(4096) == b"":
-                    return
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                return
-    pytest.fail("the connection is still open")
-
-
-def test_a_request_that_drips_is_hung_up_on_however_steadily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_servers, "REQUEST_SECONDS", 0.5)
-    with pages(tmp_path) as url:
-        drip(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
 
 
 STRANGE = [
