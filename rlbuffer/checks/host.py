@@ -22,7 +22,7 @@ from rlbuffer.checks.imports import Asked, Python, wrong
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
 from rlbuffer.config.loading import folders_of
-from rlbuffer.config.models import EXAMPLE, NO_MODEL_TYPE, config_of, context_of, router_loss, which_model
+from rlbuffer.config.models import EXAMPLE, NO_MODEL_TYPE, config_of, router_loss, which_model
 from rlbuffer.config.placement import environment_of, gpus_here, python_of
 from rlbuffer.config.settings import INITIAL_MODEL, EvaluationSettings, ModelSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
@@ -307,11 +307,9 @@ def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[Asked]
 def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings) -> Asked:
     config = config_of(c.settings.model)
     known = config.get("vocab_size")
-    lengths = {"batcher.row_tokens": c.settings.batcher.row_tokens, "the model's context": context_of(config)}
     given = {
         "name": options.env,
         "options": options.env_options,
         "vocab_size": known if isinstance(known, int) else 0,
-        "lengths": {what: length for what, length in lengths.items() if length > 0},
     }
     return Asked(section, "rlbuffer.worker.envs:wrong_env", given=given)

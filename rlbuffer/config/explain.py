@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlbuffer.config.sampling import why_not
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.state.text import nearest
 
@@ -73,8 +72,6 @@ def free_table_of(name: str) -> str:
 def meant_by(name: str) -> str:
     """The sentence that follows a name that is no setting: why there is none, or which one may have been meant."""
     table, _, word = name.rpartition(".")
-    if table.startswith(("worker.", "eval.")) and (reason := why_not(word)):
-        return f" There is none: {reason}."
     # The same word elsewhere, else the nearest beside it, else the nearest anywhere.
     pattern = pattern_of(table) if table else ""
     names = [*known(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]

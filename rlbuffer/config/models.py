@@ -30,15 +30,6 @@ def config_of(model: ModelSettings) -> Mapping[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
-def context_of(config: Mapping[str, Any]) -> int:
-    """Tokens that prompt and completion may have together, by a model's config; 0 where it does not say."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
-        if isinstance(tokens := part.get("max_position_embeddings"), int):
-            return tokens
-    return 0
-
-
 def which_model(path: str) -> str:
     """The sentence for when neither or both of path and config are set."""
     how = "both are set" if path else "neither is set"

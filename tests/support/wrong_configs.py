@@ -27,7 +27,6 @@ FILES = {
     "torn/model.safetensors": "",
     "text.jsonl": '{"prompt": "3 + 4 =", "answer": 7}\n',
     "ids.jsonl": '{"prompt": [1, 2], "answer": 3}\n{"prompt": [1, 99], "answer": 3}\n',
-    "long.jsonl": '{"prompt": [1, 2], "answer": 3}\n' + '{"prompt": [' + "1, " * 2000 + '1], "answer": 3}\n',
     "blank": "\n",
 }
 """File -> its text."""

@@ -165,15 +165,6 @@ def test_variables_reach_into_a_section_of_a_section(file: Path) -> None:
     assert load(environ={"RLBUFFER_TRAINER__LORA__RANK": "8"}).settings.trainer.lora.rank == 8
 
 
-@pytest.mark.parametrize(("env", "shortest"), [("vcopy", 6), ("repeat", 4)])
-def test_a_row_shorter_than_the_shortest_rollout_is_refused(file: Path, env: str, shortest: int) -> None:
-    rows = "[batcher]\nrow_tokens = {}\n[worker.w]\nenv = '{}'\n"
-    file.write_text(rows.format(shortest, env))
-    assert load(environ={}, parts=("worker",)).settings.batcher.row_tokens == shortest
-    file.write_text(rows.format(shortest - 1, env))
-    assert refusal(parts=("worker",)).setting == "worker.w.env"
-
-
 def test_a_file_that_is_not_there_is_an_error_when_it_was_asked_for(tmp_path: Path) -> None:
     missing = tmp_path / "no.toml"
     assert str(missing) in str(refusal(config=missing))

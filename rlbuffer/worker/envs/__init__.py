@@ -19,7 +19,7 @@ from rlbuffer.config.imports import place_of, target
 from rlbuffer.config.refusal import refusal
 from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.state.text import did_you_mean, no_such_option, plural
+from rlbuffer.state.text import did_you_mean, no_such_option
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.digits import Repeat, VCopy
@@ -60,11 +60,6 @@ EXTRAS: Mapping[str, str] = MappingProxyType({"reasoning_gym": "envs", "verifier
 
 MADE = (*BUILT_IN, "jsonl")
 """Envs that are made here. Others may load a data set, and are looked at by their options alone."""
-PROMPTS = 256
-"""Tickets whose prompts are looked at."""
-MOST_NAMED = 8
-"""Prompts that are named."""
-
 _MEMBERS = ("name", "vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
 _WAYS = ("score", "play", "rollout")
 
@@ -145,34 +140,18 @@ def factory_of(name: str, options: Mapping[str, Any]) -> Callable[..., Env]:
     return factory
 
 
-def wrong_env(
-    name: str, options: Mapping[str, Any], *, vocab_size: int, lengths: Mapping[str, int]
-) -> Iterator[tuple[str, str, bool]]:
-    """What would stop an env's worker, or skip its prompts. -> (setting of the section, what is wrong, True: it is
-    fatal), as :mod:`rlbuffer.checks.imports` tells it from a process of its own.
+def wrong_env(name: str, options: Mapping[str, Any], *, vocab_size: int) -> Iterator[tuple[str, str, bool]]:
+    """What would stop an env's worker. -> (setting of the section, what is wrong, True: it is fatal), as
+    :mod:`rlbuffer.checks.imports` tells it from a process of its own.
 
     Args:
         name: of the env.
         options: env_options.
         vocab_size: of the model; 0: not known.
-        lengths: what bounds a rollout -> tokens.
 
     Raises:
         ConfigError: it cannot be made.
     """
     factory_of(name, options)
-    if name not in MADE:
-        return
-    env = make_env(name, **options)
-    try:
-        prompts = [env.prompt(ticket) for ticket in range(min(PROMPTS, getattr(env, "tickets", None) or PROMPTS))]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"env {name} gives no prompt with {dict(options)}: {error}", setting="env_options") from error
-    if 0 < vocab_size < env.vocab_size:
+    if name in MADE and 0 < vocab_size < (env := make_env(name, **options)).vocab_size:
         yield "env", f"env {name} uses {env.vocab_size} token ids, the model knows {vocab_size}", True
-    sizes = {prompt.place or prompt.prompt_id: len(prompt.tokens) for prompt in prompts}
-    limit, what = min((length, what) for what, length in lengths.items())
-    if long := [place for place, size in sizes.items() if size >= limit]:
-        shown = ", ".join(long[:MOST_NAMED]) + ", ..." * (len(long) > MOST_NAMED)
-        text = f"{len(long)} of {plural(len(sizes), 'prompt')} leave no room for a completion: {what} is {limit} tokens"
-        yield "env", f"env {name}: {text} ({shown})", len(long) == len(sizes)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer.config.sampling import why_not
 from rlbuffer.errors import PromptTooLong, UnknownParameter
 from rlbuffer.process.web_servers import listen
 from rlbuffer.worker.envs.base import PolicyAccess
@@ -123,8 +122,7 @@ def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
     own = {"temperature": configured.temperature, "top_p": configured.top_p, "n": 1}
     for name, value in asked.items():
         if name not in KNOWN | HARMLESS:
-            why = why_not(name) or "no sampler of a worker knows it"
-            raise UnknownParameter(f"sampling parameter {name} = {value!r}: {why}")
+            raise UnknownParameter(f"sampling parameter {name} = {value!r}: no sampler of a worker knows it")
         if (
             value is not None
             and name in own

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from rlbuffer.config.imports import target
 from rlbuffer.config.refusal import refusal
-from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.state.text import did_you_mean
@@ -96,10 +95,8 @@ def _options_of(sampler: Any, given: Mapping[str, Any]) -> Any:
     """A worker's ``sampler_options`` as the sampler's record.
 
     Raises:
-        ConfigError: an option is not one of it, or bends what is drawn from.
+        ConfigError: an option is not one of it.
     """
-    if refused := refused_option(given):
-        raise ConfigError(refused, setting="sampler_options")
     try:
         return sampler.Options(**given)
     except ValidationError as error:

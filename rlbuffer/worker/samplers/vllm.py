@@ -44,6 +44,18 @@ if TYPE_CHECKING:
 
 OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
 """Engine arguments that the sampler sets itself."""
+SPECULATION = (
+    "logprobs of speculated tokens were missing or wrong in several releases of vLLM (its issues 17876 and 34497), "
+    "some of its methods draw other tokens than the policy, and no version reaches a draft model"
+)
+BENDING = {
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), SPECULATION),
+    **dict.fromkeys(
+        ("logits_processors", "watermark", "watermark_config", "generation_config", "override_generation_config"),
+        "tokens would be drawn from another distribution than the one that their logprobs, and every ratio, are of",
+    ),
+}
+"""Engine arguments that no worker has, and why: nothing after them could tell."""
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """Name of the extension: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
@@ -68,6 +80,8 @@ class VllmOptions(Table):
     def _leaves_our_own(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         if taken := sorted(set(given) & set(OWN)):
             raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
+        for name in BENDING.keys() & given.keys():
+            raise ConfigError(f"sampler_options.{name}: {BENDING[name]}", setting="sampler_options")
         return given
 
 

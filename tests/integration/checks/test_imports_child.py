@@ -33,7 +33,6 @@ WORKERS = {
     f'jsonl"\nenv_options = {{ path = "text.jsonl", {IDS} }}\n#': ("env_options.path", "text.jsonl:1"),
     f'jsonl"\nenv_options = {{ path = "ids.jsonl", {IDS} }}\n#': ("env_options.path", "ids.jsonl:2"),
     f'jsonl"\nenv_options = {{ path = "blank", {IDS} }}\n#': ("env_options.path", ""),
-    f'jsonl"\nenv_options = {{ path = "long.jsonl", {IDS} }}\n#': ("env", "warning"),
     'vcopy"\nsampler_options = { seed = 5 }\n#': ("sampler_options.seed", ""),
     'vcopy"\nsampler = "sglang"\n#': ("sampler", ""),
     'vcopy"\nsampler = "openai"\n#': ("sampler_options.servers", ""),
@@ -66,11 +65,10 @@ def test_twenty_functions_and_envs_are_each_refused_where_they_are_named() -> No
     assert {"own", "lacking", "raising"} & sys.modules.keys() == set()
 
 
-def test_a_model_that_is_too_small_and_a_row_that_is_too_short_for_a_built_in_env() -> None:
-    changes = ("model.config", 'model_type = "qwen3"\nvocab_size = 5'), ("batcher", "row_tokens = 3")
-    loaded = loading.load(written(*changes), environ={})
-    found = list(functions(Context(loaded=loaded, parts=frozenset({"worker"}))))
-    assert [finding.settings for finding in found] == [("worker.a.env",), ("worker.a.env",)]
+def test_a_model_that_is_too_small_for_a_built_in_env() -> None:
+    loaded = loading.load(written(("model.config", 'model_type = "qwen3"\nvocab_size = 5')), environ={})
+    (found,) = functions(Context(loaded=loaded, parts=frozenset({"worker"})))
+    assert found.settings == ("worker.a.env",)
 
 
 def test_a_sampler_is_asked_for_all_that_its_worker_needs_of_it() -> None:

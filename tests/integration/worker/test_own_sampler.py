@@ -16,6 +16,8 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.testing import check_sampler
 from rlbuffer.worker.samplers import make_sampler, wrong_sampler
+from rlbuffer.worker.samplers.vllm import BENDING, VllmOptions
+from rlbuffer.worker.samplers.vllm import OWN as OWN_ARGUMENTS
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 OWN = "own_sampler:OwnSampler"
@@ -70,7 +72,7 @@ def test_a_sampler_that_does_not_say_the_truth_is_told_what_is_wrong(
         ({"sampler_options": {"port": 1}}, "sampler_options.port"),
         ({"sampler": OWN, "sampler_options": {"thread": 1}}, "sampler_options.thread"),
         ({"sampler": OWN, "sampler_options": {"threads": "many"}}, "sampler_options.threads"),
-        ({"sampler": OWN, "sampler_options": {"top_k": 3}}, "sampler_options"),
+        ({"sampler": OWN, "sampler_options": {"top_k": 3}}, "sampler_options.top_k"),
         ({"sampler": OWN, "top_p": 0.9}, "top_p"),
     ],
 )
@@ -78,6 +80,12 @@ def test_what_a_worker_cannot_have_of_a_sampler_is_refused_by_its_setting(settin
     with pytest.raises(ConfigError) as refused:
         make_sampler(WorkerSettings(env="vcopy", **settings))
     assert refused.value.setting == setting
+
+
+@pytest.mark.parametrize("name", [*BENDING, *OWN_ARGUMENTS])
+def test_what_would_bend_what_an_engine_draws_from_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"sampler_options.{name}"):
+        VllmOptions(**{"dtype": "float32", name: 1})
 
 
 def test_a_samplers_traits_decide_what_its_worker_may_ask_for(own: type, monkeypatch: pytest.MonkeyPatch) -> None:
