@@ -38,10 +38,10 @@ def with_tokenizer(model: str, directory: Path) -> Path:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from rlbuffer.worker.envs.vocabulary import SYMBOLS, VOCAB_SIZE
+    from rlbuffer.worker.envs.vocabulary import SYMBOLS
 
     shutil.copytree(model, directory)
-    vocabulary = {symbol: number for number, symbol in enumerate(SYMBOLS[:VOCAB_SIZE])}
+    vocabulary = {symbol: number for number, symbol in enumerate(SYMBOLS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SYMBOLS[10]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
     return directory

@@ -126,7 +126,6 @@ def test_a_factory_of_the_users_own_gets_the_options() -> None:
         ("builtins:dict", {}),
         (f"{__name__}:Nameless", {}),
         ("repeat", {"sead": 1}),
-        ("arithmetic", {"x": 1}),
         ("jsonl", {}),
     ],
 )

@@ -14,7 +14,7 @@ from rlbuffer_cli.session import of_run, open_existing
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
 
-HOW = "--env (vcopy, repeat, arithmetic, package.module:factory)"
+HOW = "--env (vcopy, repeat, jsonl, package.module:factory)"
 
 
 @click.command("worker")

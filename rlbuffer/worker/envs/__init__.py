@@ -1,7 +1,7 @@
 """Envs by name: the built-in ones, or ``package.module:factory`` for the user's own.
 
 numpy only: what an env needs beyond that is imported when it is made.
-Open first: `base`, then `arithmetic`.
+Open first: `base`, then `digits`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rlbuffer.config.refusal import refusal
 from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.state.text import did_you_mean, no_such_option
-from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.digits import Repeat, VCopy
 from rlbuffer.worker.envs.prompt import Prompt, Score
@@ -43,9 +42,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType(
-    {"vcopy": VCopy, "repeat": Repeat, "arithmetic": Arithmetic}
-)
+BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType({"vcopy": VCopy, "repeat": Repeat})
 """Envs that need nothing, not even options."""
 ADAPTERS: Mapping[str, str] = MappingProxyType(
     {

@@ -1,5 +1,5 @@
 """The vocabulary of the built-in envs, so that one tiny model may learn them all, and how an answer in it is scored:
-13 symbols (ten digits, filler, equals, end), and five more of ``arithmetic``.
+13 symbols (ten digits, filler, equals, end).
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-SYMBOLS = "0123456789_=$+-*<>"
+SYMBOLS = "0123456789_=$"
 """Token id i is written as ``SYMBOLS[i]``: a digit is its own id."""
-VOCAB_SIZE = 13
-"""Of the envs that need no more."""
+VOCAB_SIZE = len(SYMBOLS)
 FILLER = SYMBOLS.index("_")
 EQUALS = SYMBOLS.index("=")
 END = SYMBOLS.index("$")
