@@ -17,6 +17,8 @@ NEEDS = {
     "test_gateway": "aiohttp",
     "test_reasoning_env": "reasoning_gym",
     "test_verifiers_env": "verifiers",
+    "test_verifiers_run": "verifiers",
+    "test_verifiers_worker": "verifiers",
 }
 
 
