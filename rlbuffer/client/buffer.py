@@ -44,6 +44,15 @@ PASSWORD_VARIABLE = "RLBUFFER_REDIS_PASSWORD"
 PASSWORD_FILE_VARIABLE = "RLBUFFER_REDIS_PASSWORD_FILE"
 
 
+class _Unnamed(str):
+    """The name of the run where the caller has given none: it is told from the same name that was typed."""
+
+    __slots__ = ()
+
+
+_DEFAULT = _Unnamed("default")
+
+
 class Policy:
     """The policy versions of a run: which is current, and saying that a new one can be sampled from."""
 
@@ -315,7 +324,7 @@ class Buffer:
 def connect(
     url: str | None = None,
     *,
-    run: str = "default",
+    run: str = _DEFAULT,
     config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None = None,
     name: str = "",
     origin: str = "",
@@ -346,7 +355,7 @@ def connect(
         ('math.0', (2, 51))
     """
     settings = _settings(config)
-    if config is not None and run == "default":
+    if isinstance(run, _Unnamed):
         run = settings.run
     if url is None:
         url = os.environ.get(URL_VARIABLE) or settings.redis_url

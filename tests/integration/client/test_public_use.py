@@ -243,3 +243,9 @@ def test_a_reader_takes_numbers_of_numpy_and_waits_without_end_where_told(url: s
     with rlbuffer.connect(url) as buffer:
         reader = buffer.reader(np.int64(1), np.int32(2), timeout_seconds=float("inf"), columns=["ref_logprobs"])
         assert (reader.rank, type(reader.rank), reader.world_size) == (1, int, 2)
+
+
+def test_a_run_that_is_named_counts_before_that_of_the_config(url: str) -> None:
+    for named, run in (({}, "math"), ({"run": "default"}, "default"), ({"run": "code"}, "code")):
+        with rlbuffer.connect(url, config={"run": "math"}, **named) as buffer:
+            assert buffer.run == run
