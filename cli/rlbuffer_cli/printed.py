@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from rlbuffer.client.views import StepView
 from rlbuffer.state.text import printable
 from rlbuffer_cli import facts, look
 from rlbuffer_cli.options import echo, say, show_json
@@ -27,7 +28,7 @@ from rlbuffer_cli.text import columns_of
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
-    from rlbuffer.client.views import GroupDetail, RolloutView, StepView
+    from rlbuffer.client.views import GroupDetail, RolloutView
     from rlbuffer.records.rollout import Rollout
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -41,24 +42,30 @@ TOKENS = of_tuples(
 )
 
 
-def show(run: WholeRun, target: Target, limit: int | None, *, is_json: bool) -> int:
-    """Prints a target, at most `limit` rows of a table. -> exit code."""
-    if target.kind == "table":
+def show(
+    run: WholeRun, target: Target, found: GroupDetail | StepView | None, limit: int | None, *, is_json: bool
+) -> int:
+    """Prints a target, at most `limit` rows of a table. -> exit code.
+
+    Args:
+        found: the group, or the step, of the target as it was read; None of a table.
+    """
+    if found is None:
         view = VIEWS[target.name]
         most = limit or (LISTED_GROUPS if view is GROUPS else EVERYTHING)
         return show_listed(view, run, target.where, most, is_json=is_json)
-    if target.kind == "step":
-        show_step(run, run.step(int(target.name)), is_json=is_json)
+    if isinstance(found, StepView):
+        show_step(run, found, is_json=is_json)
         return 0
-    detail, texts = run.group(target.group or target.name), run.buffer.texts
+    texts = run.buffer.texts
     if target.kind == "group":
-        show_group(detail, texts, is_json=is_json)
+        show_group(found, texts, is_json=is_json)
         return 0
-    member = facts.member_of(detail, target.name)
+    member = facts.member_of(found, target.name)
     if target.kind == "rollout":
-        show_rollout(detail, member, texts, is_json=is_json)
+        show_rollout(found, member, texts, is_json=is_json)
     else:
-        show_pair(detail, member, facts.member_of(detail, target.other), texts, is_json=is_json)
+        show_pair(found, member, facts.member_of(found, target.other), texts, is_json=is_json)
     return 0
 
 

@@ -19,11 +19,12 @@ NAMED = ("--run", "RLBUFFER_RUN")
 
 
 def connected(loaded: Loaded, name: str, run: str = "") -> Buffer:
-    """Connects to the server of the settings as `name`, to `run`; without one to that of the settings."""
+    """Connects to the server of the settings as `name`, to their run; to `run` where the server has answered before."""
     from rlbuffer.client.buffer import connect
 
     settings = of_run(loaded, run or loaded.settings.run).settings
-    starting("connecting to the server")
+    if not run:
+        starting("connecting to the server")
     return connect(settings.redis_url, run=settings.run, config=settings, name=name, origin=redis_origin(loaded))
 
 

@@ -32,7 +32,8 @@ LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
 STEPS_OF_A_WINDOW = 5
 """Steps, at the pace of the newest ones, that a rate should be of: a run of slow steps has a longer window."""
-SHOWN_PROCESSES = 30
+SHOWN_PROCESSES, SHOWN_PROBLEMS = 30, 3
+"""Rows of processes in a view of the run; problems, a line each, in the head of another table."""
 SLOW_SHARE, SLOW_PASS_SECONDS = 1.25, 0.01
 """A rank is slow when its passes take so many times as long as the middle rank's, and this much longer: less is chance.
 Of an even number the faster one of the two in the middle counts: of two ranks the slow one is not the middle."""
@@ -41,10 +42,11 @@ Of an even number the faster one of the two in the middle counts: of two ranks t
 def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_processes: bool = True) -> Group:
     """The whole run: what must be cured, what it waits for, how far it is, its envs, its processes.
 
-    `trained`: the trainer's records, where they can be read here; the last ones count.
+    `trained`: the trainer's records, where they can be read here; the last ones count. Without processes it is the
+    head of another table, and problems take a line each.
     """
     processes = process_rows(state) if with_processes else []
-    parts: list[RenderableType] = [head(state, trained)]
+    parts: list[RenderableType] = [head(state, trained, is_brief=not with_processes)]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
     else:
@@ -56,8 +58,8 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_proces
     return Group(*parts)
 
 
-def head(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
-    """Everything but the tables."""
+def head(state: RunState, trained: Sequence[StepRecord] = (), *, is_brief: bool = False) -> Group:
+    """Everything but the tables; `is_brief`: with a line for each of the first problems."""
     server = state.server
     title = Text.assemble(
         (f'run "{printable(state.run)}"', "accent"),
@@ -65,15 +67,15 @@ def head(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
     )
     return Group(
         title,
-        *alerts(state),
+        *alerts(state, is_brief=is_brief),
         look.Facts(figures(state, trained)),
         look.Facts(states(state)),
         *notes(state, trained),
     )
 
 
-def alerts(state: RunState) -> Iterator[Text]:
-    """What somebody must cure, then what each process waits for."""
+def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
+    """What somebody must cure, then what each process waits for; `is_brief`: a line for each of the first problems."""
     server = state.server
     if not server.memory_limit and server.name != "memory":
         yield bad(f"server memory: no limit (maxmemory 0), {server.memory / 2**20:,.0f} MiB used: set one")
@@ -83,7 +85,12 @@ def alerts(state: RunState) -> Iterator[Text]:
         yield bad(f"{plural(state.damaged, 'rollout')} damaged, {plural(state.lost, 'push', 'pushes')} lost")
     if state.error:
         yield bad(f"the batcher failed: {state.error}")
-    yield from (bad(str(problem)) for problem in state.problems)
+    for problem in state.problems[: SHOWN_PROBLEMS if is_brief else None]:
+        line = bad(str(problem))
+        line.no_wrap, line.overflow = is_brief, "ellipsis"
+        yield line
+    if is_brief and (more := len(state.problems) - SHOWN_PROBLEMS) > 0:
+        yield bad(f"{plural(more, 'more problem')}: rlbuffer inspect problems")
     leader = state.leader
     waits = [("batcher", 0.0 if leader is None or leader.is_fresh else leader.seconds_ago, state.waiting)]
     waits += [(rank.title, 0.0, rank.waiting) for rank in state.of_kind("rank") if rank.is_fresh]

@@ -14,7 +14,7 @@ from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
-    from rlbuffer.client.views import GroupDetail, RolloutView
+    from rlbuffer.client.views import GroupDetail, RolloutView, StepView
     from rlbuffer_cli.table import Target
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -103,32 +103,36 @@ def command(
             return _page(run, None if is_table else what, where, limit or printed.LISTED_GROUPS, html)
         if web is not None:
             return _web(run, web)
-        target = _target(run, what or GROUPS.name, other, where)
+        target, found = _found(run, what or GROUPS.name, other, where)
         if plain or as_json or limit or not sys.stdin.isatty() or not is_drawable(sys.stdout):
-            return printed.show(run, target, limit, is_json=as_json)
+            return printed.show(run, target, found, limit, is_json=as_json)
         from rlbuffer_cli.browse.app import browse
 
         clear()
         return browse(run, opens=target, where=where if not is_table or target.name == GROUPS.name else "")
 
 
-def _target(run: WholeRun, what: str, other: str | None, where: str) -> Target:
-    """The table or the thing that is meant. What is not there is an error on a terminal, too, and opens nothing."""
+def _found(run: WholeRun, what: str, other: str | None, where: str) -> tuple[Target, GroupDetail | StepView | None]:
+    """The table or the thing that is meant, and the group or step as it was read. What is not there is an error on a
+    terminal, too, and opens nothing."""
     from rlbuffer_cli.facts import member_of
     from rlbuffer_cli.table import Target
     from rlbuffer_cli.tables import VIEWS
 
     kind, _, number = what.partition(":")
     if what in VIEWS:
-        return Target("table", what, where=where)
+        return Target("table", what, where=where), None
     if kind == "step" and number.isdecimal():
-        return Target("step", str(run.step(int(number)).header.step))
+        step = run.step(int(number))
+        return Target("step", str(step.header.step)), step
     detail = run.group(what)
     group_id = detail.view.group_id
     if other is not None:
         second = _second(run, detail, what, other).rollout_id
-        return Target("pair", member_of(detail, what).rollout_id, group=group_id, other=second)
-    return Target("rollout", member_of(detail, what).rollout_id, group_id) if "/" in what else Target("group", group_id)
+        return Target("pair", member_of(detail, what).rollout_id, group=group_id, other=second), detail
+    if "/" in what:
+        return Target("rollout", member_of(detail, what).rollout_id, group_id), detail
+    return Target("group", group_id), detail
 
 
 def _second(run: WholeRun, detail: GroupDetail, what: str, other: str) -> RolloutView:

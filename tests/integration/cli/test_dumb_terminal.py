@@ -82,6 +82,18 @@ def test_what_is_said_on_a_narrow_terminal_breaks_between_words(
 
 
 @pytest.mark.server
+def test_the_server_is_connected_to_with_one_word_about_it(redis_url: str, tmp_path: Path) -> None:
+    run = Run(redis_url, tmp_path)
+    try:
+        run.push("a.0")
+        drawn = typed(["top", "--once", "--redis", redis_url], tmp_path, until=b"", keys=b"")
+    finally:
+        run.close()
+    assert b"the one opened last" in drawn
+    assert drawn.count(b"connecting to the server") == 1
+
+
+@pytest.mark.server
 def test_serve_on_a_dumb_terminal_prints_lines(redis_url: str, tmp_path: Path) -> None:
     given = ["serve", "--redis", redis_url, "--run", f"dumb-{uuid.uuid4().hex[:8]}"]
     drawn = typed(given, tmp_path, until=b"stop: ctrl-c", keys=b"\x03", TERM="dumb")

@@ -17,6 +17,7 @@ from terminals import ANSI, typed
 
 import rlbuffer
 from rlbuffer_cli.main import main
+from rlbuffer_cli.whole_run import WholeRun
 
 Call = Callable[..., tuple[int, str, str]]
 COLOUR = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:[349]\d|10\d)(?:;[0-9;]*)?m")
@@ -123,6 +124,16 @@ def test_a_missing_rollouts_error_says_how_many_more_than_it_names_there_are(run
         1,
         f"Error: group 'd.0' has no rollout '77'. Its rollouts: {known} and 4 more.",
     )
+
+
+def test_what_is_printed_is_read_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in (("group", ("a.1",)), ("group", ("a.1/0", "a.1/1")), ("step", ("step:1",))):
+        read, asked = getattr(WholeRun, name), []
+        monkeypatch.setattr(
+            WholeRun, name, lambda run, what, read=read, asked=asked: asked.append(what) or read(run, what)
+        )
+        assert call(*words)[0] == 0
+        assert len(asked) == 1
 
 
 def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:

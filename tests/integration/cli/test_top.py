@@ -130,6 +130,22 @@ def test_every_line_fits_a_terminal_and_what_must_be_cured_is_whole(run: Run, wi
     assert "\x1b" not in "".join(lines)
 
 
+def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(tmp_path: Path) -> None:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    run.push("a.3")
+    for at in range(7):
+        trouble = {"kind": "env_fails", "count": 2, "detail": "KeyError: 'x' (envs.py:3 in score) " * 5}
+        run.store.heartbeat("worker", f"w-{at}", {"env": f"env{at}", "problems": [trouble]})
+    state = read_run_state(run.store)
+    head = lines_of(run_view(state, with_processes=False), 80)
+    assert len([line for line in head[:9] if line.startswith("✕ env")]) == 3
+    assert "✕ 4 more problems: rlbuffer inspect problems" in head
+    assert (
+        len("\n".join(lines_of(run_view(state), 80)).split("(envs.py:3 in score)")) > 30
+    )  # whole, where it is asked for
+    run.close()
+
+
 @pytest.mark.server
 def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
