@@ -11,7 +11,6 @@ from typing import Any
 from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
-from rlbuffer.client.stale_pushes import StalePushes
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused
 from rlbuffer.records.checks import as_integer
@@ -119,7 +118,6 @@ class Writer:
         self._limit_at = float("-inf")
         self._has_said_zeros = False
         self._run_config: Mapping[str, Any] = {}
-        self._stale = StalePushes(store, worker)
 
     @property
     def incarnation(self) -> str:
@@ -266,7 +264,6 @@ class Writer:
             self._run_config = config = self._store.meta().config or own
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
-        self._stale.look(group.env, self._run_config)
         self._say_zeros(group)
         return group if self._limit is None else truncated_group(group, self._limit)
 
