@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -50,11 +49,6 @@ class SometimesRaises(Sound):
 class CallsExit(Sound):
     def score(self, prompt, tokens, *, finish_reason):
         sys.exit("no judge")
-
-
-class EndsItsProcess(Sound):
-    def score(self, prompt, tokens, *, finish_reason):
-        os._exit(7)
 
 
 class NotMade(Sound):

@@ -48,8 +48,6 @@ EXPECTED = {
 
 SOMETIMES = "sometimesraises"
 """Env of whose groups steps are made; the others make none."""
-ENDS = "endsitsprocess"
-"""Env that nobody hears of: its process has an exit code."""
 
 
 def write_config(home: Home, *envs: str, at_once: int = 1, more: str = "") -> Path:
@@ -76,7 +74,7 @@ def names(text: str, env: str) -> bool:
 
 
 def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
-    assert EXPECTED.keys() == ENVS.keys() - {ENDS}
+    assert EXPECTED.keys() == ENVS.keys()
     failing = EXPECTED.keys() - {SOMETIMES}
     config = write_config(home, *sorted(failing))
     home.start("serve", "--config", config, "--display", "plain", log="serve")
@@ -149,24 +147,6 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
         seconds=30,
         why="the sentence of serve",
     )
-
-
-def test_a_run_whose_batcher_has_no_function_is_not_begun(home: Home) -> None:
-    config = write_config(home, "raises", more=MODEL)
-    config.write_text(config.read_text().replace("[batcher]\n", '[batcher]\norder = "raising_module:order"\n'))
-    shutil.copy(Path(failing_envs.__file__).with_name("raising_module.py"), home.path)
-    failed = home.call("run", config, "--display", "plain")
-    assert failed.returncode == 3
-    said = "batcher.order = 'raising_module:order' cannot be imported: KeyError: 'JUDGE_KEY'"
-    assert said in failed.stderr
-    assert not (home.path / "runs" / "failing").exists()
-
-
-def test_a_run_names_a_worker_whose_env_ends_its_process(home: Home) -> None:
-    config = write_config(home, ENDS, more=f"{MODEL}[trainer]\nworld_size = 1\n")
-    running = home.start("run", config, "--display", "plain", log="run")
-    assert home.ended(running, 60) == 7, home.logs()
-    assert f"worker {ENDS} ended with exit code 7; starting it again" in home.printed()
 
 
 def test_a_run_whose_env_makes_no_group_ends_and_says_why(home: Home) -> None:

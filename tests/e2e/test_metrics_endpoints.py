@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,7 +13,6 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import Parent
@@ -216,7 +213,6 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
 # -- a real Prometheus -------------------------------------------------------------------------------------------------
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rlbuffer.rules.yml"
-DASHBOARD = ROOT / "deploy" / "grafana" / "rlbuffer.json"
 
 
 def program(name: str) -> str:
@@ -224,18 +220,6 @@ def program(name: str) -> str:
     if path is None:
         pytest.skip(f"needs {name} (Debian's package prometheus)")
     return path
-
-
-def queries() -> list[str]:
-    """Every query of the dashboard, for all runs."""
-    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    exprs = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    return [expr.replace("$run", ".+").replace("$__rate_interval", "10s") for expr in exprs]
-
-
-def ask(url: str, path: str, **fields: str) -> Any:
-    with urllib.request.urlopen(f"{url}{path}?{urllib.parse.urlencode(fields)}", timeout=20) as answer:
-        return json.loads(answer.read())["data"]
 
 
 def test_promtool_takes_the_rules_and_what_the_endpoints_answer(live: Live) -> None:
@@ -253,55 +237,7 @@ def test_promtool_takes_the_rules_and_what_the_endpoints_answer(live: Live) -> N
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_query_of_the_dashboard_has_data_in_a_real_prometheus(live: Live, tmp_path: Path) -> None:
-    path = program("prometheus")
-    targets = [live.url.removeprefix("http://").partition("/")[0]]
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "rlbuffer", "static_configs": [{"targets": targets}]}],
-    }
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with (tmp_path / "log").open("w") as log:
-        prometheus = subprocess.Popen(
-            [
-                path,
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                f"--web.listen-address={url.removeprefix('http://')}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        # A rate needs two scrapes, and whoever steps over an alert's `for` is none of this.
-        live.home.wait_until(lambda: empty(url) == [], seconds=60, why="data for every query")
-        rules = [rule for group in ask(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
-        assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-        assert [rule["name"] for rule in rules if rule["state"] == "firing" and rule["name"] not in MAY_FIRE] == []
-    finally:
-        prometheus.terminate()
-        prometheus.wait(60)
-
-
-MAY_FIRE: set[str] = set()
 """Alerts that a healthy short run may raise."""
-
-
-def empty(url: str) -> list[str]:
-    """Queries without data, but for what a healthy run has none of."""
-    try:
-        return [
-            query
-            for query in queries()
-            if not any(f"{METRIC_PREFIX}{name}" in query for name in SELDOM)
-            and not ask(url, "/api/v1/query", query=query)["result"]
-        ]
-    except OSError as error:
-        return [str(error)]
 
 
 def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) -> None:

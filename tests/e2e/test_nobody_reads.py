@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -34,19 +33,3 @@ def test_a_supervised_run_trains_its_steps_and_starts_nobody_again(home: Home, r
     assert "starting it again" not in log
     assert os.read(reader, 2 * PIPE_BYTES) == bytes(PIPE_BYTES)
     os.close(reader)
-
-
-def test_each_process_of_a_run_goes_on_by_itself_and_ends_when_its_reader_has_left(home: Home, reader: int) -> None:
-    path = home.config(steps=3, world_size=1)
-    *others, trainer = [
-        home.start(*words, "--config", path, "--display", "plain", log="unread")
-        for words in (["serve"], ["worker", "vcopy"], ["worker", "repeat"], ["train"])
-    ]
-    (home.path / "unread.log").unlink()
-    assert home.ended(trainer, 240) == 0
-    assert [record["step"] for record in home.metrics()] == [1, 2, 3]
-    os.close(reader)
-    assert [process.poll() for process in others] == [None] * 3
-    for process in reversed(others):
-        process.send_signal(signal.SIGTERM)
-    assert [home.ended(process, 60) for process in others] == [0] * 3

@@ -93,16 +93,3 @@ def test_recorded_groups_may_be_pushed_as_of_a_version_of_this_run(home: Home, g
     assert result.returncode == 0, result.stderr
     assert versions_of(home, 2) == [{becomes}, {becomes}]
     assert ("stale" in result.stderr, "future" in result.stderr) == (True, False)
-
-
-def test_in_a_run_without_a_version_the_current_one_is_the_first(home: Home) -> None:
-    assert "future" in home.call("push", recorded(home, 4)).stderr
-    assert home.call("push", recorded(home, 4, 5), "--version", "current").returncode == 0
-    assert versions_of(home, 2)[1] == {0}
-
-
-def test_what_is_no_version_is_refused(home: Home) -> None:
-    for given in ("-1", "newest", "1.5", ""):
-        result = home.call("push", recorded(home, 0), "--version", given)
-        assert result.returncode == 2
-        assert "version" in result.stderr

@@ -36,12 +36,6 @@ max_age = 1000
 reward = "slow_judge:reward"
 concurrent = 1
 """
-KL = """
-[score.ref]
-model = "initial"
-replicas = 2
-device = "cpu"
-"""
 
 
 def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(home: Home) -> None:
@@ -104,32 +98,3 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
         assert buffer.verify().findings == ()
     screen = home.call("inspect", "processes", "--run", "judged").stdout
     assert "scorer judge" in screen
-
-
-def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home) -> None:
-    path = home.config(steps=6, world_size=1)
-    text = (
-        path.read_text()
-        .replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n")
-        .replace("vocab_size = 16", "vocab_size = 13")
-    )
-    path.write_text(text + KL)
-    supervisor = home.start("run", path, "--display", "plain", log="run")
-    victim = home.wait_until(
-        lambda: (home.path / "runs" / "tiny" / "pids.json").exists() and home.pids().get("score ref-0"),
-        seconds=120,
-        why="a scorer",
-    )
-    home.wait_until(lambda: len(home.metrics()) >= 2, seconds=120, why="the second step")
-    os.kill(victim, signal.SIGKILL)  # it is started again, like a worker
-    assert home.ended(supervisor, 240) == 0, home.logs()
-    assert "score ref-0 was killed by SIGKILL" in home.printed()
-    with home.connect() as buffer:
-        step = buffer.step(6)
-        detail = buffer.group(step.header.group_ids[0])
-        assert "ref_logprobs" in detail.members[0].rollout.columns
-        account = buffer.ledger().total()
-        dropped = sum(rollouts for rollouts, _ in account.dropped.values())
-        assert account.pushed[0] == account.pending[0] + account.packed[0] + account.trained[0] + dropped
-    verified = home.call("verify", "--run", "tiny")
-    assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -331,10 +331,7 @@ def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, b
     browse(buffer, tour)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
-def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
-    run: Run, buffer: rlbuffer.Buffer, size: tuple[int, int]
-) -> None:
+def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(run: Run, buffer: rlbuffer.Buffer) -> None:
     rollout = replace(
         talk(0),
         text=EVIL + "x" * 1_000_000,
@@ -374,7 +371,7 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
             for line in person.lines():
                 assert line.isprintable(), repr(line)
 
-    browse(buffer, tour, size=size)
+    browse(buffer, tour)
 
 
 def test_a_defect_in_reading_is_a_line_and_no_traceback(

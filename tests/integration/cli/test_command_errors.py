@@ -80,6 +80,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("runs reset a --run b", 2, "'a' 'b'"),
         ("push no.jsonl", 2, "'no.jsonl'"),
         ("push empty.jsonl", 1, "empty.jsonl"),
+        ("push empty.jsonl --version newest", 2, "newest version"),
         ("push bad.jsonl", 1, "bad.jsonl:2 env"),
         ("worker", 3, "--env [worker.NAME]"),
         ("worker x", 3, "[worker.x] --env `rlbuffer config example"),

@@ -9,7 +9,6 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -272,15 +271,3 @@ def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(pla
         raw = store.connection.client.hget(key, "w")
         store.connection.client.hset(key, "w", raw.replace(raw.split()[0], str(int(raw.split()[0]) - 60_000).encode()))
         assert "No worker of math is at work (w was heard 60 s ago)" in call(*named)[1]
-
-
-@pytest.mark.server
-def test_the_run_that_was_opened_last_is_looked_at_as_inspect_does(place: Place, call: Call) -> None:
-    server = place.server()
-    for name in ("old", "new"):
-        with rlbuffer.connect(server.url, run=name) as buffer:
-            buffer.role(Member).open_run()
-        time.sleep(0.01)
-    assert '"new" is at step 0;' in call(*place.arguments)[1]
-    assert '"old" is at step 0;' in call(*place.arguments, "--run", "old")[1]
-    assert 'no run "none" is there yet;' in call(*place.arguments, "--run", "none")[1]

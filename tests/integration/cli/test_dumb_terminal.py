@@ -16,7 +16,7 @@ from rlbuffer_cli.main import main
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("words", [[], ["a.0"], ["a.0/0"], ["steps"], ["step:1"], ["processes"]])
+@pytest.mark.parametrize("words", [[], ["a.0/0"], ["step:1"]])
 def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words: list[str]) -> None:
     run = Run(redis_url, tmp_path)
     try:
@@ -52,10 +52,7 @@ def test_no_color_leaves_the_browser_the_terminals_own_colours(
     ("words", "code", "ends"),
     [
         (["inspect", "nosuch.1"], 1, "it was retired with its step, or never pushed."),
-        (["inspect", "a."], 1, "Type one of them whole: rlbuffer inspect a.0"),
         (["verify"], 0, "ok: everything adds up"),
-        (["export", "-o", "out.jsonl"], 0, "out.jsonl: 2 groups with 4 rollouts of run {run}"),
-        (["drop", "--where", "env:nobody"], 0, "no pending group of run {run} matches 'env:nobody'"),
         (
             ["config", "init", "mine-with-a-long-name.toml"],
             0,
@@ -94,13 +91,6 @@ def test_the_server_is_connected_to_with_one_word_about_it(redis_url: str, tmp_p
 
 
 @pytest.mark.server
-def test_serve_on_a_dumb_terminal_prints_lines(redis_url: str, tmp_path: Path) -> None:
-    given = ["serve", "--redis", redis_url, "--run", f"dumb-{uuid.uuid4().hex[:8]}"]
-    drawn = typed(given, tmp_path, until=b"stop: ctrl-c", keys=b"\x03", TERM="dumb")
-    assert b"\x1b" not in drawn
-
-
-@pytest.mark.server
 def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path) -> None:
     given = ["serve", "--redis", redis_url, "--run", f"narrow-{uuid.uuid4().hex[:8]}"]
     drawn = typed(given, tmp_path, until=b"ctrl-c", keys=b"\x03", columns=40, COLUMNS="80", LINES="24")
@@ -110,7 +100,7 @@ def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path
     assert "noeviction ok" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("state", [{"adapters": 7}, {"adapters": ["x"]}, {"adapters": {"a": 1}}, [1]])
+@pytest.mark.parametrize("state", [{"adapters": {"a": 1}}, [1]])
 def test_a_run_whose_saved_state_is_damaged_is_shown(
     state: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

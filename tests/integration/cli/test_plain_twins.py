@@ -188,10 +188,7 @@ def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: st
     at = ["--redis", redis_url, "--run", run.store.run]
     for words, until in (
         (["--plain"], b"one group: rlbuffer inspect"),
-        (["a.1"], b"one rollout: rlbuffer inspect"),
         (["step:1"], b"rank 1:"),
-        (["processes"], b"worker w-0"),
-        (["a.1/0", "a.1/1"], b"first"),
     ):
         term = {} if words == ["--plain"] else {"TERM": "dumb"}
         drawn = typed(["inspect", *words, *at], tmp_path, until=until, keys=b"", NO_COLOR="1", **term)

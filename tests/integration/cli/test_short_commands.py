@@ -25,8 +25,7 @@ print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules}), file=sys
 @pytest.mark.parametrize(
     "command",
     [
-        *[("inspect",), ("inspect", "envs", "--json"), ("inspect", "a.3/0"), ("runs", "list"), ("verify",)],
-        *[("top", "--once"), ("plot", "fill")],
+        *[("inspect",), ("inspect", "a.3/0"), ("verify",), ("top", "--once")],
     ],
     ids=" ".join,
 )
