@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlbuffer.config.losses import BUILT_IN_LOSSES, LOSSES, LossChoice
 from rlbuffer.errors import ConfigError
@@ -58,6 +59,12 @@ def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
     weights = [1.25, 1.8, 0.0, 0.0]  # the mask leaves out the second rollout
     expected = -sum(w * a for w, a in zip(weights, ADVANTAGES, strict=True)) / 4  # the ratio to itself is 1
     assert float(loss_of(made, both, counts(), longest=1)) == pytest.approx(expected)
+
+
+def test_a_correction_that_would_be_one_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        settings(name="icepop", old_logprobs="inference")
+    settings(name="clip", correction={"negative_mask": {}}, old_logprobs="inference")
 
 
 def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it() -> None:
@@ -149,3 +156,9 @@ def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, n
 
 def test_an_update_without_tokens_divides_by_one() -> None:
     assert divisor_of("tokens", counts(rollouts=0, loss_tokens=0), 0) == 1
+
+
+def test_max_length_replaces_the_row_length_in_dr_grpo() -> None:
+    short = loss_of(tokens(), settings(name="dr_grpo", max_length=5), counts(), longest=10)
+    long = loss_of(tokens(), settings(name="dr_grpo"), counts(), longest=10)
+    assert float(short) == pytest.approx(2 * float(long))

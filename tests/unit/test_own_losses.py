@@ -77,6 +77,12 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
         )
 
 
+def test_a_loss_that_is_registered_is_held_to_the_same_shape() -> None:
+    register_loss("sapo_mean", lambda tokens, options: sapo(tokens, options).mean())
+    with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'sapo_mean' gave shape \[\]: it must give one loss"):
+        value(name="sapo_mean")
+
+
 def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flat_losses")
     vars(module)["detached"] = lambda tokens, options: sapo(tokens, options).detach()

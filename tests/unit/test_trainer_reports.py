@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import wandb
 
 import rlbuffer
 from rlbuffer.config.settings import RunSettings
@@ -123,49 +128,86 @@ def record(step: int) -> StepRecord:
     return StepRecord(step=step, time=1e9 + step, rewards={"math": 0.25 * step}, buffer={"wait": WAITS}, examples=[{}])
 
 
-class Run:
-    """Stands in for a run of W&B, which a process of its own would write to a file."""
-
-    def __init__(self, **given: Any) -> None:
-        self.given, self.rows, self.axes, self.is_over = given, list[dict[str, float]](), list[Any](), False
-        self.log = self.rows.append
-
-    def define_metric(self, name: str, step_metric: str = "") -> None:
-        self.axes.append((name, step_metric))
-
-    def finish(self) -> None:
-        self.is_over = True
-
-
-def test_wandb_gets_every_number_of_each_life_of_a_run_and_never_the_servers_address(
+def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A life goes on after a restart, also where steps are trained again; a run begun anew has a curve of its own."""
-    runs: list[Run] = []
-
-    def init(**given: Any) -> Run:
-        runs.append(Run(**given))
-        return runs[-1]
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    """The real package, with a run that is never uploaded."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     told = RunSettings(
         run="learns",
         redis_url="redis://:secret@host",
         batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
         trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}),
     )
-    for created, steps in ((1, (1, 2, 3, 2)), (1, ()), (2, (1,))):
+    with sinks_of(told) as (_, write):
+        for step in (1, 2):
+            write(record(step))
+        run: Any = wandb.run
+        assert run.name == "learns"
+        config = run.config.as_dict()
+        assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
+        assert "secret" not in str(config)
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
+    deadline = time.monotonic() + 60
+    last = scalars(record(2).as_object())
+    assert last["rewards/math"] == 0.5
+    while (rows := history_of(path))[-1:] != [last]:  # written beside us
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.1)
+    assert rows[:-1] == [scalars(record(1).as_object())]
+    wandb.teardown()  # its service is a process of its own
+
+
+def test_wandb_draws_every_step_of_each_life_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A life goes on after a restart, also where steps are trained again; a run begun anew has a curve of its own."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    told = RunSettings(run="again", trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}))
+    ids = []
+    for created, steps in ((1, (1, 2, 3, 2, 3)), (1, ()), (2, (1,))):
         with sinks_of(told, created=created) as (_, write):
+            ids.append(str(wandb.run.id))  # type: ignore[union-attr]
             for step in steps:
                 write(record(step))
-    first, again, anew = runs
-    assert first.rows == [scalars(record(step).as_object()) for step in (1, 2, 3, 2)]
-    assert first.axes == [("step", ""), ("*", "step")]
-    assert all(run.is_over for run in runs)
-    assert first.given["id"] == again.given["id"] != anew.given["id"]
-    assert (first.given["name"], first.given["project"], first.given["resume"]) == ("learns", "p", "allow")
-    assert first.given["config"]["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
-    assert "secret" not in str(first.given)
+    assert ids[0] == ids[1] != ids[2]
+    path = next(p for p in tmp_path.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb") if history_of(p))
+    assert [row["step"] for row in history_of(path)] == [1, 2, 3, 2, 3]
+    axes = {
+        record.metric.glob_name: record.metric.step_metric for record in records_of(path) if record.metric.glob_name
+    }
+    assert axes == {"*": "step"}
+    wandb.teardown()  # its service is a process of its own
+
+
+def history_of(path: Path) -> list[dict[str, Any]]:
+    """W&B's rows, without its own fields."""
+    found = []
+    for record in records_of(path):
+        row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if row:
+            found.append({name: json.loads(value) for name, value in row.items() if not name.startswith("_")})
+    return found
+
+
+def records_of(path: Path) -> Iterator[Any]:
+    """What is in W&B's own file: a LevelDB log behind seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
 
 
 def made(**changes: Any) -> Rollout:
