@@ -136,10 +136,9 @@ class Given:
 
         self.check()
         loaded = load(self.config, flags={**self.flags, **(flags or {})}, parts=parts)
-        context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
-        if parts and context is not None:
+        if parts:
             added = imports.make_importable(folders_of(loaded.file))
-            context.call_on_close(lambda: imports.forget(added))
+            click.get_current_context().call_on_close(lambda: imports.forget(added))
         for warning in loaded.warnings:
             say(f"Warning: {warning}", err=True)
         clear()

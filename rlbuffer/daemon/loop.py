@@ -20,7 +20,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
-from rlbuffer.daemon.revisions import Reread, Revisions
+from rlbuffer.daemon.revisions import Revisions
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.daemon.watches import ReadAgain
 from rlbuffer.errors import (
@@ -36,7 +36,6 @@ from rlbuffer.errors import (
 from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.viewer import Viewer
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,6 @@ class Daemon:
         config: what steps are made of.
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
-        reread: how the config is read again, and when.
         lease_seconds: a leader that is silent for this long may be replaced.
     """
 
@@ -69,17 +67,15 @@ class Daemon:
         *,
         replace_config: bool = False,
         follows: bool = False,
-        reread: Reread | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self._store, self._operator = buffer.role(LeaderStore), buffer.role(OperatorStore)
+        self._store = buffer.role(LeaderStore)
         self._settings = buffer.settings
         self._trainer = buffer.settings.trainer
         if self._settings.archive.dir is not None:
             import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
         self._teller = Teller(self._store)
         self._revisions = Revisions(self._store, config, replace=replace_config, follows=follows)
-        self._reread = reread
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
         self._leads = False
@@ -147,7 +143,6 @@ class Daemon:
                 said = lease.owner
                 text = "standing by: another batcher leads this run (%s); takes over when it stops"
                 _log.info(text, lease.owner, extra=fields("leader", state="standby", owner=lease.owner))
-            self._heed_hangup()
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return False
 
@@ -173,7 +168,6 @@ class Daemon:
             with suppress(ReadAgain):
                 while not stop.is_set() and leadership.ended is None:
                     leadership.turn()
-                    self._heed_hangup()
             self._ended = leadership.ended
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
@@ -196,11 +190,6 @@ class Daemon:
         except RunGone:
             return False
         return True
-
-    def _heed_hangup(self) -> None:
-        if self._reread is not None and self._reread.asked.is_set():
-            self._reread.asked.clear()
-            self._revisions.reread(self._reread.read, self._operator)
 
     def _leave(self) -> None:
         if not self._leads:

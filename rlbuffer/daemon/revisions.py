@@ -1,7 +1,7 @@
 """The settings that this process leads with: its own at the start, from then on those of the run.
 
 A run's settings have revisions. The first leader brings the first; every later one comes from an operator (`rlbuffer
-config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has taken it at a step boundary::
+config apply`), who leaves it in `meta`, and counts when a leader has taken it at a step boundary::
 
     own config --start--> the run's config <--taken by the leader-- wanted config <-- operators
 """
@@ -9,33 +9,19 @@ config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has ta
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import changes, check_change, config_digest
-from rlbuffer.errors import ConfigChanged, ConfigError
+from rlbuffer.errors import ConfigError
 from rlbuffer.process.logs import fields
 from rlbuffer.records.states import SettingsState
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Meta
 
 _log = logging.getLogger(__name__)
-REVISION_TRIES = 5
-"""Times that a re-read config is asked for when others ask at the same moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reread:
-    """A config that is read again when a person asks for it (SIGHUP)."""
-
-    asked: threading.Event
-    """Cleared when the config is read."""
-    read: Callable[[], BatcherConfig]
 
 
 class Revisions:
@@ -113,24 +99,6 @@ class Revisions:
             return self._seen != self._digest
         # It stood by before the first leader had brought its settings: only the first revision can be compared.
         return meta.revision <= 1 and meta.config_digest not in ("", self._digest)
-
-    def reread(self, load: Callable[[], BatcherConfig], operator: OperatorStore) -> None:
-        """SIGHUP: asks for what the config file says now; a bad file changes nothing. Leader or not."""
-        try:
-            config = load()
-            for _ in range(REVISION_TRIES):
-                meta = self._store.meta()
-                check_change(meta.config, config.as_dict(), step=meta.step)
-                try:
-                    answer = operator.ask_config(config.as_dict(), config_digest(config), seen=meta)
-                except ConfigChanged:
-                    continue
-                text = "asked for, taken between two steps" if answer == SettingsState.ASKED else "nothing is new"
-                _log.info("settings: %s", text, extra=fields("config", state=answer))
-                return
-            _refused("others change the settings at this moment")
-        except ConfigError as error:
-            _refused(str(error))
 
     def _adopt(self, meta: Meta) -> None:
         try:

@@ -55,16 +55,6 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
-    """SIGHUP sets `hangup`; but `stop`, when it comes because the terminal of this process is gone."""
-    had_terminal = os.isatty(0)
-
-    def handle(number: int, frame: object) -> None:
-        (stop if had_terminal and not os.isatty(0) else hangup).set()
-
-    signal.signal(signal.SIGHUP, handle)
-
-
 def end_with(wait_for_end: Callable[[], Any]) -> None:
     """Sends this process SIGTERM when `wait_for_end` returns, and leaves :data:`GRACE_SECONDS` later regardless."""
 

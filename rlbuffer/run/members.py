@@ -12,10 +12,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.placement import gpus_of, visible
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, from_json
 from rlbuffer.errors import RlbufferError
@@ -58,15 +57,12 @@ def serve(
     *,
     replace_config: bool = False,
     follows: bool = False,
-    reread: Callable[[], BatcherConfig] | None = None,
-    hangup: threading.Event | None = None,
     origin: str = "",
 ) -> int:
     """Runs the batcher until `stop` is set; see :class:`rlbuffer.daemon.Daemon` for the options. -> exit code."""
     from rlbuffer.client.buffer import connect
     from rlbuffer.client.scrapes import serving_metrics
     from rlbuffer.daemon import Daemon
-    from rlbuffer.daemon.revisions import Reread
 
     with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
         daemon = Daemon(
@@ -74,7 +70,6 @@ def serve(
             settings.batcher,
             replace_config=replace_config,
             follows=follows,
-            reread=Reread(hangup, reread) if hangup is not None and reread is not None else None,
         )
         with serving_metrics(settings, buffer.store.errors, origin=origin):
             daemon.run(stop)

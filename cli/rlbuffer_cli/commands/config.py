@@ -187,7 +187,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
 
     Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so
     does every one that takes over later; without one they wait for the next. Only [batcher] counts: workers and
-    trainer read their own sections when they start. `rlbuffer serve` does the same with its own file on SIGHUP.
+    trainer read their own sections when they start.
 
     \b
     Example:

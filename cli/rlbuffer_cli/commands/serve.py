@@ -47,8 +47,7 @@ def command(
     """Run the batcher: decides what each step trains on.
 
     It reads what workers push, drops what is too old, gives every env its token budget and commits one step after
-    the other for the trainer. One batcher leads a run; a second one stands by. Ctrl-C stops it; groups stay. SIGHUP
-    makes it read its config file again and give the run what it says, as `rlbuffer config apply` does.
+    the other for the trainer. One batcher leads a run; a second one stands by. Ctrl-C stops it; groups stay.
 
     \b
     Example:
@@ -58,7 +57,7 @@ def command(
     """
     from rlbuffer.process.environment import name_process
     from rlbuffer.process.logs import ROOT, heard
-    from rlbuffer.process.signals import set_on_hangup, stop_on_signals
+    from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.run import members
 
     if resume and fresh:
@@ -68,8 +67,7 @@ def command(
     if resume or fresh:
         _check_run(loaded, resume=resume)
     name_process("serve")
-    stop, hangup = threading.Event(), threading.Event()
-    set_on_hangup(hangup, stop)
+    stop = threading.Event()
     shown = options.choose_display(display)
     began = [time.monotonic()]
     with stop_on_signals(stop), ExitStack() as views:
@@ -90,8 +88,6 @@ def command(
             settings,
             stop,
             replace_config=replace_config,
-            reread=lambda: given.load(parts=("serve",)).settings.batcher,
-            hangup=hangup,
             origin=options.redis_origin(loaded),
         )
         _log.info("stopped; groups and steps stay on the server.")
