@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.assembly import Assembly, Layout
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
-from rlbuffer.packing.planner import dealt_to
+from rlbuffer.packing.planner import redeal
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.micro_batch import IGNORE_INDEX, Sample, Step
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers
+from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable, opened, sound
 from rlbuffer.store.records import PartRollout
@@ -81,42 +81,22 @@ class StepPull:
         return Part(own.rows, own.rollouts, own.row_tokens)
 
     def _dealt_again(self, header: StepHeader) -> Part:
-        """The rows that `redeal` gives to this rank. Of many ranks none reads what all of them hold.
-
-        A planner splits rows before it leaves any empty, so a step of fewer rollouts than rows has dummies: whose
-        they are stands in all the parts, which are small then. Any other step's rows are counted without them.
-        """
-        planned = header.world_size
-        any_rank = self._rank % planned
-        parts = {any_rank: self._store.read_parts(header.step, [any_rank])[0]}
-        first = parts[any_rank]
-        deep = first.rows_per_micro_batch
-        has_dummies = header.rollouts < len(first.rows) * deep * planned
-        if has_dummies:
-            parts = {part.rank: part for part in self._store.read_parts(header.step)}
-        order = [
-            (step, layer, rank)
-            for step in range(len(first.rows))
-            for layer in range(deep)
-            for rank in range(planned)
-            if not has_dummies or parts[rank].rows[step][layer]
+        """The rows that `redeal` gives to this rank, of all parts: the step was planned for other ranks."""
+        parts = self._store.read_parts(header.step)
+        firsts = np.cumsum([0, *(len(part.rollouts) for part in parts)]).tolist()
+        rows = [
+            [tuple(tuple(first + i for i in row) for row in micro_batch) for micro_batch in part.rows]
+            for first, part in zip(firsts, parts, strict=False)
         ]
-        dealt = dealt_to(self._rank, len(order), self._world_size, rows_per_micro_batch=deep)
-        needed = sorted({order[k][2] for its in dealt for k in its if k is not None} - parts.keys())
-        if needed:
-            parts |= {part.rank: part for part in self._store.read_parts(header.step, needed)}
-        pieces: list[tuple[PartRollouts, Sequence[int]]] = []
-        used = 0
-
-        def row(step: int, layer: int, rank: int) -> tuple[int, ...]:
-            nonlocal used
-            its = parts[rank].rows[step][layer]
-            pieces.append((parts[rank].rollouts, its))
-            used += len(its)
-            return tuple(range(used - len(its), used))
-
-        rows = [tuple(() if k is None else row(*order[k]) for k in micro_batch) for micro_batch in dealt]
-        return Part(rows, PartRollouts.joined(pieces), first.row_tokens)
+        planned = Plan(
+            rows=tuple(zip(*rows, strict=True)),
+            world_size=header.world_size,
+            row_tokens=parts[0].row_tokens,
+            rows_per_micro_batch=parts[0].rows_per_micro_batch,
+        )
+        dealt = [step[self._rank] for step in redeal(planned, self._world_size).rows]
+        rollouts = PartRollouts.joined(part.rollouts for part in parts)
+        return Part(dealt, rollouts, parts[0].row_tokens)
 
     @without_garbage_collection()
     def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:

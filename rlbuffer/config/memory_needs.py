@@ -45,11 +45,6 @@ class Forecast:
         """They take at most :data:`FORECAST_SHARE` of the limit."""
         return self.needed <= FORECAST_SHARE * self.limit
 
-    @property
-    def kept_steps(self) -> int:
-        """Trained steps that can wait for a checkpoint before one is asked for; at least 1."""
-        return max(1, int(ASK_SHARE * self.limit / max(1, self.step_bytes)) - (self.steps - 1))
-
 
 def steps_at_once(config: BatcherConfig) -> int:
     """``lookahead + max_age + 3``, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and

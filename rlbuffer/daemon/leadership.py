@@ -107,7 +107,6 @@ class Leadership:
         self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
         self._memory = MemoryWatch(store)
-        self._settings = trainer
         self._ends, self._wishes = Ends(pending.batcher), Wishes(asked, self._meta.epoch)
         self._envs = Envs(config, pending.batcher)
         self._watches: tuple[Watch, ...] = (
@@ -153,7 +152,6 @@ class Leadership:
         level = logging.INFO if self._tenure.is_new else logging.DEBUG
         _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
         self._tenure.is_new = False
-        self._memory.tell(self._config, self._settings)
         self._teller.stats.lead(self._pending.batcher, self._config)
 
     def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""The server's memory, as the leader watches it: what the settings mean for it, and what happens when it fills up.
+"""The server's memory, as the leader watches it: what happens when it fills up.
 
 The decisions are :mod:`rlbuffer.daemon.memory_rules`'s; here they are carried out and told.
 """
@@ -11,24 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import (
-    ASK_SHARE,
-    FULL_SHARE,
-    Forecast,
-    capacity_bytes,
-    does_not_fit,
-    mib,
-    steps_at_once,
-)
-from rlbuffer.config.trainer import TrainerSettings
+from rlbuffer.config.memory_needs import ASK_SHARE, FULL_SHARE, mib
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure, assumed_limit, stored_bytes
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Meta
@@ -66,38 +55,6 @@ class MemoryWatch:
             self._note(header)
         if meta.retired and sweeps:
             self._store.retire(meta.retired)
-
-    def tell(self, config: BatcherConfig, trainer: TrainerSettings) -> None:
-        """Warns of what the settings and the server's memory mean for each other."""
-        facts = self._store.server()
-        if facts["name"] == "memory":  # the model of a server
-            return
-        if not facts["maxmemory"]:
-            assumed = assumed_limit(0, int(facts["machine"]))
-            until = f"as if it were {mib(assumed)}, half of that machine's" if assumed else "with checkpoints alone"
-            _warn(
-                "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can "
-                "fill its machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`. Until then "
-                f"trained steps go {until}.",
-                "unlimited",
-                limit=assumed,
-            )
-            return
-        size = capacity_bytes(config, trainer.world_size)
-        if size is None:
-            return
-        forecast = Forecast(step_bytes=size, steps=steps_at_once(config), limit=int(facts["maxmemory"]))
-        if not forecast.fits:
-            sentence = does_not_fit(forecast, config, world_size=trainer.world_size)
-            _warn(f"{sentence[:1].upper()}{sentence[1:]}.", "tight")
-        elif forecast.kept_steps < trainer.checkpoint.every:
-            _warn(
-                f"Checkpoints every {plural(trainer.checkpoint.every, 'step')} (trainer.checkpoint.every) do not fit "
-                f"the server's memory ({mib(size)} a step, {mib(forecast.limit)} in all): the trainer will be asked "
-                f"for one about every {plural(forecast.kept_steps, 'step')}.",
-                "often",
-                steps=forecast.kept_steps,
-            )
 
     # -- while the run goes on -------------------------------------------------------------------------------------
     def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> None:

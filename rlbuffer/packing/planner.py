@@ -113,28 +113,16 @@ def redeal(plan: Plan, world_size: int) -> Plan:
     deep = plan.rows_per_micro_batch
     rows = [micro_batch[layer] for step in plan.rows for layer in range(deep) for micro_batch in step]
     rows = [row for row in rows if row]
-    dealt = [dealt_to(rank, len(rows), world_size, rows_per_micro_batch=deep) for rank in range(world_size)]
-    per_rank = [[tuple(() if k is None else rows[k] for k in micro_batch) for micro_batch in its] for its in dealt]
+    layers = -(-len(rows) // (world_size * deep)) * deep
+    rows += [()] * (layers * world_size - len(rows))
+    dealt = [rows[world_size * n : world_size * (n + 1)][:: -1 if n % 2 else 1] for n in range(layers)]
     return Plan(
-        rows=tuple(zip(*per_rank, strict=True)),
+        rows=tuple(tuple(zip(*dealt[n : n + deep], strict=True)) for n in range(0, layers, deep)),
         world_size=world_size,
         row_tokens=plan.row_tokens,
         rows_per_micro_batch=deep,
         pad_to_multiple_of=plan.pad_to_multiple_of,
     )
-
-
-def dealt_to(rank: int, rows: int, world_size: int, *, rows_per_micro_batch: int) -> list[tuple[int | None, ...]]:
-    """The rows that :func:`redeal` gives to one rank: of `rows` in a row, the costliest first, each by its place.
-
-    A rank that knows how many there are need not know them. -> per micro-step the places of its rows; None: a dummy.
-    """
-    layers = -(-rows // (world_size * rows_per_micro_batch)) * rows_per_micro_batch
-    places = [n * world_size + (world_size - 1 - rank if n % 2 else rank) for n in range(layers)]
-    return [
-        tuple(k if k < rows else None for k in places[start : start + rows_per_micro_batch])
-        for start in range(0, layers, rows_per_micro_batch)
-    ]
 
 
 def fewest_rows(lengths: ArrayLike, row_tokens: int) -> int:

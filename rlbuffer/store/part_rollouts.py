@@ -72,21 +72,18 @@ class PartRollouts(LazyRecords[PartRollout]):
         self._ids = [f"{i}/{n}" for i, n in zip(self.of_push("group_id"), numbers, strict=True)] if ids is None else ids
 
     @classmethod
-    def joined(cls, pieces: Iterable[tuple[PartRollouts, Sequence[int]]]) -> PartRollouts:
-        """Some sequences of several parts of one step, by their places there."""
+    def joined(cls, parts: Iterable[PartRollouts]) -> PartRollouts:
+        """The sequences of several parts of one step, one part after the other."""
         tables = [np.empty(0, PART_ROW)]
         sources: list[Source] = []
         ids: list[str] = []
         rewards: list[Mapping[str, float]] = []
-        first: dict[int, int] = {}
-        for part, places in pieces:
-            if id(part) not in first:
-                first[id(part)] = len(sources)
-                sources += part._sources
-            tables.append(part.table[[*places]])
-            tables[-1]["source"] += first[id(part)]
-            ids += [part._ids[place] for place in places]
-            rewards += [part.rewards[place] for place in places]
+        for part in parts:
+            tables.append(part.table.copy())
+            tables[-1]["source"] += len(sources)
+            sources += part._sources
+            ids += part._ids
+            rewards += part.rewards
         return cls(np.concatenate(tables), sources, ids, rewards)
 
     def of_push(self, name: str) -> list[Any]:

@@ -223,6 +223,24 @@ def test_the_window_is_that_of_the_adapter_whose_version_reaches_furthest():
     assert made.allowances(2, world_size=2) == {"a": 0}
 
 
+def test_what_an_adapter_without_any_version_has_sampled_trains_or_goes_and_holds_no_ticket_for_ever():
+    """An announced version goes only with a new epoch: the leader begins anew, and nobody has said a version of x."""
+    state = {"schema": 1, "envs": {}, "adapters": {"x": [64, 640, 2, 0]}, "turns": {"a": {"x": 3}}, "step": 8}
+    made = batcher(state, **ONE_GROUP | {"max_age": 0, "budgets": {"a": 1.0}})
+    made.set_published(8)
+    put(made, "old", adapter="x", version=1)
+    put(made, "new", adapter="x", version=2)
+    put(made, "whole", version=8)
+    decision = ask(made, 9)
+    assert drops_of(decision) == [("old", "stale", "age 1 > max_age 0 at step 3 of adapter x", 4, 100)]
+    made.dropped(decision.drops)
+    assert [commit(made, step).group_ids for step in (9, 10)] == [("whole",), ("new",)]
+    made.set_published(10)
+    decision = ask(made, 11)
+    assert (decision.drops, made.pools["a"].sums({})["groups_ready"]) == ((), 0)
+    assert decision.allowances == {"a": 1}
+
+
 def test_an_env_whose_adapter_lags_says_which_version_of_which_adapter_it_waits_for():
     state = {"schema": 1, "envs": {}, "adapters": {"x": [64, 640, 2, 0]}, "turns": {}, "step": 8}
     made = batcher(state, **ONE_GROUP | {"max_age": 0})

@@ -59,11 +59,6 @@ def test_five_steps_must_fit_sixty_percent(step_bytes: int, fits: bool) -> None:
     assert Forecast(step_bytes=step_bytes, steps=5, limit=LIMIT).fits is fits
 
 
-def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_steps_at_once() -> None:
-    assert Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20).kept_steps == 44 - 4
-    assert Forecast(step_bytes=300, steps=5, limit=LIMIT).kept_steps == 1
-
-
 # -- 85 % --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("used", "last"),

@@ -65,10 +65,9 @@ def test_columns_hold_what_the_records_hold() -> None:
         assert [getattr(its, name) for its in part.announced] == [getattr(record.info, name) for record in records]
 
 
-def test_parts_join_by_the_places_of_their_rollouts() -> None:
+def test_parts_are_joined_one_behind_the_other() -> None:
     one, other = rollouts(), PartRollouts(table((0, 7)), SOURCES[1:], ["own"])
-    joined = PartRollouts.joined([(one, (2, 0)), (other, (0,)), (one, (1,)), (other, ())])
-    assert list(joined) == [one[2], one[0], other[0], one[1]]
+    assert list(PartRollouts.joined([one, other, one])) == [*one, *other, *one]
     assert list(PartRollouts.joined([])) == []
 
 

@@ -237,22 +237,6 @@ def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -
     assert run.store.server()["used_memory"] - before == pytest.approx(said, rel=0.15)
 
 
-# -- what is said at the start -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("row_tokens", "state", "says"), [(10**6, "tight", "at least 72 MiB"), (150_000, "often", "about every 4 steps")]
-)
-def test_settings_that_do_not_go_with_the_memory_are_warned_of_and_led_with(
-    row_tokens: int, state: str, says: str, served: Served
-) -> None:
-    served.serve(rlbuffer.BatcherConfig(row_tokens))
-    (warning,) = served.wait_for(lambda: served.said("memory", state=state))
-    assert says in warning["text"]
-    served.wait_for(lambda: waits.said(served.run.store))
-    meta = served.run.store.meta()
-    assert meta.config_digest
-    assert not meta.error
-
-
 def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
     served: Served, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +249,6 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
         heavy_step(run, trainer, step)
     served.wait_for(lambda: bool(served.said("memory", state="retired early")))
     assert run.store.meta().retired == run.store.meta().early > 0
-    assert "as if it were 16.0 MiB" in served.said("memory", state="unlimited")[0]["text"]
     assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
     assert "server memory: no limit (maxmemory 0), " in capsys.readouterr().out
     assert run.store.verify().findings == ()
