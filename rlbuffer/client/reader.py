@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.client.fetch import Fetch, NotAwaited
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.rank_0 import RankZeroWatch
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch, refused_for
@@ -41,6 +41,23 @@ over waits for it before it commits, and shall commit within a lease and two sec
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
+
+
+class NotAwaited(Exception):
+    """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """A pull under way. Nobody waits for an abandoned one, so it must not keep its thread."""
+
+    future: Future[Step]
+    is_abandoned: threading.Event
+
+    def abandon(self) -> None:
+        """Lets its thread go, and takes it back where it has not begun."""
+        self.is_abandoned.set()
+        self.future.cancel()
 
 
 class Reader:
