@@ -1,6 +1,6 @@
 import pytest
 
-from rlbuffer.batcher.group import Group, most_common
+from rlbuffer.batcher.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.step_plan import EntryUse
 
@@ -53,25 +53,6 @@ def test_a_part_that_contradicts_its_group_is_invalid(field, value, detail):
     assert verdicts[1] == ("invalid", detail)
 
 
-@pytest.mark.parametrize(
-    ("valid", "oversized", "least", "whole"),
-    [
-        (4, 0, 1, True),
-        (4, 0, 4, True),
-        (4, 0, 5, False),
-        (3, 0, 1, False),
-        (3, 1, 1, True),
-        (3, 1, 3, True),
-        (3, 1, 4, False),
-        (0, 4, 1, False),
-    ],
-)
-def test_a_group_is_whole_when_nothing_more_can_come_and_enough_is_valid(valid, oversized, least, whole):
-    rollouts = [rollout(f"r{i}") for i in range(valid)] + [rollout(f"o{i}", length=101) for i in range(oversized)]
-    state, _ = state_of(part(*rollouts))
-    assert (not state.is_waiting and state.too_small(least) is None) is whole
-
-
 def test_entries_are_accounted_for_exactly():
     state, _ = state_of(
         part(rollout("r0"), rollout("r1", length=101), rollout("r2", reward=None)),
@@ -104,7 +85,3 @@ def test_a_drop_takes_all_entries_with_everything_they_hold():
     drop = state.drop("stale", "age 3 > max_age 1 at step 4")
     assert (drop.entry_ids, drop.rollouts, drop.tokens) == (("0-0", "1-0"), 3, 121)
     assert (drop.reward, drop.min_version) == (0.75, 0)
-
-
-def test_of_equally_common_reasons_the_first_in_the_tables_counts():
-    assert most_common(["late", "oversized", "late", "oversized"]) == "oversized"

@@ -65,11 +65,3 @@ def test_a_pack_outside_of_any_run_shows_it_too() -> None:
     own = replace(rollout, columns={"advantages": np.full(rollout.length, 0.75, np.float32)})
     packed = rlbuffer.pack([own, rollout], [0.25, 0.25], row_tokens=512)
     assert [sample.advantage for sample in packed.samples] == [0.75, 0.25]
-
-
-def test_what_trains_nothing_has_the_planned_one() -> None:
-    rollout = make_group(env="a", size=1, seed=1).rollouts[0]
-    own = {"advantages": np.full(rollout.length, 0.75, np.float32)}
-    masked = replace(rollout, columns=own, loss_mask=np.zeros_like(rollout.loss_mask), logprobs=0 * rollout.logprobs)
-    (sample,) = rlbuffer.pack([masked], [0.25], row_tokens=512).samples
-    assert sample.advantage == 0.25

@@ -268,12 +268,6 @@ def test_a_column_that_the_trainer_needs_is_asked_for(run: Run, monkeypatch: pyt
     assert_same(step, pull_one_by_one(run, monkeypatch, can=can))
 
 
-def test_a_needed_column_that_no_rollout_of_a_step_has_is_missed(run: Run) -> None:
-    pushed(run, lambda rollout: {}, 0)
-    committed(run)
-    assert pull(run, can=Trainable(columns=("ref_logprobs",))).damaged == tuple(f"a.0/{i}" for i in range(4))
-
-
 def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> None:
     run.sequence += 1
     group = make_group(env="a", size=4, adapter="tenant")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import pytest
 from store_runs import Run
 
-import rlbuffer.client.reader
 from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.claim import decode_claim
 
 pytest_plugins = ("store_fixtures",)
@@ -54,32 +51,6 @@ def test_a_rank_that_acknowledges_nothing_waits_for_the_recovery(run: Run) -> No
     ):
         reader.pull(2)
     reader.close()
-
-
-def test_ranks_whose_passes_do_not_match_are_told_of(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(rlbuffer.client.reader, "HEARTBEAT_SECONDS", 0.1)
-    for n in range(3):
-        run.step(f"a.{n}", world_size=2)
-    readers = [Reader(run.again(), rank=rank, world_size=2, timeout_seconds=30) for rank in (0, 1)]
-    try:
-        for reader in readers:
-            reader.trained(reader.pull(1))
-        readers[0].trained(readers[0].pull(2))
-        readers[0].trained(readers[0].pull(3))  # with gradients that the other rank has of step 2
-        deadline = time.monotonic() + 60
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        for reader in readers:
-            reader.close()
-    (said,) = caplog.messages
-    assert said == (
-        f"run {run.store.run}: rank 0 has trained step 3, rank 1 step 1: their passes do not match, so they wait for "
-        "each other or exchange gradients of different steps. Every rank makes one forward and backward pass of the "
-        "wrapped model (DDP, FSDP) per micro-batch, dummies too"
-    )
 
 
 def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None:
@@ -145,37 +116,6 @@ def test_steps_end_for_a_caller_that_does_not_want_to_wait_any_longer(run: Run) 
     assert asked == [1]
     assert reader._waiting is None, "nobody waits any more"
     reader.close()
-
-
-def test_a_version_made_from_steps_that_the_server_lost_is_taken_back_by_the_next_attempt(run: Run) -> None:
-    run.step("a.0", world_size=1)
-    old = run.store.attempt(uuid="old", world_size=1, resume_step=0)
-    run.store.announce(old.number, PolicyVersion(version=2, location="/lost"))
-    assert run.store.policy().version == 2
-    reader = make_reader(run)
-    reader.start(1)
-    assert run.store.policy().version == -1
-
-    def wait_for_a_step() -> None:
-        with contextlib.suppress(RlbufferError):  # the reader is closed before one comes
-            next(reader.steps())
-
-    thread = threading.Thread(target=wait_for_a_step)
-    thread.start()
-    deadline = time.monotonic() + 10
-    while run.store.policy().version != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    reader.close()
-    thread.join(timeout=10)
-
-
-def test_a_version_that_the_run_has_reached_stays_over_attempts(run: Run) -> None:
-    run.step("a.0", world_size=1)
-    for uuid in ("old", "new"):
-        attempt = run.store.attempt(uuid=uuid, world_size=1, resume_step=0)
-        run.store.announce(attempt.number, PolicyVersion(version=1, location=f"/{uuid}"))
-    assert run.store.policy().location == "/old"
 
 
 def test_a_rank_whose_heartbeat_fails_for_any_reason_ends_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from daemon_runs import start_trainer
 from every_role import EveryRole
 from logged import Logged
-from store_runs import Run, plan_of
+from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
@@ -22,33 +22,6 @@ from rlbuffer.store.leader import LeaderStore
 pytest_plugins = ("store_fixtures",)
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
-
-
-def test_a_server_that_was_away_is_not_asked_for_the_payloads_of_before(run: Run) -> None:
-    run.push("a.0")
-    run.lead()
-    (entry,) = run.pool()
-    run.store.connection.losses += 1
-    with pytest.raises(LeaseLost) as error:
-        run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry})
-    assert str(error.value) == f"the server of run {run.store.run!r} was away: everything is read from it again"
-    run.lead()
-    assert run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}) == []
-
-
-def test_no_step_is_committed_whose_pins_may_be_lost(run: Run) -> None:
-    run.push("a.0")
-    run.lead()
-    used, meta = run.pool(), run.store.meta()
-    entries = {entry.entry_id: entry for entry in used}
-    plan = plan_of(used, 1)
-    run.store.pin(plan.rollouts, entries)
-    run.store.connection.losses += 1
-    with pytest.raises(LeaseLost, match="was away"):
-        run.store.commit(plan, entries, meta=meta, columns={}, state={})
-    assert run.store.meta().step == 0
-    run.lead()
-    assert run.store.commit(plan, entries, meta=meta, columns={}, state={})[0] == "ok"
 
 
 def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run) -> None:

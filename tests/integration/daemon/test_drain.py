@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import waits
 from daemon_runs import Served, start_trainer
 from looks import allowances
@@ -92,23 +91,6 @@ def test_without_a_batcher_what_forms_is_seen_from_the_pool(run: Run) -> None:
     assert not state.is_drained
     run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/2", "a.0/3"])
     assert Drain(run.store).look().is_drained
-
-
-@pytest.mark.parametrize(
-    ("state", "sentence"),
-    [
-        (
-            DrainState(is_asked=True, has_leader=True, tickets={"a": 2, "b": 1}, forming=1),
-            "3 tickets are out (a 2, b 1), 1 group forms, further steps can be made",
-        ),
-        (
-            DrainState(is_asked=True, has_leader=False, tickets={"a": 1}, forming=2, is_idle=True),
-            "1 ticket is out (a 1), 2 groups form, no further step can be made, no batcher is at work",
-        ),
-    ],
-)
-def test_a_drain_says_what_is_still_out(state: DrainState, sentence: str) -> None:
-    assert str(state) == sentence
 
 
 def test_a_request_that_comes_late_does_not_drain_a_run_that_goes_on_again(served: Served) -> None:

@@ -10,10 +10,8 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import EnvDone, EpochChanged, NotFound, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
@@ -221,20 +219,6 @@ def test_groups_that_make_no_whole_number_of_steps_all_train_and_everybody_ends(
     assert run.store.verify().ok
 
 
-def test_a_part_of_a_group_that_nobody_completes_is_dropped_and_counted(served: Served) -> None:
-    run = served.run
-    served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, min_group_size=2))
-    loop = Loop(run)
-    run.push("a.0", size=1, planned_size=4)
-    run.push("a.1")
-    run.store.say_done("a", epoch=run.meta.epoch)
-    wait_until_ended(served)
-    assert loop.end() == [1]
-    assert rollouts(run.store) == (2, 1, 0)
-    assert run.store.ledger().total().dropped["small"][0] == 1
-    assert run.store.verify().ok
-
-
 def test_an_env_that_pushes_after_the_end_trains_when_the_run_is_started_again(served: Served) -> None:
     run = served.run
     served.serve(CONFIG)
@@ -297,24 +281,3 @@ def test_a_drain_beside_it_lets_the_run_end(served: Served) -> None:
     run.store.say_done("a", epoch=run.meta.epoch)
     wait_until_ended(served)
     assert loop.end() == [1]
-
-
-def test_a_step_that_is_not_full_trains_after_its_time(served: Served) -> None:
-    run = served.run
-    served.serve(rlbuffer.BatcherConfig(64, step_groups=9, max_age=8, fill_timeout_seconds=0.2))
-    loop = Loop(run)
-    run.push("a.0")
-    served.wait_for(lambda: served.said("step", step=1), 20)
-    assert served.said("step")[0]["closed_by"] == "timeout"
-    run.push("a.1")
-    served.wait_for(lambda: served.said("step", step=2), 20)
-    run.store.say_done("a", epoch=run.meta.epoch)
-    wait_until_ended(served)
-    assert loop.end() == [1, 2]
-
-
-def test_a_buffer_s_writer_hands_its_section_on(run: Run) -> None:
-    run.store.expect(["x"])
-    writer = Buffer(run.again(), settings=RunSettings()).writer("w", section="x")
-    assert writer.take("a", timeout_seconds=0) == []
-    assert run.store.sources().expected == frozenset()

@@ -159,15 +159,6 @@ def test_a_bad_place_is_named_with_its_reason_and_the_next_one_is_asked(
         assert (Path(local.location) / "config.json").read_text() == '{"model_type": "qwen3"}\n'
 
 
-def test_a_place_that_nobody_listens_at_costs_one_try(tmp_path: Path) -> None:
-    policy = make_version(tmp_path / "trainer", 5)
-    with place(tmp_path / "trainer") as gone:
-        pass
-    with pytest.raises(WeightsError) as caught:
-        VersionCache(tmp_path / "cache").localized(at(policy, gone.url))
-    assert gone.url in str(caught.value)
-
-
 @pytest.mark.parametrize("location", ["http://h/", "http://h/v5", "http://h/../v00000005-0123456789ab"])
 def test_an_announcement_must_name_the_version_it_announces(tmp_path: Path, location: str) -> None:
     policy = PolicyVersion(version=5, location=location, size=3, checksum="f" * 64)

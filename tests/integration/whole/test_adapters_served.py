@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from daemon_runs import Served
-from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.store.verify.verify import verify
-from rlbuffer_cli.view import run_view
 
 pytest_plugins = ("store_fixtures",)
 
@@ -144,14 +141,3 @@ def test_a_takeover_and_a_step_taken_back_leave_every_adapter_where_its_last_ste
         push(run, f"x{n}", "x")
         push(run, f"y{n}", "y")
     assert told(again.train(again.reader.steps())) == {"x": (4, 32, 1, True), "y": (4, 32, 0, False)}
-
-
-def test_the_state_of_the_run_has_the_version_of_each_adapter(served: Served) -> None:
-    run, trainer, steps = started(served)
-    for n in range(2):
-        push(run, f"x{n}", "x")
-        push(run, f"y{n}", "y")
-        trainer.train(steps)
-    state = read_run_state(run.store)
-    assert state.adapters == {"x": 1, "y": 0}
-    assert "adapter  x v1" in lines_of(run_view(state))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -156,25 +155,6 @@ def test_telemetry_that_a_user_may_not_write_is_a_warning_and_ends_nobody(
             f"not written to {{rlb:math}}:{key}" for key in ("workers", "ledger", "ledger")
         ]  # once by each role
         assert operator.store.heartbeats("worker") == {}
-
-
-@pytest.mark.server
-def test_a_whole_run_lives_on_a_cluster_of_one_shard(home: Path, server_binary: ServerBinary) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        arguments.append(str(probe.getsockname()[1]))
-    with (
-        served(server_binary.path, home, *arguments) as path,
-        redis.Redis(unix_socket_path=str(path), protocol=3) as admin,
-    ):
-        admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        deadline = time.monotonic() + 30
-        while admin.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        do_everybodys_work(lambda role: f"redis://127.0.0.1:{port}/0", home)
 
 
 @pytest.mark.server

@@ -90,11 +90,3 @@ def test_what_was_truncated_trains_nothing_and_divides_nothing(buffer: rlbuffer.
     assert total == pytest.approx(loss / count, rel=1e-5)
     assert (step.normalizers.loss_tokens, step.normalizers.rollouts) == (count, 16)
     assert buffer.verify().ok, buffer.verify()
-
-
-def test_without_the_setting_it_trains_as_any_other(buffer: rlbuffer.Buffer) -> None:
-    groups = made_groups()
-    step_of(buffer, groups, "train")
-    (micro_batch,) = buffer.reader(timeout_seconds=20).pull(1).micro_batches[:1]
-    assert all(mask.any() for mask in micro_batch.unpack(micro_batch.loss_mask))
-    assert micro_batch.normalizers.loss_tokens == sum(r.loss_tokens for g in groups for r in g.rollouts)

@@ -21,8 +21,6 @@ from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
-LOST = [pytest.param(2, id="the step in hand is lost"), pytest.param(1, id="a trained step is lost as well")]
-"""Last step that the server has kept, of two that were trained."""
 
 
 class Job:
@@ -95,9 +93,8 @@ def until(fact: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kept", LOST)
-def test_a_rank_that_asks_before_rank_0_is_given_the_step_that_rank_0_is_given(job: Job, kept: int) -> None:
-    saved = job.train_two_steps(kept)
+def test_a_rank_that_asks_before_rank_0_is_given_the_step_that_rank_0_is_given(job: Job) -> None:
+    saved = job.train_two_steps(kept=2)
     job.push()
     until(lambda: job.run.store.meta().step == 3)
     early = job.asks(1)
@@ -108,9 +105,8 @@ def test_a_rank_that_asks_before_rank_0_is_given_the_step_that_rank_0_is_given(j
     assert given[0].digest == given[1].digest != lost
 
 
-@pytest.mark.parametrize("kept", LOST)
-def test_a_rank_that_asks_after_rank_0_is_given_the_step_that_rank_0_has(job: Job, kept: int) -> None:
-    saved = job.train_two_steps(kept)
+def test_a_rank_that_asks_after_rank_0_is_given_the_step_that_rank_0_has(job: Job) -> None:
+    saved = job.train_two_steps(kept=1)
     job.push()
     first = job.asks(0)
     until(lambda: first.done() and not job.readers[1]._fetches)  # rank 1 has pulled it ahead
@@ -125,13 +121,12 @@ def test_a_rank_that_asks_after_rank_0_is_given_the_step_that_rank_0_has(job: Jo
     assert job.run.store.verify().findings == ()
 
 
-@pytest.mark.parametrize("kept", LOST)
 def test_a_rank_that_can_never_get_the_step_of_rank_0_ends_and_the_next_trainer_goes_on(
-    job: Job, kept: int, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rlbuffer.client.rank_0, "LOST_SECONDS", 1.5)
     state = job.readers[0].state_dict()
-    saved = job.train_two_steps(kept)
+    saved = job.train_two_steps(kept=2)
     job.push()
     lost = job.asks(0).result(timeout=30)
     job.loses(saved)

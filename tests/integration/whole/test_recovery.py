@@ -309,17 +309,6 @@ def test_a_rewind_takes_entries_that_no_client_wrote_and_counts_nothing_of_them(
     assert (run.pool(), total.dropped["void"][0], total.pending) == ([], 2, (0, 0))
 
 
-@pytest.mark.parametrize(("digits", "counted"), [(15, 10**15 - 1), (16, 0)])
-def test_a_rewind_counts_an_amount_that_is_exact_in_lua_and_none_that_is_not(
-    run: Run, digits: int, counted: int
-) -> None:
-    run.step("a.0")
-    fields = {"env": "a", "group": "x", "key": "y.1", "rollouts": "9" * digits, "tokens": "1"}
-    run.client.xadd(run.store.keys.pool, fields)
-    run.store.rewind(1, force=True)
-    assert run.store.ledger().total().dropped["void"][0] == counted
-
-
 def test_a_run_taken_back_to_its_last_retired_step_goes_on_with_the_same_chain(run: Run) -> None:
     for i in range(3):
         run.step(f"a.{i}")

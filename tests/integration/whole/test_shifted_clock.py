@@ -61,10 +61,7 @@ def shifted(shim: Path, tmp_path: Path) -> Iterator[tuple[Run, Callable[[float],
             run.close()
 
 
-@pytest.mark.parametrize("shifts", [(HALF_AN_HOUR,), (-HALF_AN_HOUR,), (HALF_AN_HOUR, -HALF_AN_HOUR, 0.0)])
-def test_a_run_goes_on_over_a_shifted_clock(
-    shifted: tuple[Run, Callable[[float], None]], shifts: tuple[float, ...]
-) -> None:
+def test_a_run_goes_on_over_a_shifted_clock(shifted: tuple[Run, Callable[[float], None]]) -> None:
     run, shift = shifted
     served = Served(run)
     writer = Writer(run.again(), "w", epoch=run.meta.epoch)
@@ -88,7 +85,7 @@ def test_a_run_goes_on_over_a_shifted_clock(
             reader.announce(PolicyVersion(version=step.number))
 
     train(3)
-    for seconds in shifts:
+    for seconds in (HALF_AN_HOUR, -HALF_AN_HOUR, 0.0):
         shift(seconds)
         train(3)
     total = run.store.ledger().total()
@@ -123,22 +120,6 @@ def test_a_leader_that_lives_through_a_clock_set_back_knows_that_its_lease_had_l
     again = run.store.renew(ttl_seconds=5.0)
     assert again.held
     assert again.token > first.token
-
-
-def test_a_leader_that_waits_for_the_trainer_s_word_does_not_wait_for_the_clock(
-    shifted: tuple[Run, Callable[[float], None]],
-) -> None:
-    run, shift = shifted
-    attempt = run.store.attempt(uuid="silent", world_size=1, resume_step=0)
-    run.store.announce(attempt.number, PolicyVersion(version=0))
-    for i in range(2):
-        run.push(f"a.{i}")
-    served = Served(run)
-    served.serve(CONFIG)
-    served.wait_for(lambda: served.said("ready"), seconds=60)
-    shift(-HALF_AN_HOUR)
-    served.wait_for(lambda: run.store.meta().step == 1, seconds=60)
-    served.close()
 
 
 def test_what_is_pending_and_who_pushed_it_outlive_eight_days(shifted: tuple[Run, Callable[[float], None]]) -> None:

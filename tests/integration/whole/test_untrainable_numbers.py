@@ -52,11 +52,10 @@ def a_trainer(run: Run) -> int:
     return number
 
 
-@pytest.mark.parametrize("rewards", [[1e39, 0.0], [1.7e308, 1.7e308], [-1.7e308, 1.7e308]])
 def test_a_pending_push_whose_rewards_cannot_be_trained_is_dropped_and_the_run_goes_on(
-    run: Run, served: Served, rewards: list[float]
+    run: Run, served: Served
 ) -> None:
-    push_as_before(run, "a.0", rewards)
+    push_as_before(run, "a.0", [-1.7e308, 1.7e308])
     run.push("a.1")
     store = served.serve(CONFIG)
     a_trainer(run)

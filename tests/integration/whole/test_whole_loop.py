@@ -17,7 +17,7 @@ from logged import Logged
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
-from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
+from rlbuffer.errors import BatcherFailed, BatchTimeout, ConfigError
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 
@@ -146,18 +146,6 @@ def test_an_estimator_that_fails_stops_the_batcher_and_every_waiting_rank_hears_
     assert (account.pending[0], dict(account.dropped)) == (4, {})
 
 
-def test_a_newer_attempt_fences_the_older_reader(place: Place) -> None:
-    place.serve()
-    push_groups(place, range(4))
-    old = place.connect().reader(timeout_seconds=20)
-    step = next(old.steps())
-    time.sleep(0.01)  # attempts are numbered by the server's clock
-    new = place.connect().reader(timeout_seconds=20)
-    new.start(0)
-    with pytest.raises(AttemptFenced):
-        old.trained(step)
-
-
 def test_a_group_that_lost_payloads_of_several_parts_before_the_commit_drops_as_a_whole(place: Place) -> None:
     buffer = place.connect()
     start_trainer(buffer)
@@ -177,47 +165,6 @@ def test_a_group_that_lost_payloads_of_several_parts_before_the_commit_drops_as_
     assert place.errors == []
     account = buffer.ledger().envs["a"]
     assert (account.pushed[0], account.packed[0], account.dropped["invalid"][0]) == (7, 4, 3)
-
-
-def test_steps_retire_behind_the_oldest_checkpoint(place: Place) -> None:
-    place.serve()
-    push_groups(place, range(8))
-    buffer = place.connect()
-    reader = buffer.reader(timeout_seconds=20)
-    take_steps(reader, 3)
-    reader.checkpointed(2)
-    place.wait_for(lambda: buffer.store.meta().retired == 2)
-    with pytest.raises(StepRetired, match=r"step 1 of run .* was trained and retired: steps up to"):
-        buffer.step(1)
-    assert len(buffer.step(3).rollout_ids) == 4
-    with pytest.raises(NotFound, match="has no step 99"):
-        buffer.step(99)
-    assert buffer.verify().ok
-
-
-def test_groups_can_be_looked_at_in_every_state(place: Place) -> None:
-    place.serve()
-    push_groups(place, range(6))
-    push_groups(place, range(20, 21), planned_size=4)
-    buffer = place.connect()
-    reader = buffer.reader(timeout_seconds=20)
-    take_steps(reader, 1)
-    place.wait_for(lambda: buffer.store.meta().step >= 2)
-    states = {view.group_id: view.state for view in buffer.groups()}
-    assert sorted(states.values()).count("trained") == 2
-    assert "forming" in states.values()
-    assert "packed" in states.values()
-    trained = buffer.groups("state:trained")[0]
-    assert (trained.prompt_id, trained.planned_size, trained.rollouts) == (f"prompt-{trained.group_id[2:]}", 2, 2)
-    assert trained.waited_seconds is not None
-    assert trained.step == 1
-    forming = buffer.groups("state:forming")
-    assert [view.group_id for view in forming] == ["a.20"]
-    detail = buffer.group("a.20")
-    assert [member.rollout_id for member in detail.members] == ["a.20/0", "a.20/1"]
-    assert detail.members[0].rollout == make_group(seed=20, size=2, rewards=[0.0, 1.0], planned_size=4).rollouts[0]
-    with pytest.raises(NotFound, match="has no group 'nothing'"):
-        buffer.group("nothing")
 
 
 def test_a_trainer_that_has_gone_silent_is_named_as_what_everybody_waits_for(place: Place) -> None:
