@@ -16,6 +16,7 @@ from network_runs import run_network
 from processes_under_test import KINDS
 from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
+from watched import MISSING
 
 from rlbuffer.store.keys import Keys
 
@@ -65,6 +66,12 @@ def test_a_run_survives_failovers_of_shards_and_slots_that_move(home: Home) -> N
     outcome = run_failovers(home, seed=3, failovers=1, kills=1, steps=75, say=say, place="cluster", slot_moves=1)
     assert outcome.findings == []
     assert dict(outcome.faults) == {FAILOVER: 1, KILL: 1, MOVE: 1}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} on PATH")
+def test_what_a_run_survives_on_one_server_it_survives_on_several(home: Home) -> None:
+    outcome = run_network(home, seed=6, faults=8, pauses=1, steps=20, say=say, place="sentinels")
+    assert outcome.findings == []
 
 
 def test_no_process_of_a_run_ends_while_the_disk_is_full(home: Home) -> None:

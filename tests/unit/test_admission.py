@@ -6,27 +6,11 @@ from rlbuffer.batcher.admission import (
     allowances,
     groups_per_step,
     missing,
-    window,
 )
 
 
 def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0), owed=0.0, **sizes):
     return EnvSupply(window=window, pending=pending, share=share, mean=mean, owed=owed, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("version", "max_age", "last_step", "expected"),
-    [(0, 0, 0, 1), (3, 0, 3, 1), (3, 0, 4, 0), (3, 1, 4, 1), (3, 1, 5, 0), (3, 2, 7, -1), (3, 2, 3, 3)],
-)
-def test_the_window_is_what_a_group_sampled_now_can_serve(version, max_age, last_step, expected):
-    assert window(version=version, max_age=max_age, last_step=last_step) == expected
-
-
-@pytest.mark.parametrize(
-    ("pending", "steps", "expected"), [(0, 1, 10), (9, 1, 1), (10, 1, 0), (30, 1, 0), (5, 2, 15), (0, 0, 0), (0, -1, 0)]
-)
-def test_tickets_out_and_groups_pending_fill_the_window(pending, steps, expected):
-    assert allowances({"a": supply(window=steps, pending=pending)}, {"a": 10.0}) == {"a": expected}
 
 
 @pytest.mark.parametrize(("steps", "share", "expected"), [(1, 0.5, 1), (0, 0.5, 0), (1, 0.0, 0)])

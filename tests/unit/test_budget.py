@@ -8,12 +8,10 @@ from rlbuffer.batcher.budget import (
     Deficits,
     EnvAccount,
     dump,
-    has_budget,
     known_envs,
     load,
     settle,
     shares,
-    size_of,
 )
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
@@ -42,21 +40,6 @@ def config(**settings):
 def test_the_rest_goes_where_remainder_says(settings, ready, expected):
     made = config(**settings)
     assert shares(made, known_envs(made, ["a", "b"]), ready) == pytest.approx(expected)
-
-
-def test_an_env_is_known_by_its_budget_or_its_first_group():
-    assert known_envs(config(budgets={"c": 0.5}, remainder="d"), ["a"]) == ["a", "c", "d"]
-
-
-@pytest.mark.parametrize(("env", "expected"), [("c", True), ("d", True), ("a", False)])
-def test_a_step_waits_only_for_envs_with_a_share_by_name(env, expected):
-    assert has_budget(config(budgets={"c": 0.5}, remainder="d"), env) is expected
-
-
-def test_charging_moves_what_is_owed_but_never_creates_any():
-    deficits = Deficits({}, {"a": 0.7, "b": 0.3})
-    deficits.charge("a", 100)
-    assert deficits.all() == pytest.approx({"a": -30, "b": 30})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,11 +97,6 @@ def test_means_are_exact_at_first_and_then_follow():
     assert account.tokens == pytest.approx(100, rel=1e-6)
     account.learn(100 + MEAN_WINDOW, 8, 0)
     assert account.tokens == pytest.approx(101, rel=1e-6)
-
-
-@pytest.mark.parametrize(("unit", "expected"), [("tokens", 90), ("rollouts", 4), ("groups", 1)])
-def test_a_group_counts_in_the_budgets_unit(unit, expected):
-    assert size_of(unit, tokens=90, rollouts=4) == expected
 
 
 @pytest.mark.parametrize(("unit", "first", "second"), [("tokens", 150, 250), ("rollouts", 6, 10), ("groups", 1.5, 2.5)])

@@ -98,12 +98,6 @@ def test_early_retirement_goes_on_down_to_75_percent_and_begins_again_at_85() ->
         assert pressure.retires_up_to(90) == last, used
 
 
-def test_nothing_retires_early_by_what_was_seen_before_the_last_retirement() -> None:
-    pressure = seen(900, 900)
-    pressure.retire(0)
-    assert pressure.retires_up_to(90) is None
-
-
 def test_what_is_not_trained_never_goes() -> None:
     assert seen(1000, 1000, retired=3).retires_up_to(5) == 5
     assert seen(1000, 1000, retired=5).retires_up_to(5) is None
@@ -178,11 +172,6 @@ class Machine:
 
     def retire(self, *args: object, **said: object) -> int:
         return 1
-
-
-@pytest.mark.parametrize(("maxmemory", "machine", "limit"), [(7, 2000, 7), (0, 2000, 1000), (0, 0, 0)])
-def test_shares_are_of_maxmemory_or_else_of_half_the_machine(maxmemory: int, machine: int, limit: int) -> None:
-    assert memory_rules.assumed_limit(maxmemory, machine) == limit
 
 
 @pytest.mark.parametrize(("used", "is_said"), [(849, False), (850, True), (2000, True)])

@@ -89,24 +89,10 @@ def test_the_group_that_would_not_fit_is_not_selected():
     assert (trial.ended, trial.tokens) == ("full", 90)
 
 
-def test_a_group_larger_than_the_step_is_selected_alone():
-    trial = run({"a": [group("a0", *[10] * 12), group("a1", 1)]})
-    assert (trial.ended, names(trial)) == ("full", ["a0"])
-
-
 @pytest.mark.parametrize(("count", "ended"), [(10, "empty"), (11, "full")])
 def test_rollouts_above_half_a_row_fill_the_rows_before_the_tokens(count, ended):
     trial = run({"a": groups("a", count, 6)})
     assert (trial.ended, len(trial.groups)) == (ended, 10)
-
-
-@pytest.mark.parametrize(
-    ("limits", "selected"),
-    [(Limits(rows=1, row_tokens=10, groups=3), 3), (Limits(rows=1, row_tokens=10, rollouts=5), 3)],
-)
-def test_a_number_of_groups_or_rollouts_ends_the_step_instead(limits, selected):
-    trial = run({"a": groups("a", 9, 5, 5)}, limits=limits)
-    assert (trial.ended, len(trial.groups)) == ("count", selected)
 
 
 @pytest.mark.parametrize(("mean", "ended", "selected"), [(14.9, "short", 3), (15.0, "short", 4), (20.0, "empty", 4)])
@@ -118,11 +104,6 @@ def test_an_env_with_a_budget_is_short_when_its_deficit_exceeds_its_mean_group(m
 def test_a_step_does_not_wait_for_an_env_without_a_budget():
     trial = run({"a": groups("a", 20, 10), "b": []}, budgeted=["a"])
     assert (trial.ended, len(trial.groups), trial.exhausted) == ("full", 10, ["b"])
-
-
-def test_an_env_without_a_share_gives_nothing():
-    trial = run({"a": [], "b": groups("b", 5, 10)}, fractions={"a": 1.0, "b": 0.0})
-    assert (trial.groups, trial.exhausted) == ([], ["a"])
 
 
 @pytest.mark.parametrize(("fill", "balanced"), [(0.8, 8), (0.9, 0)])
@@ -175,9 +156,3 @@ def test_one_call_settles_the_step_and_groups_are_given_back_in_steps_that_doubl
 def test_rows_that_no_packing_can_save_close_a_step(row, count, more):
     # Two rollouts of 4 fit a row of 10: 5 groups of two need more than 4 rows although they hold only 40 tokens.
     assert needs_more_rows(groups("a", count, 4, 4), row, 4) is more
-
-
-def test_adapters_never_share_a_row():
-    two = [group("a0", 4, adapter="x"), group("a1", 4, adapter="y")]
-    assert needs_more_rows(two, 10, 1)
-    assert not needs_more_rows([group("a0", 4), group("a1", 4)], 10, 1)

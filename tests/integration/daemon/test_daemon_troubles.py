@@ -72,14 +72,6 @@ def test_entries_that_nobody_pushed_leave_the_pool_and_stop_nothing(served: Serv
     assert all(len(str(record["group_id"])) <= 128 for record in run.store.history())
 
 
-def test_a_server_that_was_away_is_read_again_from_the_start(served: Served) -> None:
-    store = served.serve(CONFIG)
-    served.wait_for(lambda: served.said("ready"))
-    store.connection.losses += 1
-    served.wait_for(lambda: len(served.said("ready")) == 2)
-    assert "was away: everything is read from it again" in served.said("leader", state="lost")[0]["reason"]
-
-
 def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
