@@ -381,7 +381,7 @@ class Reader:
             record["finished"] = self._progress.place.step
         if (waiting := self._waiting) is not None:
             record["waiting"] = waiting.record()
-        self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
+        self._store.heartbeat("rank", str(self.rank), record)
 
     def _look_at_the_others(self) -> None:
         beats = self._store.heartbeats("rank") if self._skew.watches else {}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
+from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused
 from rlbuffer.process.logs import Lasting
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
@@ -40,7 +40,8 @@ class Refusals:
     def note(self, error: RlbufferError) -> None:
         """The server has refused."""
         self.current = str(error)
-        self._say("waits", error)
+        if self._lasting.is_due(self.current, time.monotonic()):
+            _log.warning("%s waits: %s", self._who, error)
 
     def are_over(self) -> None:
         """It has taken a write."""
@@ -54,13 +55,6 @@ class Refusals:
             report()
         except ServerRefused as error:
             self.note(error)
-
-    def shown(self, note: Callable[[], object]) -> None:
-        """Writes what is for people only: not being allowed to is a warning. Raises ServerRefused."""
-        try:
-            note()
-        except (ServerUnsuitable, WrongAnswer) as error:
-            self._say("cannot show what it does", error)
 
     def waited_out(self, work: Callable[[], T], seconds: float) -> T:
         """Repeats `work` until the server takes it. -> its result.
@@ -80,10 +74,6 @@ class Refusals:
                     raise BatchTimeout(refused_for(seconds, self.current)) from error
                 if self._stop.wait(min(REFUSAL_PAUSE_SECONDS, left)):
                     raise
-
-    def _say(self, what: str, error: RlbufferError) -> None:
-        if self._lasting.is_due(f"{what} {error}", time.monotonic()):
-            _log.warning("%s %s: %s", self._who, what, error)
 
 
 class LongWait:

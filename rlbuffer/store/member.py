@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlbuffer.errors import RunDamaged, RunGone, ServerRefused, ServerUnsuitable, WrongType
+from rlbuffer.errors import RunDamaged, RunGone, ServerRefused, ServerUnsuitable, WrongAnswer, WrongType
 from rlbuffer.store.keys import HEARTBEATS, RUNS, SCHEMA
 from rlbuffer.store.records import Meta
 from rlbuffer.store.server.connection import Connection
@@ -62,7 +62,7 @@ class Member(Viewer):
         """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
         try:
             return self.move("telemetry", keys, args)
-        except (ServerUnsuitable, WrongType) as error:
+        except (ServerUnsuitable, WrongType, WrongAnswer) as error:
             if keys[0] not in self._refused:
                 self._refused.add(keys[0])
                 _log.warning("not written to %s, now and later: %s", keys[0], error)
