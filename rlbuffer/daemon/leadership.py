@@ -131,7 +131,7 @@ class Leadership:
         """Everything comes from the server."""
         self._teller.forget()
         self._archive.take_in(self._meta)
-        self._memory.start(self._meta, sweeps=self._archive.folder is None)
+        self._memory.start(self._meta)
         self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.

@@ -45,16 +45,11 @@ class MemoryWatch:
         self._marked = 0
         """The step whose header asks for a checkpoint because memory is short."""
 
-    def start(self, meta: Meta, *, sweeps: bool = True) -> None:
-        """Takes in the live steps, and sweeps what an earlier leader left.
-
-        `sweeps`: False where an archive may not have all of it yet: the leader sweeps it later.
-        """
+    def start(self, meta: Meta) -> None:
+        """Takes in the live steps."""
         self._pressure.retire(meta.retired)
         for header in self._store.headers():
             self._note(header)
-        if meta.retired and sweeps:
-            self._store.retire(meta.retired)
 
     # -- while the run goes on -------------------------------------------------------------------------------------
     def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> None:

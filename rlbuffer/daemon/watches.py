@@ -118,7 +118,7 @@ class Retirement(Watch):
     def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving, memory: MemoryWatch) -> None:
         self._store, self._pending, self._archive, self._memory = store, pending, archive, memory
         self._swept = float("-inf")
-        self._may_be_garbage = archive.folder is not None
+        self._may_be_garbage = True
         """An earlier leader may have left payloads to sweep, which wait until they are archived."""
 
     def tick(self, look: Look) -> None:

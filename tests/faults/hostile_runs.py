@@ -40,6 +40,8 @@ BREATH_SECONDS = 1.0
 GROUP_SECONDS = 20.0
 HELD_SECONDS = 10.0
 """After so long without a step the operator sets right what holds the run up, while the attack goes on."""
+JAMMED = b"18446744073709551615-"
+"""Begins the largest ids of a stream."""
 VIEWS = (("inspect",), ("verify",), ("runs", "list"))
 BROKEN = ("Traceback (most recent call last)", "This is a defect")
 STARTED_AGAIN = ("starting it again", "Starting all")
@@ -183,8 +185,12 @@ class _Stage:
         done = []
         with self._admin() as client:
             now = 1000 * int(client.time()[0])
+            tag = f"{{rlb:{RUN}}}"
+            pool = f"{tag}:pool"
+            if client.exists(pool) and client.xinfo_stream(pool)["last-generated-id"].startswith(JAMMED):
+                client.delete(pool)  # it takes no push any more
+                done.append("the pool")
             for env in ENVS:
-                tag = f"{{rlb:{RUN}}}"
                 if taken := client.zremrangebyscore(f"{tag}:tickets:{env}", now + 3_600_000, "+inf"):
                     done.append(f"{taken} tickets of {env}")
                 number = client.hget(f"{tag}:numbers", env) or b"0"

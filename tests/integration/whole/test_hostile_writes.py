@@ -11,7 +11,7 @@ from looks import evaluations
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import InvalidRollout, LeaseLost, RunDamaged, WrongType
+from rlbuffer.errors import InvalidRollout, LeaseLost, RunDamaged, ServerRefused, WrongType
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
@@ -91,6 +91,20 @@ def trained(store: EveryRole, served: Served) -> None:
         return store.meta().step >= 1
 
     served.wait_for(has_step)
+
+
+def test_a_leader_reads_on_once_a_pool_that_took_no_push_any_more_is_removed(run: Run, served: Served) -> None:
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    run.client.xadd(run.store.keys.pool, entry_with(run), id=LARGEST)
+    served.wait_for(lambda: served.said("drop"))
+    with pytest.raises(ServerRefused, match=r"takes no push .*Remove the pool \(DEL\)"):
+        run.push("a.1")
+    run.client.delete(run.store.keys.pool)
+    run.push("a.1")
+    store = run.again()
+    trained(store, served)
+    assert store.wait_step(1, block_seconds=0).group_ids == ("a.1",)
 
 
 def test_a_payload_of_another_type_is_one_that_is_not_there(run: Run, served: Served) -> None:
