@@ -96,13 +96,15 @@ def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:
 
 
 def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    if array.size and dtype.kind == "i" and array.dtype.kind not in "iu":
+    if not array.size:  # `[]` is float64 to numpy, and nothing is of any kind
+        return np.empty(array.shape, dtype)
+    if dtype.kind == "i" and array.dtype.kind not in "iu":
         raise InvalidRollout(f"{label}: expected integers, got {array.dtype}")
-    if array.size and dtype.kind == "b" and not (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all()):
+    if dtype.kind == "b" and not (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all()):
         raise InvalidRollout(f"{label}: expected booleans, got {array.dtype}")
     if dtype.kind == "f" and array.dtype.kind not in "fiu":
         raise InvalidRollout(f"{label}: expected numbers, got {array.dtype}")
-    if dtype.kind == "i" and array.size:
+    if dtype.kind == "i":
         low, high = int(array.min()), int(array.max())
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise InvalidRollout(f"{label}: {low}..{high} does not fit {dtype}")

@@ -80,6 +80,7 @@ def test_a_logprob_that_no_sampler_draws_is_refused_by_column_and_position(
     ("changes", "field"),
     [
         ({"tokens": []}, "column tokens"),
+        ({"tokens": np.zeros((4, 0), complex)}, "column tokens"),
         ({"tokens": [1, 2, 3]}, "column loss_mask"),
         ({"logprobs": [0.0] * 5}, "column logprobs"),
         ({"tokens": [[1, 2], [3, 4]]}, "column tokens"),
