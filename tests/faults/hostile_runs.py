@@ -24,6 +24,7 @@ from own_server import OwnServer
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.records import EnvLedger
 from rlbuffer.testing import make_group
 
 RUN, OTHER = "tiny", "other"
@@ -298,13 +299,14 @@ def _attack(stage: _Stage, attacker: Attacker, moves: int, pushes: int, outcome:
 
 
 def _check(home: Home, stage: _Stage, outcome: Outcome) -> list[str]:
-    """Steps are as they were trained, no rollout is in two, and the views show the run."""
+    """Steps are as they were trained, no rollout is in two, and what the account has wrong is named by `verify`."""
     for view in VIEWS:
         if found := stage.view(*view):
             return found
     metrics = home.metrics()
     findings = check_metrics(metrics, home_step(home))
     trained = {record["step"]: record["digest"] for record in metrics}
+    accounts: dict[str, dict[str, tuple[int, int]]] = {}
     steps_of: dict[tuple[str, str], int] = {}
     with stage.buffer() as buffer:
         named = [f"{finding.invariant} {finding.message}" for finding in buffer.verify().findings]
@@ -312,14 +314,38 @@ def _check(home: Home, stage: _Stage, outcome: Outcome) -> list[str]:
         for header in buffer.store.headers():
             if header.step in trained and trained[header.step] != header.digest:
                 findings.append(f"step {header.step} was trained with another digest than it has")
+            fate = "trained" if header.step <= buffer.store.trainer().trained else "packed"
             for member in (m for part in buffer.store.read_parts(header.step) for m in part.rollouts):
                 name = (member.group_id, member.info.rollout_id)
                 if name in steps_of:
                     findings.append(f"rollout {name} is in step {steps_of[name]} and in step {header.step}")
                 steps_of[name] = header.step
+                _count(accounts, member.env, fate, 1, member.info.length)
+        for entry in buffer.store.read_pool(count=10**6):
+            _count(accounts, entry.env, "pending", entry.rollouts, entry.tokens)
+        ledger = buffer.ledger().envs
         outcome.facts["steps"] = f"{len(trained)} trained; rollouts in steps: {len(steps_of)}"
         outcome.facts["of those from the attacker"] = sum(group.startswith("evil.") for group, _ in steps_of)
+    off = 0
+    for env in sorted(accounts.keys() | ledger.keys()):
+        there = ledger.get(env, EnvLedger())
+        ours = accounts.get(env, {})
+        wrong = [
+            f"{getattr(there, fate)} {fate}, computed are {ours.get(fate, (0, 0))}"
+            for fate in ("pending", "packed", "trained")
+            if getattr(there, fate) != ours.get(fate, (0, 0))
+        ]
+        off += bool(wrong)
+        if wrong and not any(line.startswith(f"I10 env {env}:") for line in named):
+            findings.append(f"env {env}: the ledger has {'; '.join(wrong)}, and `verify` does not say so")
+    outcome.facts["envs whose account is off, all named"] = off
     return findings
+
+
+def _count(accounts: dict[str, dict[str, tuple[int, int]]], env: str, fate: str, rollouts: int, tokens: int) -> None:
+    account = accounts.setdefault(env, {})
+    before = account.get(fate, (0, 0))
+    account[fate] = (before[0] + rollouts, before[1] + tokens)
 
 
 def _said_wrong(home: Home) -> list[str]:
