@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from sampler_ratios import RATIO_TOLERANCE, SETTINGS, check_name, ratios_to_the_
 from vllm_server import ENGINE
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
-from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.worker.samplers import make_sampler
@@ -30,12 +28,6 @@ from rlbuffer.worker.samplers.conformance import (
 )
 
 OPTIONS = {**ENGINE, "max_model_len": CONTEXT}
-MEANINGLESS = {
-    *("seed", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
-    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-    *("output_kind", "stream_interval", "extra_args", "skip_clone", "routed_experts_prompt_start"),
-}
-"""Parameters of a request that change no token's probability."""
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +74,6 @@ def test_ratios_at_age_0_are_1_under_a_nucleus(tmp_path: Path, runner: asyncio.R
 def test_every_token_of_a_worker_with_vllm_is_from_the_version_that_its_span_names(tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("vllm", dict(OPTIONS), published), models)
-
-
-def test_every_parameter_of_vllms_requests_is_a_workers_own_or_refused() -> None:
-    """One that a later vLLM adds must be looked at."""
-    from vllm import SamplingParams
-
-    for name in inspect.signature(SamplingParams.from_optional).parameters:
-        if name not in MEANINGLESS:
-            assert refused_option({name: 1}), name
 
 
 def test_an_option_that_vllm_does_not_have_is_a_mistake_in_the_settings(tmp_path: Path, runner: asyncio.Runner) -> None:
