@@ -40,14 +40,18 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
+    """Inside, SIGTERM, SIGINT and SIGHUP, which a terminal that closes sends, set `stop`; a second one leaves at once
+    with exit code 130. A SIGHUP that is ignored, as under nohup, stays so."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
             os._exit(130)
         stop.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    asking = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asking.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in asking}
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlbuffer.process.signals import StopRequest
+from rlbuffer.process.signals import StopRequest, stop_on_signals
 
 
 @pytest.fixture
@@ -49,3 +49,20 @@ def test_another_thread_asks_itself_and_leaves_the_handlers_alone() -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
     stop.set()
     assert stop.is_set
+
+
+def test_a_terminal_that_closes_asks_to_stop_unless_that_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    stop = threading.Event()
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stop_on_signals(stop):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with stop_on_signals(stop):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
