@@ -11,7 +11,7 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.envs import Prompt, make_env
+from rlbuffer.worker.envs import Prompt, make_env, wrong_env
 
 IDS = {"vocab_size": 13, "eos_token_ids": [12]}
 
@@ -173,6 +173,8 @@ def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
         env_of(tmp_path, "", **IDS)
     with pytest.raises(ConfigError, match=r"no\.jsonl cannot be read: No such file or directory"):
         make_env("jsonl", path=str(tmp_path / "no.jsonl"), **IDS)
+    with pytest.raises(ConfigError, match=r"no\.jsonl cannot be read"):  # before a run, whose model may say no size
+        list(wrong_env("jsonl", {"path": str(tmp_path / "no.jsonl"), **IDS}, vocab_size=0))
 
 
 @pytest.mark.parametrize(

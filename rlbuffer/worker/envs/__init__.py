@@ -150,5 +150,7 @@ def wrong_env(name: str, options: Mapping[str, Any], *, vocab_size: int) -> Iter
         ConfigError: it cannot be made.
     """
     factory_of(name, options)
-    if name in MADE and 0 < vocab_size < (env := make_env(name, **options)).vocab_size:
-        yield "env", f"env {name} uses {env.vocab_size} token ids, the model knows {vocab_size}", True
+    if name in MADE:
+        env = make_env(name, **options)
+        if 0 < vocab_size < env.vocab_size:
+            yield "env", f"env {name} uses {env.vocab_size} token ids, the model knows {vocab_size}", True

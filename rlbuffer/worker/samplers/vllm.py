@@ -51,7 +51,7 @@ SPECULATION = (
 BENDING = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), SPECULATION),
     **dict.fromkeys(
-        ("logits_processors", "watermark", "watermark_config", "generation_config", "override_generation_config"),
+        ("logits_processors", "watermark_config", "generation_config", "override_generation_config"),
         "tokens would be drawn from another distribution than the one that their logprobs, and every ratio, are of",
     ),
 }
