@@ -7,13 +7,14 @@ ever written here, so none is read: what comes back is what :func:`rlbuffer.reco
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_DEPTH, plain
+from rlbuffer.records.checks import MAX_DEPTH, plain, shown
 
 MAX_LEVELS = MAX_DEPTH + 8
 """A record wraps its user's values in a few levels of its own."""
@@ -77,7 +78,8 @@ def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """The pairs of a map, for a decoder. Raises ValueError when a key occurs twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError("a key occurs twice in a map")
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {shown(twice)} occurs twice in a map")
     return out
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
@@ -282,5 +283,8 @@ def _located(path: str, message: str) -> str:
 
 def _shown(value: Any) -> str:
     """A value as it stands in JSON, or its beginning."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (ValueError, TypeError, RecursionError):  # an int of 5,000 digits, a key that JSON does not have
+        return shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -140,7 +140,7 @@ def line(**changes: Any) -> str:
     ("bad", "words"),
     [
         ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value: line 1 column 13 (char 12)"]),
-        ('{"env": "a", "env": "b"}', ["g.jsonl:3  not JSON: a key occurs twice in a map"]),
+        ('{"env": "a", "env": "b"}', ["g.jsonl:3  ", "'env' occurs twice"]),
         ("[1]", ["g.jsonl:3  "]),
         (line(reward=float("nan")), ["g.jsonl:3  ", "reward"]),
         (line(logprobs=[0.0]), ["g.jsonl:3  ", "logprobs"]),

@@ -164,3 +164,8 @@ def test_nan_written_as_json_is_refused_and_not_stored_as_none() -> None:
     assert "NaN" in line
     with pytest.raises(InvalidRollout, match=r"^rollouts\[0\]\.reward: expected a finite number, got nan$"):
         group_from_line(line)
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, [10**5000]], ids=["a key that JSON lacks", "a huge number"])
+def test_a_value_that_json_cannot_say_is_refused_all_the_same(value: Any) -> None:
+    assert refusal(group(rollout(tokens=value))).startswith("rollouts[0].tokens")
