@@ -89,8 +89,9 @@ def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
         line = bad(str(problem))
         line.no_wrap, line.overflow = is_brief, "ellipsis"
         yield line
-    if is_brief and (more := len(state.problems) - SHOWN_PROBLEMS) > 0:
-        yield bad(f"{plural(more, 'more problem')}: rlbuffer inspect problems")
+    if is_brief and state.problems:
+        more = max(0, len(state.problems) - SHOWN_PROBLEMS)
+        yield bad(f"{f'{more} more, and what' if more else 'What'} cures them: rlbuffer inspect problems")
     leader = state.leader
     waits = [("batcher", 0.0 if leader is None or leader.is_fresh else leader.seconds_ago, state.waiting)]
     waits += [(rank.title, 0.0, rank.waiting) for rank in state.of_kind("rank") if rank.is_fresh]

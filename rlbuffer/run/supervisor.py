@@ -193,9 +193,10 @@ class Supervisor:
         reading, writing = self._context.Pipe(duplex=False)
         arguments = (self._json, writing, *work)
         process = self._context.Process(target=members.forked_main, args=arguments, name=f"rlbuffer {name}")
+        # Before the start: what fails behind it would leave a child that nobody knows.
+        stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
         process.start()
         writing.close()
-        stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
         reading.close()
         self.log.follow(name, stream)
         return process

@@ -237,6 +237,11 @@ def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], ori
 
     `options` are those of the url, `origin` says where it comes from; `is_known`: the server has answered before.
     """
+    if is_known and type(error) is redis.ConnectionError and not isinstance(_below(error), OSError):
+        return (
+            "  It closes a connection that has worked before: its log may say why. "
+            "A client-output-buffer-limit for normal clients must be above 64 MiB."
+        )
     doubt = ""
     if not is_known and "path" not in options and not isinstance(_below(error), _ABSENT):
         doubt = f"  {TLS_DOUBT if url.startswith('rediss') else PLAIN_DOUBT}\n"
