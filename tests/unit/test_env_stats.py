@@ -17,7 +17,7 @@ from rlbuffer.daemon.env_stats import MOST_ENVS, MOST_REWARDS, EnvStats
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
-from rlbuffer.records.step_plan import Drop
+from rlbuffer.records.step_plan import Drop, PlannedRollouts
 from rlbuffer.state.metric import said_in
 from rlbuffer.state.run_state import EnvState, RunState, buffer_record, env_said
 from rlbuffer.store.records import PoolEntry
@@ -56,7 +56,7 @@ class Leading:
         """-> what is known of env math after a step."""
         self._step += 1
         entry = entry_of(make_group(env="math").info())
-        plan = replace(plan_of([entry], self._step), rollouts=())
+        plan = replace(plan_of([entry], self._step), rollouts=PlannedRollouts(()))
         self.stats.committed(plan, {}, header_of(step=self._step), 0.0)
         return EnvState(name="math", **env_said(self.stats.envs.get("math")))
 

@@ -22,7 +22,6 @@ from rlbuffer_cli.main import main
 Call = Callable[..., tuple[int, str]]
 FILES = {
     "two.toml": '[worker.a]\nenv = "vcopy"\n[worker.b]\nenv = "repeat"\n[score]\nc.model = "m"\nd.model = "m"\n',
-    "short.toml": '[batcher]\nrow_tokens = 3\n[worker.a]\nenv = "vcopy"\n',
     "strict.toml": "[batcher]\nmin_group_size = 9\n[worker.a]\nenv = 'vcopy'\ngroup_size = 8\n",
     "empty.jsonl": "\n\n",
     "bad.jsonl": '\n{"group_id": "g"}\n',
@@ -95,7 +94,6 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("config check --config no.toml", 3, "no.toml"),
         ("config check --config latin.toml", 3, "latin.toml 7)"),
         ("config check --config open.toml", 3, "open.toml TOML"),
-        ("config check --for worker --config short.toml", 3, "short.toml:4 vcopy"),
         (
             "config check --for worker --config strict.toml",
             3,

@@ -12,6 +12,7 @@ import rlbuffer
 from rlbuffer.client.operations import choose
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, ConfigError, RunGone
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 
@@ -47,6 +48,19 @@ def test_a_leader_takes_new_settings_between_two_steps_and_loses_nothing(served:
     meta = run.store.meta()
     assert (meta.wanted_digest, meta.config["step_groups"]) == ("", 3)
     assert run.store.verify().ok
+
+
+def test_a_forming_group_stays_whole_over_a_change_of_settings(served: Served) -> None:
+    run = served.run
+    start_trainer(run)
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=8))
+    served.wait_for(lambda: served.said("ready"))
+    ask(run, rlbuffer.BatcherConfig(64, step_groups=1, max_age=7))
+    served.wait_for(lambda: run.store.meta().revision == 2, 20)
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/2", "a.0/3"])
+    assert groups_of(served, 1) == ("a.0",)
+    assert next(iter(run.store.headers())).rollouts == 4
 
 
 def test_without_a_leader_the_settings_wait_for_one_that_starts_with_them(served: Served) -> None:
@@ -167,6 +181,24 @@ def test_what_is_owed_cannot_be_counted_in_another_unit_once_there_are_steps(ser
     ask(run, rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, unit="groups"))
     (event,) = served.wait_for(lambda: served.said("config", state="refused"), 20)
     assert event["reason"].startswith("batcher.unit")
+
+
+def test_a_smaller_age_limit_drops_what_is_too_old_by_it_and_each_step_is_judged_by_its_own(served: Served) -> None:
+    run = served.run
+    attempt = start_trainer(run)
+    for n in range(5):
+        run.push(f"a.{n}", version=0)
+    served.serve(OLD)
+    groups_of(served, 1)
+    run.store.report(attempt, epoch=run.meta.epoch, trained=1, digest="", oldest_kept=0)
+    groups_of(served, 2)
+    ask(run, rlbuffer.BatcherConfig(64, step_groups=2, max_age=0))
+    served.wait_for(lambda: run.store.meta().revision == 2, 20)
+    run.store.report(attempt, epoch=run.meta.epoch, trained=2, digest="", oldest_kept=0)
+    run.store.announce(attempt, PolicyVersion(version=2))
+    served.wait_for(lambda: served.said("drop", reason="stale"), 20)
+    assert [header.revision for header in run.store.headers()] == [1, 1]
+    assert run.store.verify().ok  # step 2 trained age 1, which its own rule allowed
 
 
 def test_verify_finds_a_step_that_says_a_newer_revision_than_the_run_has(run: Run) -> None:
