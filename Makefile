@@ -10,7 +10,7 @@
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
 #   make lock    write deploy/requirements.lock, from which the container image is installed
-#   make bench   measure planning, the data path, batcher, leader and more (nothing timed is a test)
+#   make bench   measure planning, the data path, leader and more (nothing timed is a test)
 
 PYTHON ?= python3
 VENV   ?= .venv
