@@ -29,6 +29,9 @@ BEYOND_WINDOW = 33
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Nats that packed and separate logprobs may differ by at most. float64 is not tighter because the models' norms and
 rotary tables compute in float32 inside."""
+ROUNDING = 3.0
+"""How far products in 16 bit may move packed logprobs from separate ones, in what they move the separate ones: a
+trained model is moved by far more than a fresh one, one with experts most, as a choice among them turns over."""
 
 PackedForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(input_ids [T], position_ids [T], cu_seqlens [S + 1]) -> [T] logprob of each token, 0 for the first of a segment."""
@@ -67,8 +70,12 @@ def self_test(
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
     packed = forward(tokens, positions, cu_seqlens)
-    separate = [separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)]
-    difference = float((packed - torch.cat(separate)).abs().max())
+    pieces = torch.split(tokens, lengths)
+    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in pieces])
+    if compute is not None:
+        exact = torch.cat([separate_logprobs(model, piece) for piece in pieces])
+        tolerance = max(tolerance, ROUNDING * float((separate - exact).abs().max()))
+    difference = float((packed - separate).abs().max())
     if not difference <= tolerance:
         raise PackedForwardError(
             f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
@@ -84,7 +91,7 @@ def self_test(
         )
     if window is not None and compute is None and not keeps_rows:
         with _without_window(model):
-            seen = float((separate_logprobs(model, tokens[-lengths[-1] :]) - separate[-1]).abs().max())
+            seen = float((separate_logprobs(model, pieces[-1]) - separate[-lengths[-1] :]).abs().max())
         if not seen > tolerance:
             raise PackedForwardError(
                 f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "

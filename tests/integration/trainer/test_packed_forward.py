@@ -31,7 +31,7 @@ from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import LogitShape
 from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
-from rlbuffer.trainer.model.selftest import acting_window, self_test, separate_logprobs
+from rlbuffer.trainer.model.selftest import TOLERANCES, acting_window, self_test, separate_logprobs
 
 
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c["model_type"])
@@ -89,6 +89,30 @@ def test_products_in_bfloat16_train_weights_in_float32(config: Mapping[str, Any]
     assert narrow.dtype == torch.float32
     assert 0 < float((narrow - wide).detach().abs().mean()) < 0.05
     assert {g.dtype for g in gradients(model, narrow.sum()).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, MISTRAL, QWEN3_MOE], ids=lambda c: c["model_type"])
+def test_a_model_that_16_bit_moves_far_keeps_the_segment_attention(config: Mapping[str, Any]) -> None:
+    """Trained models are moved by tenths of a nat. One whose rollouts see each other is refused all the same."""
+    model = made(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.5)
+    policy = prepare(model, compute=torch.bfloat16)
+    assert policy.attention == ATTENTION
+    ids, positions, cu_seqlens = row()
+    narrow = packed_forward(policy)(ids, positions, cu_seqlens)
+    policy.compute = None
+    moved = float((narrow - packed_forward(policy)(ids, positions, cu_seqlens)).detach().abs().max())
+    assert moved > TOLERANCES[torch.bfloat16]
+    policy.compute = torch.bfloat16
+    one_rollout = packed_forward(policy)
+
+    def leaking(input_ids: Tensor, position_ids: Tensor, bounds: Tensor) -> Tensor:
+        return one_rollout(input_ids, position_ids, bounds[[0, -1]])
+
+    with pytest.raises(PackedForwardError):
+        self_test(model, leaking, compute=torch.bfloat16)
 
 
 @pytest.mark.parametrize("config", [MISTRAL, GEMMA2], ids=lambda c: c["model_type"])
