@@ -29,6 +29,9 @@ from rlbuffer.worker.samplers.decoding import distribution_of
 SELFCHECK_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest difference of one logprob, by the sampler's dtype. Measured with vLLM on the CPU: 5e-6 in float32, 0.1 in
 bfloat16; float16 has eight times bfloat16's resolution."""
+ROUNDING = 3.0
+"""How far 16 bit may move a logprob, in what it moves those of the same tokens in a pass of our own: a trained model
+is moved further than a fresh one, one with experts most."""
 TOKENS = 16
 """New tokens per completion that is checked."""
 PROMPT_TOKENS = 64
@@ -88,6 +91,11 @@ def _compared(
     try:
         model = model_of(directory)
         expected = np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
+        narrow = getattr(torch, dtype, None)
+        if narrow in (torch.bfloat16, torch.float16):
+            torch.nn.Module.to(model, narrow)
+            rounded = np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
+            limit = max(limit, ROUNDING * float(np.abs(rounded - expected).max()))
     except (RuntimeError, IndexError) as error:  # a token that the model does not have, a model that cannot be mapped
         raise WrongLogprobs(
             f"the sampler's tokens cannot be compared with the published weights ({type(error).__name__}: {error}): "

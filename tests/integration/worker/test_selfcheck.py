@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights.files import load_state, publish, read_config
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.conformance import PLAIN, PROMPTS, policies
 from rlbuffer.worker.samplers.decoding import Decoder
-from rlbuffer.worker.samplers.selfcheck import check_sampler
+from rlbuffer.worker.samplers.selfcheck import SELFCHECK_TOLERANCES, TOKENS, check_sampler
 from rlbuffer.worker.samplers.transformers import Batched
 
 
@@ -36,9 +38,20 @@ class Lying(Batched):
         return [replace(c, logprobs=np.full_like(c.logprobs, np.nan)) for c in answers]
 
 
-def difference(lie: str, serves: PolicyVersion, says: PolicyVersion, sampling: Sampling) -> float:
+class Narrow(Decoder):
+    """Computes in bfloat16, as engines do."""
+
+    def load(self, policy: PolicyVersion) -> None:
+        super().load(policy)
+        assert self._model is not None
+        torch.nn.Module.to(self._model, torch.bfloat16)
+
+
+def difference(
+    lie: str, serves: PolicyVersion, says: PolicyVersion, sampling: Sampling, decoder: type[Decoder] = Decoder
+) -> float:
     async def run() -> float:
-        sampler = Lying(Decoder(seed=0), lie)
+        sampler = Lying(decoder(seed=0), lie)
         await sampler.load(serves)
         try:
             return await check_sampler(sampler, says, PROMPTS[0], sampling)
@@ -59,6 +72,20 @@ def test_wrong_logprobs_are_refused_with_the_usual_cause(tmp_path: Path, lie: st
     _, published = policies(tmp_path)
     with pytest.raises(WrongLogprobs, match="--logprobs-mode processed_logprobs"):
         difference(lie, published[0], published[0], replace(PLAIN, temperature=0.5))
+
+
+def test_a_model_that_16_bit_moves_far_is_compared_by_how_far(tmp_path: Path) -> None:
+    """As trained models are moved, not fresh ones; another model is further away all the same."""
+    _, published = policies(tmp_path)
+    grown = []
+    for policy in published[:2]:
+        state = {name: (3 * tensor).bfloat16() for name, tensor in load_state(Path(policy.location)).items()}
+        config = read_config(Path(policy.location)) | {"dtype": "bfloat16"}
+        grown.append(publish(tmp_path / "grown", policy.version, state=state, config=config, keep=2))
+    long = replace(PLAIN, max_new_tokens=TOKENS, stop_token_ids=())
+    assert difference("none", grown[0], grown[0], long, Narrow) > SELFCHECK_TOLERANCES["bfloat16"]
+    with pytest.raises(WrongLogprobs):
+        difference("none", grown[1], grown[0], long, Narrow)
 
 
 def test_another_model_than_the_published_one_is_refused(tmp_path: Path) -> None:
