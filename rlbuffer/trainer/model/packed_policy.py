@@ -52,6 +52,8 @@ class PackedPolicy(nn.Module):
         self.attention = attention
         """:data:`rlbuffer.trainer.model.attention.ATTENTION`, or the library's ``sdpa`` or ``eager`` where that does
         not fit."""
+        self.refused = ""
+        """Why the cheaper kernels do not fit; empty where none was refused."""
         self.layout: Layout = layout
         self.shape = shape
         self.compute = compute
@@ -161,6 +163,7 @@ def prepare(
         except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
             continue
+        policy.refused = "; ".join(reasons)
         return policy
     if layout == "packed":
         raise PackedForwardError(

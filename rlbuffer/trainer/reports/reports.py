@@ -89,6 +89,11 @@ class Reports:
             parameters=self._parameters,
             output=output,
         )
+        if session.policy.refused and session.policy.layout == "packed":
+            self.warn(
+                f"the library's {session.policy.attention} attention needs a mask of a row's tokens squared, and time "
+                f"for it: {session.policy.refused}"
+            )
 
     def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place) -> None:
         """A step was trained, published and acknowledged. All ranks call it.

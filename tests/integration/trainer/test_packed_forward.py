@@ -133,6 +133,14 @@ def test_a_forward_pass_that_ignores_the_window_fails_the_self_test(config: Mapp
         self_test(model, packed_forward(policy), longest=40)  # no rollout exceeds the window: it cannot act
 
 
+def test_a_policy_says_why_it_got_a_dearer_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not prepare(made(QWEN3)).refused
+    monkeypatch.setattr(SegmentPlan, "attend", lambda self, query, key, value, **_: torch.zeros_like(query))
+    policy = prepare(made(QWEN3))
+    assert policy.attention != ATTENTION
+    assert ATTENTION in policy.refused
+
+
 def test_a_window_that_the_self_test_cannot_see_is_refused() -> None:
     with pytest.raises(PackedForwardError, match="window of 8 tokens"):
         prepare(made(GPT_NEO))
