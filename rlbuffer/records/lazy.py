@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, overload
@@ -12,8 +13,8 @@ T = TypeVar("T")
 class LazyRecords(Sequence[T]):
     """A sequence whose :meth:`_each` makes all of its records, once."""
 
-    def _each(self) -> Iterator[T]:
-        raise NotImplementedError
+    @abstractmethod
+    def _each(self) -> Iterator[T]: ...
 
     @cached_property
     def _records(self) -> tuple[T, ...]:
