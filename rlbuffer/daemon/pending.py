@@ -19,8 +19,6 @@ from rlbuffer.store.records import Look, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
-LARGEST_MS = f"{2**64 - 1}-"
-"""Begins the largest ids of a stream, which no client of ours makes."""
 _NUMBER = re.compile(r"[0-9]{1,15}\Z")
 """Number of a ticket: its group is called ``<env>.<number>``."""
 
@@ -100,8 +98,7 @@ class Pending:
         now = self.now
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
         for entry in look.entries:
-            if entry.entry_id.startswith(LARGEST_MS):
-                # Its pool takes no push until it is removed, and what comes then has smaller ids.
+            if entry.jams:
                 undecodable.append((_invalid(entry, "its id is of those after which the pool takes none"), [entry]))
                 continue
             self._cursor = entry.entry_id

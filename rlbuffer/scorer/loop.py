@@ -199,7 +199,9 @@ class _Scorer:
     # -- finding -----------------------------------------------------------------------------------------------------
     def _look(self) -> None:
         """Reads what is new in the pool."""
-        while entries := self._store.read_pool(self._cursor, count=ENTRIES_PER_READ):
+        while entries := [
+            entry for entry in self._store.read_pool(self._cursor, count=ENTRIES_PER_READ) if not entry.jams
+        ]:
             self._cursor = entries[-1].entry_id
             for entry in entries:
                 self._found.pop(entry.replaces, None)

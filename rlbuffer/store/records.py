@@ -43,6 +43,12 @@ class PoolEntry:
         """Server time when the rollouts were pushed, in milliseconds (the first half of the stream id)."""
         return self.first_ms or int(self.entry_id.split("-", 1)[0])
 
+    @property
+    def jams(self) -> bool:
+        """True for the largest ids of a stream, which no client of ours makes: the pool takes no push until it is
+        removed, and what comes then has smaller ids. No cursor goes behind such an entry."""
+        return self.entry_id.startswith(f"{2**64 - 1}-")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reused:

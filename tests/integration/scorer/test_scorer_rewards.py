@@ -16,6 +16,8 @@ from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.testing import make_group
 
+LARGEST = "18446744073709551615-18446744073709551615"
+
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -173,6 +175,27 @@ def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
     stage.finish()
     assert stage.raised is None
     assert len(stage.told("restart")) == 1
+
+
+def test_a_scorer_reads_on_once_a_pool_that_took_no_push_any_more_is_removed(stages: Any):
+    stage = stages("judged")
+    store = stage.buffer.role(ScorerStore)
+    real, seen = store.read_pool, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        entries = real(*args, **options)
+        seen.extend(entry.entry_id for entry in entries)
+        return entries
+
+    store.read_pool = noted
+    client, pool = stage.buffer.store.connection.client, stage.buffer.store.keys.pool
+    client.xadd(pool, {"env": "a", "group": "a.9", "rollouts": 1, "tokens": 1}, id=LARGEST)
+    stage.start()
+    eventually(lambda: LARGEST in seen)
+    client.delete(pool)
+    stage.writer.push(unscored(1))
+    eventually(lambda: stage.told("scored"))
+    del store.read_pool
 
 
 def test_a_scorer_ends_with_its_run(stages: Any):
