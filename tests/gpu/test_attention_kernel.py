@@ -140,3 +140,17 @@ def test_layers_with_a_window_go_through_the_kernel_in_bfloat16(
         torch.tensor(BOUNDS, device="cuda"),
     )
     assert calls == [torch.bfloat16] * layers
+
+
+def test_no_kernel_makes_a_plan_for_each_length() -> None:
+    """cuDNN's does, for tenths of a second each."""
+    policy = prepare(made(QWEN3).to(device="cuda"), compute=torch.bfloat16)
+    with torch.profiler.profile() as profile, torch.no_grad():
+        packed_forward(policy)(
+            torch.randint(0, 50, (BOUNDS[-1],), device="cuda"),
+            torch.cat([torch.arange(length) for length in LENGTHS]).cuda(),
+            torch.tensor(BOUNDS, device="cuda"),
+        )
+    called = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
+    assert called
+    assert not [name for name in called if "cudnn" in name]

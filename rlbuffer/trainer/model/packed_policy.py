@@ -142,6 +142,9 @@ def prepare(
             whose head does more than a matrix product, a scale and a cap); the message has every reason.
     """
     model.eval()  # type: ignore[no-untyped-call]
+    # cuDNN's attention, torch's first choice on Hopper, takes tenths of a second for a plan of each length that it has
+    # not met, and rollouts have every length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if next(model.parameters()).dtype == torch.float64:
         norms_in_float64(model)
     if recompute:
