@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlbuffer.errors import (
@@ -46,7 +45,8 @@ class TrainerStore(Member):
         reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
         status = text(reply[0])
         if status == "OK":
-            return replace(self.trainer(), newest=int(reply[2]))
+            number, newest, epoch = map(int, reply[1:4])
+            return Attempt(number=number, world_size=world_size, resume_step=resume_step, epoch=epoch, newest=newest)
         if status == "AHEAD":
             raise RunGone(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "

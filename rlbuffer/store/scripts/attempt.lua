@@ -6,8 +6,8 @@
 -- ARGV  1 uuid of the attempt   2 world size   3 step that the trainer's state contains
 --       4 newest epoch that it knows   5 digest of that step   6 claim (see REPORT); all three '' when unknown
 --       7 which server this is ('' when unknown): another one after a restart or a failover
--- Reply {'OK', number, newest}  the same uuid again gives the same number; the claim is kept when the trainer is ahead.
---                             `newest`: no attempt has made a version above this one in this line
+-- Reply {'OK', number, newest, epoch}  the same uuid again gives the same number; the claim is kept when the trainer is
+--                             ahead. `newest`: no attempt has made a version above this one in this line
 --       {'GONE'}              the run does not exist
 --       {'AHEAD', step}       the trainer's state is ahead of the run's last step, and hands nothing back that fits
 --       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
@@ -22,8 +22,8 @@ local uuid, world_size, resume_step, known_epoch, known_digest, claim, server = 
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
-local trainer = redis.call('HMGET', trainer_key, 'number', 'uuid', 'server', 'newest')
-if trainer[2] == uuid then return {'OK', trainer[1], trainer[4] or '0'} end
+local trainer = redis.call('HMGET', trainer_key, 'number', 'uuid', 'server', 'newest', 'epoch')
+if trainer[2] == uuid then return {'OK', trainer[1], trainer[4] or '0', trainer[5]} end
 local resume, step = tonumber(resume_step), tonumber(meta[2] or '0')
 local refusal
 if resume > step then
@@ -70,4 +70,4 @@ redis.call('HSET', trainer_key, 'number', number, 'uuid', uuid, 'world_size', wo
   'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step)
 redis.call('HDEL', trainer_key, 'hand')
 if refusal then redis.call('HSET', trainer_key, 'claim', claim) else redis.call('HDEL', trainer_key, 'claim') end
-return {'OK', number, string.format('%.0f', newest)}
+return {'OK', number, string.format('%.0f', newest), epoch}

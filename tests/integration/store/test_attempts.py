@@ -30,8 +30,28 @@ def test_each_attempt_has_a_larger_number_and_a_repeated_one_the_same(run):
     assert attempt(run).number == first.number
     second = attempt(run, "second")
     assert second.number > first.number
-    assert (second.world_size, second.resume_step, second.epoch, second.trained) == (2, 0, run.meta.epoch, 0)
-    assert 0 <= second.seen_seconds_ago < 5
+    there = run.store.trainer()
+    assert (there.world_size, there.resume_step, there.epoch, there.trained) == (2, 0, run.meta.epoch, 0)
+    assert (second.number, second.epoch) == (there.number, there.epoch)
+    assert 0 <= there.seen_seconds_ago < 5
+
+
+def test_an_attempt_that_another_one_follows_at_once_is_fenced(run, monkeypatch):
+    """Not given the other one's number: two trainers would be one to the server."""
+    move = run.store.move
+
+    def followed(name, *args):
+        reply = move(name, *args)
+        monkeypatch.setattr(run.store, "move", move)
+        found["second"] = attempt(run, "second")
+        return reply
+
+    found = {}
+    monkeypatch.setattr(run.store, "move", followed)
+    first = attempt(run)
+    assert first.number < found["second"].number
+    with pytest.raises(AttemptFenced):
+        report(run, first.number, 0)
 
 
 def test_older_attempt_is_fenced_from_everything(run):
