@@ -81,8 +81,11 @@ class Run:
     def lead(self, owner: str = "leader", *, ttl_seconds: float = LEASE_SECONDS) -> Lease:
         return self.store.lease(owner, ttl_seconds=ttl_seconds)
 
-    def push(self, group_id: str = "a.0", *, size: int = 2, version: int = 0, **fields: Any) -> Group:
-        group = make_group(env=group_id.split(".")[0], size=size, version=version, group_id=group_id, **fields)
+    def push(self, given: str | Group = "a.0", *, size: int = 2, version: int = 0, **fields: Any) -> Group:
+        """A group, or one that is made up under its id."""
+        group = given
+        if isinstance(group, str):
+            group = make_group(env=group.split(".")[0], size=size, version=version, group_id=group, **fields)
         self.store.push(group, producer="w", incarnation="u", sequence=self.sequence + 1, epoch=self.meta.epoch)
         self.sequence += 1
         return group

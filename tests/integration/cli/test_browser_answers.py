@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from browsing import Person, browse
@@ -16,19 +13,6 @@ import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer_cli.facts import sections
 from rlbuffer_cli.main import main
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def buffer(run: Run, tmp_path: Path) -> Iterator[rlbuffer.Buffer]:
-    with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as opened:
-        yield opened
 
 
 def stale(run: Run) -> None:

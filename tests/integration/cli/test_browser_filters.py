@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,30 +17,13 @@ from rlbuffer_cli.main import main
 from rlbuffer_cli.whole_run import WholeRun
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+@pytest.fixture(autouse=True)
+def groups(run: Run) -> None:
     """One group with a rollout that was cut, one without."""
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    made.push("a.0")
+    run.push("a.0")
     group = make_group(env="a", group_id="a.1", size=3)
     cut = replace(group.rollouts[1], finish_reason="length", is_truncated=True, text="the answer is\n42")
-    rollouts = (group.rollouts[0], cut, group.rollouts[2])
-    made.sequence += 1
-    made.store.push(
-        replace(group, rollouts=rollouts),
-        producer="w",
-        incarnation="u",
-        sequence=made.sequence,
-        epoch=made.meta.epoch,
-    )
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
-    with rlbuffer.connect(run.url, run=run.store.run) as opened:
-        yield opened
+    run.push(replace(group, rollouts=(group.rollouts[0], cut, group.rollouts[2])))
 
 
 def test_a_filter_about_rollouts_chooses_groups_and_marks_the_rollouts_that_match(buffer: rlbuffer.Buffer) -> None:

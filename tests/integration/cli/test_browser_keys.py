@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from pathlib import Path
-
 from browsing import Person, browse
 from store_runs import Run
 from textual.widgets import Footer
@@ -17,8 +14,9 @@ NAMES = {"question_mark": "?", "slash": "/", "escape": "esc", "exclamation_mark"
 MOVES = {"j", "k", "g", "G", "up", "down", "left", "right", "home", "end", "tab", "enter", "esc"}
 
 
-def test_every_key_of_every_screen_stands_on_the_page_of_keys_and_help_at_the_foot(tmp_path: Path) -> None:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+def test_every_key_of_every_screen_stands_on_the_page_of_keys_and_help_at_the_foot(
+    run: Run, buffer: rlbuffer.Buffer
+) -> None:
     run.step("a.0")
     run.push("a.1", rewards=[0.25, 0.75])
     run.store.heartbeat("worker", "w-0", {"version": 1})
@@ -44,13 +42,10 @@ def test_every_key_of_every_screen_stands_on_the_page_of_keys_and_help_at_the_fo
         shown = {key.description for key in foot.query(FooterKey)}
         assert {"steps", "processes", "problems", "quit"} <= shown
 
-    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        browse(buffer, tour, size=(140, 30))
-    run.close()
+    browse(buffer, tour, size=(140, 30))
 
 
-def test_a_click_on_a_key_presses_it_and_one_on_a_head_sorts(tmp_path: Path) -> None:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+def test_a_click_on_a_key_presses_it_and_one_on_a_head_sorts(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.push("a.0", rewards=[1.0, 1.0])
     run.push("a.1", rewards=[0.25, 0.75])
 
@@ -63,6 +58,4 @@ def test_a_click_on_a_key_presses_it_and_one_on_a_head_sorts(tmp_path: Path) -> 
         await person.pilot.click(offset=(problems + 1, len(person.lines()) - 1))
         await person.sees("No problems." if not person.app.screen.is_away else "problems")
 
-    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        browse(buffer, tour, size=(120, 30))
-    run.close()
+    browse(buffer, tour, size=(120, 30))

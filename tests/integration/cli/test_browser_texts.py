@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +16,9 @@ from rlbuffer_cli.main import main
 EVIL = "\x1b[2J\u202eevil\x9b31m"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+@pytest.fixture(autouse=True)
+def group(run: Run, tmp_path: Path) -> None:
     """A group of two rollouts without text, whose tokens are UTF-8."""
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     tokenizer = save_byte_tokenizer(tmp_path / "model")
     rollouts = []
     for answer in (f"it is 🙂\nsure{END}", f"{EVIL}{END}"):
@@ -35,15 +32,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
                 policy_version=0,
             )
         )
-    made.store.push(
-        rlbuffer.Group(group_id="a.0", env="a", prompt_id="p", rollouts=rollouts, planned_size=2),
-        producer="w",
-        incarnation="u",
-        sequence=1,
-        epoch=made.meta.epoch,
-    )
-    yield made
-    made.close()
+    run.push(rlbuffer.Group(group_id="a.0", env="a", prompt_id="p", rollouts=rollouts, planned_size=2))
 
 
 def test_tokens_are_text_by_the_tokenizer_of_the_model(run: Run, tmp_path: Path) -> None:

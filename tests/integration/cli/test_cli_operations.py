@@ -9,7 +9,6 @@ import json
 import shlex
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,30 +33,20 @@ NEW = "[batcher]\nrow_tokens = 64\nstep_groups = 2\nmax_age = 3\n"
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Run]:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    yield run
-    run.close()
-
-
-@pytest.fixture
-def served(made: Run) -> Iterator[Served]:
-    daemons = Served(made)
+def served(run: Run) -> Iterator[Served]:
+    daemons = Served(run)
     yield daemons
     daemons.close()
 
 
 @pytest.fixture
-def call(made: Run, typed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(run: Run, typed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE")):
         monkeypatch.setenv(name, value)  # what `rlbuffer worker` gives its process
     (tmp_path / "old.toml").write_text(OLD)
     (tmp_path / "new.toml").write_text(NEW)
 
-    def run(*arguments: str, on: str | None = None) -> tuple[int, str, str]:
-        return typed(*arguments, "--redis", made.url, "--run", on or made.store.run)
-
-    return run
+    return lambda *words, on="": typed(*words, "--redis", run.url, "--run", on or run.store.run)
 
 
 def config() -> rlbuffer.BatcherConfig:
@@ -71,15 +60,15 @@ def set_config(run: Run) -> None:
 
 
 # -- config apply ------------------------------------------------------------------------------------------------------
-def test_apply_shows_what_differs_and_stores_it_where_nobody_leads(made: Run, call: Call) -> None:
-    set_config(made)
-    name = made.store.run
+def test_apply_shows_what_differs_and_stores_it_where_nobody_leads(run: Run, call: Call) -> None:
+    set_config(run)
+    name = run.store.run
     code, out, err = call("config", "apply", "--config", "old.toml")
     assert (code, f'"{name}"' in out, "revision 1" in out, err) == (0, True, True, "")
     code, out, err = call("config", "apply", "--config", "new.toml")
     assert (code, out.startswith("batcher.max_age: 1 -> 3   new.toml:4 "), err) == (0, True, "")
     assert "no batcher is at work" in out
-    assert made.store.meta().wanted["max_age"] == 3
+    assert run.store.meta().wanted["max_age"] == 3
     assert "settings revision 1; others are asked for and not taken yet\n" in call("inspect")[1]
 
 
@@ -113,23 +102,23 @@ def test_apply_refuses_a_bad_file_and_what_the_batcher_refuses(served: Served, c
     assert served.run.store.meta().revision == 1
 
 
-def test_apply_gives_up_on_a_leader_that_does_not_act(made: Run, call: Call) -> None:
-    set_config(made)
-    made.lead()
+def test_apply_gives_up_on_a_leader_that_does_not_act(run: Run, call: Call) -> None:
+    set_config(run)
+    run.lead()
     code, _, err = call("config", "apply", "--config", "new.toml", "--timeout", "0.3")
     assert (code, "within 0.3 s" in err) == (5, True)
 
 
-def test_apply_says_when_somebody_else_changes_the_settings_again_before_they_are_taken(made: Run, call: Call) -> None:
-    set_config(made)
-    made.lead()  # it leads, and takes nothing
+def test_apply_says_when_somebody_else_changes_the_settings_again_before_they_are_taken(run: Run, call: Call) -> None:
+    set_config(run)
+    run.lead()  # it leads, and takes nothing
     theirs = rlbuffer.BatcherConfig(64, step_groups=2, max_age=5)
 
     def come_second() -> None:
         for _ in range(1200):
-            seen = made.store.meta()
+            seen = run.store.meta()
             if seen.wanted_digest:
-                made.store.ask_config(theirs.as_dict(), config_digest(theirs), seen=seen)
+                run.store.ask_config(theirs.as_dict(), config_digest(theirs), seen=seen)
                 return
             time.sleep(0.05)
 
@@ -139,14 +128,14 @@ def test_apply_says_when_somebody_else_changes_the_settings_again_before_they_ar
     other.join(timeout=60)
     assert (code, "(revision 1) were changed again meanwhile" in err) == (1, True)
     assert out.startswith("batcher.max_age: 1 -> 3 ")
-    assert made.store.meta().wanted["max_age"] == 5
+    assert run.store.meta().wanted["max_age"] == 5
 
 
 # -- drop --------------------------------------------------------------------------------------------------------------
-def test_drop_says_what_would_go_and_does_it_only_when_told(made: Run, call: Call) -> None:
-    name = made.store.run
-    made.push("a.0", lengths=[500, 500])
-    made.push("b.0", lengths=[500, 700])
+def test_drop_says_what_would_go_and_does_it_only_when_told(run: Run, call: Call) -> None:
+    name = run.store.run
+    run.push("a.0", lengths=[500, 500])
+    run.push("b.0", lengths=[500, 700])
     code, out, err = call("drop", "--where", "env:a,b")
     assert (code, out) == (2, "")
     assert f'2 groups (4 rollouts, 2.2k tokens) of run "{name}" for good (a 1, b 1)' in err
@@ -156,13 +145,13 @@ def test_drop_says_what_would_go_and_does_it_only_when_told(made: Run, call: Cal
         {"a": {"groups": 1, "rollouts": 2, "tokens": 1000}},
     )
     assert (record["groups"], record["rollouts"], record["tokens"], record["dropped_pushes"]) == (1, 2, 1000, 0)
-    assert len(made.pool()) == 2
+    assert len(run.pool()) == 2
     code, out, _ = call("drop", "--where", "env:a", "--yes")
     assert (code, "1 group (2 rollouts, 1k tokens)" in out) == (0, True)
     code, out, _ = call("drop", "--where", "env:a", "--yes")
     assert (code, "no pending group" in out) == (0, True)
     assert json.loads(call("drop", "--where", "env:b", "--yes", "--json")[1])["dropped_pushes"] == 1
-    assert made.store.ledger().total().dropped == {"operator": (4, 2200)}
+    assert run.store.ledger().total().dropped == {"operator": (4, 2200)}
     listed = call("inspect", "--where", "state:dropped reason:operator", "--json")[1]
     assert [json.loads(line)["group_id"] for line in listed.splitlines()] == ["b.0", "a.0"]
     assert call("verify")[0] == 0
@@ -208,28 +197,28 @@ def test_drain_waits_and_says_what_is_left(served: Served, call: Call) -> None:
     ],
 )
 def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
-    made: Run, call: Call, is_led: bool, state: str
+    run: Run, call: Call, is_led: bool, state: str
 ) -> None:
-    made.lead()
-    made.store.set_allowances({"a": 3})
-    made.store.take_tickets("a", 1, ttl_seconds=600)
+    run.lead()
+    run.store.set_allowances({"a": 3})
+    run.store.take_tickets("a", 1, ttl_seconds=600)
     if not is_led:  # else the leader says what forms, and this one is silent
-        made.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
-        made.store.release_lease()
-    waits.says(made.store, Waiting(kind=Wait.DRAINING))
+        run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
+        run.store.release_lease()
+    waits.says(run.store, Waiting(kind=Wait.DRAINING))
     sentence = f" {Waiting(kind=Wait.DRAINING)}" if is_led else ""  # of one that is gone it may be an old one
     code, out, err = call("drain", "--timeout", "0.1")
     assert (code, out) == (5, "")
     assert f"{state}. " in err
     assert err.rstrip().endswith(f"`rlbuffer drain --undo` lets workers go on.{sentence}")
-    assert made.store.meta().draining_ms
+    assert run.store.meta().draining_ms
 
 
-def test_a_drain_that_is_undone_by_somebody_else_ends(made: Run, call: Call) -> None:
-    made.lead()
-    made.store.set_allowances({"a": 3})
-    made.store.take_tickets("a", 1, ttl_seconds=60)
-    undo = threading.Timer(0.5, made.store.ask_undrain)
+def test_a_drain_that_is_undone_by_somebody_else_ends(run: Run, call: Call) -> None:
+    run.lead()
+    run.store.set_allowances({"a": 3})
+    run.store.take_tickets("a", 1, ttl_seconds=60)
+    undo = threading.Timer(0.5, run.store.ask_undrain)
     undo.start()
     code, _, err = call("drain")
     undo.join()
@@ -259,12 +248,12 @@ def test_dump_and_restore_are_refused_where_they_cannot_be_meant(
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
-def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run, call: Call) -> None:
-    name = made.store.run
+def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(run: Run, call: Call) -> None:
+    name = run.store.run
     code, _, err = call("serve", "--resume", on="other")
     assert (code, "'other'" in err, f"Runs there: {name}." in err) == (1, True, True)
-    made.step("a.0")
-    made.push("a.1")
+    run.step("a.0")
+    run.push("a.1")
     code, _, err = call("serve", "--fresh")
     assert (code, "1 step and 2 pending rollouts" in err, f"runs reset {name} --yes" in err) == (1, True, True)
     assert call("serve", "--fresh", "--resume")[0] == 2
@@ -291,42 +280,42 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run,
         ["worker", "--env", "vcopy"],
     ],
 )
-def test_every_command_refuses_a_run_of_another_schema(made: Run, call: Call, arguments: list[str]) -> None:
+def test_every_command_refuses_a_run_of_another_schema(run: Run, call: Call, arguments: list[str]) -> None:
     Path("g.jsonl").write_text(line_of(make_group(env="a", group_id="g")) + "\n")
-    made.client.hset(made.store.keys.meta, "schema", 99)
-    before = made.control_keys()
+    run.client.hset(run.store.keys.meta, "schema", 99)
+    before = run.control_keys()
     code, out, err = call(*arguments)
     assert (code, out) == (1, "")
-    assert f"{made.store.run!r} was written with schema 99, " in err
-    assert made.control_keys() == before
+    assert f"{run.store.run!r} was written with schema 99, " in err
+    assert run.control_keys() == before
 
 
-def test_a_trainer_refuses_it_when_its_reader_is_made(made: Run) -> None:
-    made.client.hset(made.store.keys.meta, "schema", 99)
-    with rlbuffer.connect(made.url, run=made.store.run) as buffer, pytest.raises(SchemaMismatch) as caught:
+def test_a_trainer_refuses_it_when_its_reader_is_made(run: Run) -> None:
+    run.client.hset(run.store.keys.meta, "schema", 99)
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer, pytest.raises(SchemaMismatch) as caught:
         buffer.reader(0, 1)
     assert (caught.value.exit_code, caught.value.schema) == (1, 99)
 
 
-def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call) -> None:
-    made.client.hset(made.store.keys.meta, "schema", 99)
-    code, _, err = call("runs", "reset", made.store.run, "--yes")
+def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(run: Run, call: Call) -> None:
+    run.client.hset(run.store.keys.meta, "schema", 99)
+    code, _, err = call("runs", "reset", run.store.run, "--yes")
     assert code == 1
     assert "was written with schema 99" in err
     code, out, err = call("runs", "list")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{made.store.run} ! ")
+    assert out.startswith(f"{run.store.run} ! ")
     assert "was written with schema 99" in out
     assert json.loads(call("runs", "list", "--json")[1])["schema_of_run"] == 99
 
 
-def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(made: Run, call: Call) -> None:
-    made.client.hset(made.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
+def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(run: Run, call: Call) -> None:
+    run.client.hset(run.store.keys.trainer, mapping={"number": 1, "world_size": "2.0"})
     code, out, err = call("runs", "list")
     assert (code, err) == (0, "")
-    why = f"{made.store.keys.trainer} of run {made.store.run!r} holds '2.0' as world_size, which is no whole number"
+    why = f"{run.store.keys.trainer} of run {run.store.run!r} holds '2.0' as world_size, which is no whole number"
     cure = "start the trainer again, which writes a new one"
-    assert " ".join(out.split()).startswith(f"{made.store.run} ! {why}: {cure}")
+    assert " ".join(out.split()).startswith(f"{run.store.run} ! {why}: {cure}")
     assert why in json.loads(call("runs", "list", "--json")[1])["damaged"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -21,8 +20,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+def made(run: Run) -> Run:
     for i in range(3):
         run.step(f"a.{i}")
     run.push("a.3", version=3)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +119,7 @@ def test_nobody_there_is_exit_code_4(call: Call) -> None:
 
 # -- of a run that is there --------------------------------------------------------------------------------------------
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+def made(run: Run) -> Run:
     run.step("a.0")
     run.push("a.1", version=1)
     run.push("a.10", version=1)

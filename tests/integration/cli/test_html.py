@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -46,6 +45,10 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    @property
+    def links(self) -> list[str]:
+        return [attributes["href"] or "" for tag, attributes in self.tags if tag == "a"]
+
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -69,13 +72,6 @@ def check_harmless(html: str) -> Page:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def export(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
     def write(*words: str) -> str:
         assert main(["inspect", *words, "--html", "-", "--redis", run.url, "--run", run.store.run]) == 0
@@ -87,8 +83,7 @@ def export(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Expo
 def push(run: Run, *rollouts: rlbuffer.Rollout, group_id: str = "talk.7", **fields: object) -> None:
     group = make_group(env="talk", group_id=group_id)
     group = replace(group, rollouts=rollouts, planned_size=len(rollouts), **fields)  # type: ignore[arg-type]
-    run.sequence += 1
-    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    run.push(group)
 
 
 def talk(characters: str, prompt: int = 5, **fields: object) -> rlbuffer.Rollout:

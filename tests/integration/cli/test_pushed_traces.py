@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from store_runs import Run
 
 import rlbuffer
@@ -14,13 +12,6 @@ from rlbuffer.traces import read
 
 TRACES = Path(__file__).parents[2] / "unit" / "fixtures" / "traces"
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    yield run
-    run.close()
 
 
 def test_traces_are_recognised_and_their_rollouts_are_the_runs(run: Run, typed: Call) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import io
 import json
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ import rlbuffer
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer_cli import look
-from rlbuffer_cli.main import main
 from rlbuffer_cli.table import Printed
 from rlbuffer_cli.tables import MEMBERS, member_rows
 from rlbuffer_cli.web.pages import sources_of
@@ -55,22 +52,13 @@ def tree() -> Rollout:
     )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+@pytest.fixture(autouse=True)
+def fill(run: Run) -> None:
+    """A group with a tree in a committed step."""
     plain = Rollout.from_completion(prompt_ids=PROMPT, token_ids=[4], logprobs=[-0.5], reward=1.0, policy_version=0)
     group = Group("a.0", env="a", prompt_id="p", planned_size=2, rollouts=(tree(), plain))
-    made.store.push(group, producer="w", incarnation="u", sequence=1, epoch=made.meta.epoch)
-    made.sequence = 1
-    made.step("b.0", world_size=1)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def buffer(run: Run, tmp_path: Path) -> Iterator[rlbuffer.Buffer]:
-    with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as opened:
-        yield opened
+    run.push(group)
+    run.step("b.0", world_size=1)
 
 
 def alike(a: TokenSequence, b: TokenSequence) -> int:
@@ -78,23 +66,27 @@ def alike(a: TokenSequence, b: TokenSequence) -> int:
     return next((n for n, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
 
 
-def inspect(run: Run, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    capsys.readouterr()
-    assert main(["inspect", *words, "--redis", run.url, "--run", run.store.run]) == 0
-    return capsys.readouterr().out
+Inspect = Callable[..., str]
+
+
+@pytest.fixture
+def inspect(call: Callable[..., tuple[int, str, str]]) -> Inspect:
+    """What a look prints."""
+
+    def look(*words: str) -> str:
+        code, out, said = call("inspect", *words)
+        assert code == 0, said
+        return out
+
+    return look
 
 
 def test_what_a_sequence_shares_is_the_longest_beginning_and_what_others_train_of_it(
-    tmp_path: Path,
+    run: Run, buffer: rlbuffer.Buffer
 ) -> None:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    try:
-        (pushed,) = trees.groups(4, 1, 12)
-        made.store.push(pushed, producer="w", incarnation="u", sequence=1, epoch=made.meta.epoch)
-        with rlbuffer.connect(made.url, run=made.store.run, config={"home": str(tmp_path)}) as buffer:
-            detail = buffer.group(pushed.group_id)
-    finally:
-        made.close()
+    (pushed,) = trees.groups(4, 1, 12)
+    run.push(pushed)
+    detail = buffer.group(pushed.group_id)
     views = {view.rollout_id: view for view in detail.tree()}
     shared = 0
     for rollout in pushed.rollouts:
@@ -117,7 +109,7 @@ def test_what_a_sequence_shares_is_the_longest_beginning_and_what_others_train_o
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_group_has_a_line_for_the_rollout_and_under_it_one_for_each_sequence(
-    run: Run, buffer: rlbuffer.Buffer, width: int
+    buffer: rlbuffer.Buffer, width: int
 ) -> None:
     rows = member_rows(buffer.group("a.0"), lambda member: "said")
     out = io.StringIO()
@@ -137,8 +129,8 @@ def test_a_group_has_a_line_for_the_rollout_and_under_it_one_for_each_sequence(
     assert "· 7 tok" in lines[2] or width == 80
 
 
-def test_json_nests_sequences_and_counts_no_token_twice(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    group: dict[str, Any] = json.loads(inspect(run, capsys, "a.0", "--json"))
+def test_json_nests_sequences_and_counts_no_token_twice(inspect: Inspect) -> None:
+    group: dict[str, Any] = json.loads(inspect("a.0", "--json"))
     whole, plain = group["members"]
     assert (whole["length"], whole["loss_tokens"], "tokens" in whole) == (25, 10, False)
     assert [one["length"] for one in whole["sequences"]] == [10, 12, 3]
@@ -149,27 +141,27 @@ def test_json_nests_sequences_and_counts_no_token_twice(run: Run, capsys: pytest
         (None, 0, 0),
     ]
     assert (plain["sequences"], plain["tokens"], plain["shared_with"]) == ([], [*PROMPT, 4], None)
-    one = json.loads(inspect(run, capsys, "a.0/0.1", "--json"))
+    one = json.loads(inspect("a.0/0.1", "--json"))
     assert one == whole["sequences"][1]
-    assert json.loads(inspect(run, capsys, "a.0/0", "--json")) == whole
+    assert json.loads(inspect("a.0/0", "--json")) == whole
 
 
 def test_a_printed_rollout_is_its_tree_and_a_sequence_says_what_it_shares(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    inspect: Inspect,
 ) -> None:
-    whole = inspect(run, capsys, "a.0/0")
+    whole = inspect("a.0/0")
     assert "25 tokens · 3 sequences" in whole
     assert "└─ 0.2" in whole
-    one = inspect(run, capsys, "a.0/0.1")
+    one = inspect("a.0/0.1")
     assert "7 tokens shared with 0.0, 4 trained before" in one
     assert "\x1b" not in whole + one
     assert "\u202e" not in whole + one
 
 
-def test_rollouts_are_compared_by_their_first_sequences(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "they part at token 3" in inspect(run, capsys, "a.0/0", "a.0/1")
-    assert "they part at token 7" in inspect(run, capsys, "a.0/0", "a.0/0.1")
-    assert json.loads(inspect(run, capsys, "a.0/1", "a.0/0", "--json"))["part_at_token"] == 3
+def test_rollouts_are_compared_by_their_first_sequences(inspect: Inspect) -> None:
+    assert "they part at token 3" in inspect("a.0/0", "a.0/1")
+    assert "they part at token 7" in inspect("a.0/0", "a.0/0.1")
+    assert json.loads(inspect("a.0/1", "a.0/0", "--json"))["part_at_token"] == 3
 
 
 def test_the_browser_opens_each_sequence_of_the_tree(buffer: rlbuffer.Buffer) -> None:
@@ -193,9 +185,7 @@ def test_the_browser_opens_each_sequence_of_the_tree(buffer: rlbuffer.Buffer) ->
 ORDER = {"a.0/0", "a.0/1", "├─", "└─"}
 
 
-def test_pages_mark_what_is_shared_and_a_name_does_nothing_there(
-    run: Run, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_mark_what_is_shared_and_a_name_does_nothing_there(buffer: rlbuffer.Buffer, inspect: Inspect) -> None:
     seen, sources = WholeRun(buffer), sources_of(buffer)
 
     def page(name: str, **query: str) -> str:
@@ -212,17 +202,17 @@ def test_pages_mark_what_is_shared_and_a_name_does_nothing_there(
     assert 'class="given"' not in own
     whole = page("rollout", id="a.0", rollout="a.0/0")
     assert [whole.count(f"<h2>a.0/0.{n}</h2>") for n in range(3)] == [1, 1, 1]
-    export = inspect(run, capsys, "a.0", "--html", "-")
+    export = inspect("a.0", "--html", "-")
     assert "7 tokens shared with 0.0, 4 trained before" in check_harmless(export).text
     for html in (group, one, whole):
         assert "<script" not in html
         assert "\x1b" not in html
 
 
-def test_a_step_counts_and_places_sequences(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = inspect(run, capsys, "step:1")
+def test_a_step_counts_and_places_sequences(inspect: Inspect) -> None:
+    printed = inspect("step:1")
     assert "4 rollouts, 6 sequences" in printed
-    step = json.loads(inspect(run, capsys, "step:1", "--json"))
+    step = json.loads(inspect("step:1", "--json"))
     names = [name for rank in step["ranks"] for row in rank["rows"] for name in row]
     assert {"a.0/0.0", "a.0/0.1", "a.0/0.2", "a.0/1", "b.0/0", "b.0/1"} == set(names)
     assert len(names) == step["sequences"] == 6

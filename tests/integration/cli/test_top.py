@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ STUCK = [{"kind": "worker_stuck", "detail": "no\x1bne"}]
 
 
 @pytest.fixture
-def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def busy(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Two envs, a step that is committed and not trained, a dropped group, two workers, a rank, and metrics."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
@@ -66,12 +65,12 @@ def top(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[
 
 @pytest.mark.server
 def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    busy: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = top(run, capsys)
+    code, out, err = top(busy, capsys)
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0].startswith(f'run "{run.store.run}" on ')
+    assert lines[0].startswith(f'run "{busy.store.run}" on ')
     assert f"● batcher: {SHORT}" in lines
     assert any(line.startswith("✕ ") and "no\\x1bne" in line for line in lines)
     said = " ".join(out.split())
@@ -96,9 +95,8 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     ],
 )
 def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
-    tmp_path: Path, gap: float, since: float, window: float, steps: int
+    run: Run, gap: float, since: float, window: float, steps: int
 ) -> None:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     run.step("a.0")
     state = read_run_state(run.store, history=1)
     records = tuple(dict(state.history[0]) | {"at": state.at - since - gap * n} for n in range(100))
@@ -106,14 +104,13 @@ def test_rates_are_of_the_last_minute_or_of_five_slow_steps(
     pace = pace_of(state)
     assert (pace.window_seconds, pace.steps, pace.tokens) == (window, steps, steps * records[0]["tokens"])
     assert f"in the last {duration(window)}" in "\n".join(lines_of(run_view(state)))
-    run.close()
 
 
 @pytest.mark.server
-def test_json_is_the_state_of_the_run_as_one_object(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = top(run, capsys, "--json")
+def test_json_is_the_state_of_the_run_as_one_object(busy: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = top(busy, capsys, "--json")
     record = json.loads(out)
-    assert (code, err, record["schema"], record["run"]) == (0, "", "rlbuffer.run/2", run.store.run)
+    assert (code, err, record["schema"], record["run"]) == (0, "", "rlbuffer.run/2", busy.store.run)
     assert [(env["name"], env["pushed"][0]) for env in record["envs"]] == [("a", 4), ("b", 2)]
     assert [process["kind"] for process in record["processes"]] == ["batcher", "worker", "worker", "rank"]
     assert (record["step"], record["trained_step"]) == (1, 0)
@@ -123,15 +120,14 @@ def test_json_is_the_state_of_the_run_as_one_object(run: Run, capsys: pytest.Cap
 
 @pytest.mark.server
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_every_line_fits_a_terminal_and_what_must_be_cured_is_whole(run: Run, width: int) -> None:
-    lines = lines_of(run_view(read_run_state(run.store, history=9)), width)
+def test_every_line_fits_a_terminal_and_what_must_be_cured_is_whole(busy: Run, width: int) -> None:
+    lines = lines_of(run_view(read_run_state(busy.store, history=9)), width)
     assert max(map(len, lines)) <= width
     assert str(SHORT) in " ".join(" ".join(lines).split())
     assert "\x1b" not in "".join(lines)
 
 
-def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(tmp_path: Path) -> None:
-    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(run: Run) -> None:
     run.push("a.3")
     for at in range(7):
         trouble = {"kind": "env_fails", "count": 2, "detail": "KeyError: 'x' (envs.py:3 in score) " * 5}
@@ -143,11 +139,10 @@ def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(tmp_path: Path
     assert (
         len("\n".join(lines_of(run_view(state), 80)).split("(envs.py:3 in score)")) > 30
     )  # whole, where it is asked for
-    run.close()
 
 
 @pytest.mark.server
-def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: Path) -> None:
+def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(busy: Run, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
     command = [
@@ -158,9 +153,9 @@ def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: 
         "--every",
         "0.1",
         "--redis",
-        run.url,
+        busy.url,
         "--run",
-        run.store.run,
+        busy.store.run,
     ]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     with subprocess.Popen(
@@ -169,8 +164,8 @@ def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: 
         os.close(theirs)
         try:
             seen = _until(ours, lambda shown: "worker inf-0" in shown)
-            assert f'run "{run.store.run}"' in seen
-            waits.says(run.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
+            assert f'run "{busy.store.run}"' in seen
+            waits.says(busy.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
             again = _until(ours, lambda shown: "a new sentence" in shown)
             assert "\x1b[H" in again, "the screen was not written over"
             process.send_signal(signal.SIGINT)

@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urldefrag, urljoin, urlsplit
 
@@ -20,6 +18,8 @@ import pytest
 import redis
 from own_server import OwnServer
 from store_runs import Run
+from test_browser_reads_only import written
+from test_html import Page
 
 import rlbuffer
 from rlbuffer.errors import ServerUnreachable
@@ -29,27 +29,6 @@ from rlbuffer_cli.web.server import HEADERS, Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
-
-
-class Seen(HTMLParser):
-    """The links, elements and text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag == "a":
-            self.links.append(dict(attrs)["href"] or "")
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 class Visitor:
@@ -68,14 +47,14 @@ class Visitor:
         finally:
             connection.close()
 
-    def page(self, path: str = "") -> Seen:
+    def page(self, path: str = "") -> Page:
         status, _, body = self.get(path)
         assert status == 200, body
-        return Seen(body)
+        return Page(body)
 
-    def walk(self) -> dict[str, Seen]:
+    def walk(self) -> dict[str, Page]:
         """Every page that a link leads to: path -> page."""
-        seen: dict[str, Seen] = {}
+        seen: dict[str, Page] = {}
         ahead = [self.address.path]
         while ahead:
             path = ahead.pop()
@@ -95,24 +74,10 @@ def fill(run: Run) -> None:
     first = replace(
         group.rollouts[0], text=EVIL, rollout_id=f"x{EVIL}", finish_reason=EVIL[:60], turns=(Turn(EVIL[:60], 0, 5),)
     )
-    run.sequence += 1
-    run.store.push(
-        replace(group, rollouts=(first, group.rollouts[1]), prompt_id=EVIL, answer=EVIL, metadata={EVIL: EVIL}),
-        producer="w",
-        incarnation="u",
-        sequence=run.sequence,
-        epoch=run.meta.epoch,
-    )
+    rollouts = (first, group.rollouts[1])
+    run.push(replace(group, rollouts=rollouts, prompt_id=EVIL, answer=EVIL, metadata={EVIL: EVIL}))
     run.store.heartbeat("worker", EVIL, {"version": 3, "problems": [{"kind": "env_fails", "detail": EVIL}]})
     run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    fill(made)
-    yield made
-    made.close()
 
 
 def served(buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
@@ -127,9 +92,9 @@ def served(buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
 
 
 @pytest.fixture
-def visitor(run: Run) -> Iterator[Visitor]:
-    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        yield from served(buffer)
+def visitor(run: Run, buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
+    fill(run)
+    yield from served(buffer)
 
 
 def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
@@ -149,8 +114,9 @@ def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
         "\\x1b[2J\\u202e",
     ):
         assert words in text
-    assert not {"script", "img", "iframe", "link", "object"} & {tag for page in seen.values() for tag in page.tags}
-    attributes = {name for page in seen.values() for name in page.attributes}
+    tags = [tag for page in seen.values() for tag in page.tags]
+    assert not {"script", "img", "iframe", "link", "object"} & {name for name, _ in tags}
+    attributes = {name for _, attributes in tags for name in attributes}
     assert not {name for name in attributes if name.startswith("on") or name in ("src", "style", "action")}
 
 
@@ -239,13 +205,6 @@ def test_a_walk_through_every_page_sends_no_command_that_writes(tmp_path: Path) 
             assert run.control_keys() == content
         finally:
             run.close()
-
-
-def written(client: redis.Redis) -> dict[str, int]:
-    """Command that writes -> its calls so far."""
-    flags = {str(name): command["flags"] for name, command in client.command().items()}
-    calls = {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in client.info("commandstats").items()}
-    return {name: n for name, n in calls.items() if "write" in flags[name.split("|")[0]]}
 
 
 @pytest.mark.server

@@ -12,7 +12,6 @@ from typing import Any
 
 import hostile_pages
 import pytest
-from browsing import Person, browse
 
 import rlbuffer
 from rlbuffer_cli.main import main
@@ -136,20 +135,3 @@ def test_no_request_leaves_an_exported_page(url: str, buffer: rlbuffer.Buffer, t
     assert leaves(hostile_pages.requests_of(tmp_path / "a"), page.as_uri()) == set()
     hostile_pages.visit(page.as_uri(), tmp_path / "b", picture=picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_same_rollouts_are_harmless_in_a_terminal(
-    url: str, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def tour(person: Person) -> None:
-        await person.sees("talk.7")
-        for keys, words in (("enter", "group talk.7"), ("enter", "rollout talk.7/0"), ("n", "rollout talk.7/1")):
-            await person.press(keys)
-            await person.sees(words)
-            assert all(line.isprintable() for line in person.lines())
-
-    browse(buffer, tour)
-    for words in (["talk.7"], ["talk.7/0"], ["talk.7/1"], ["talk.7/1", "--json"]):
-        assert main(["inspect", *words, "--redis", url, "--run", RUN]) == 0
-        shown = capsys.readouterr().out
-        assert all(character.isprintable() or character == "\n" for character in shown)
