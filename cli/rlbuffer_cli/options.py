@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
+JSON = "rlbuffer.json"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def echo(text: str = "") -> None:
@@ -56,12 +58,27 @@ def show_json(record: Any) -> None:
     echo(json.dumps(as_json(record), default=str))
 
 
-def answer(record: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Prints how a command went: the record as JSON, or the text for people."""
-    if as_json:
+def json_lines(what: str) -> Callable[[F], F]:
+    """Adds --json, which is not handed to the command: :func:`answer` and :func:`is_json` know it. `what` is printed
+    then."""
+
+    def keep(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
+        ctx.meta[JSON] = is_given
+
+    return click.option("--json", is_flag=True, expose_value=False, callback=keep, help=what)
+
+
+def is_json() -> bool:
+    """The command that runs shall print JSON."""
+    return bool(click.get_current_context().meta.get(JSON))
+
+
+def answer(record: Mapping[str, Any], text: str, *, indent: str | None = None, colour: str = "") -> None:
+    """Prints how a command went: the record as JSON, or the text for people, as :func:`say`."""
+    if is_json():
         show_json(record)
     else:
-        say(text)
+        say(text, indent=indent, colour=colour)
 
 
 def _debug(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:

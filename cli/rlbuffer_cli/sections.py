@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.errors import ConfigError
+from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli.options import redis_origin, writing
 from rlbuffer_cli.starting import starting
 
@@ -20,8 +22,6 @@ SHARING = 2
 
 def only(kind: str, settings: RunSettings, flags: str) -> str:
     """The section that is meant when no NAME is given: the only one there is. `flags` do without one."""
-    from rlbuffer.errors import ConfigError
-
     known = list(sections_of(kind, settings))
     if not known:
         raise ConfigError(f"there is no [{kind}.NAME] section. Give {flags}, or add one.")
@@ -42,12 +42,10 @@ def run_alone(kind: str, key: str, replica: int, loaded: Loaded, display: str, f
     Raises:
         ConfigError: there is no such section; `flags` do without one.
     """
-    from rlbuffer.errors import ConfigError
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.process.watchdog import ended_when_stuck
     from rlbuffer.run import members
-    from rlbuffer.state.text import did_you_mean
 
     settings, sections = loaded.settings, sections_of(kind, loaded.settings)
     if key not in sections:

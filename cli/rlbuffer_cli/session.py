@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlbuffer.errors import NotFound, RlbufferError, RunDamaged
 from rlbuffer_cli.options import EXIT_INTERRUPTED, redis_origin, say
 from rlbuffer_cli.starting import starting
 
@@ -30,8 +31,6 @@ def connected(loaded: Loaded, name: str, run: str = "") -> Buffer:
 
 def check_home(loaded: Loaded) -> None:
     """Raises NotFound when the embedded server of the settings was never started: looking must not start one."""
-    from rlbuffer.errors import NotFound
-
     settings = loaded.settings
     if settings.redis_url is None and not (settings.home_dir / "server").is_dir():
         raise NotFound(
@@ -62,7 +61,6 @@ def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
             incompatible version. RunDamaged.
     """
     from rlbuffer.config.loading import meant_run
-    from rlbuffer.errors import NotFound, RunDamaged
 
     check_home(loaded)
     buffer, own = connected(loaded, "inspect"), loaded.settings.run
@@ -111,7 +109,6 @@ def resume_hint(settings: RunSettings, step: int) -> str:
 
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     """Leaves for whoever looks later how a supervised run ended; the batcher's heartbeat only says that it left."""
-    from rlbuffer.errors import RlbufferError
     from rlbuffer.records.waiting import Wait, Waiting
 
     try:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import click
 
+from rlbuffer.errors import NotFound
+from rlbuffer.state.text import duration
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer
 from rlbuffer_cli.session import open_run
@@ -26,8 +28,8 @@ ANSWER_SECONDS = 5.0
 @click.argument("who", metavar="WHO...", nargs=-1, required=True)
 @options.common
 @click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")
-@click.option("--json", "as_json", is_flag=True, help="One object.")
-def command(who: tuple[str, ...], given: options.Given, within: float, as_json: bool) -> int:
+@options.json_lines("One object.")
+def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
     """Say whether a process of a run was heard lately: a health check. Changes nothing.
 
     WHO is batcher, worker NAME, scorer NAME or rank N. Exit code 0 when it was heard within --within seconds, and has
@@ -38,8 +40,6 @@ def command(who: tuple[str, ...], given: options.Given, within: float, as_json: 
       rlbuffer alive batcher --within 15
       rlbuffer alive worker vcopy --run math || echo 'not heard'
     """
-    from rlbuffer.state.text import duration
-
     name = " ".join(who)
     seconds, has_stopped = heard(name, run=given.run, redis=given.redis, config=given.config), False
     if seconds is None or seconds > within:  # the careful way says what is wrong
@@ -47,14 +47,13 @@ def command(who: tuple[str, ...], given: options.Given, within: float, as_json: 
     is_alive = seconds <= within and not has_stopped
     why = "" if is_alive else ", when it stopped" if has_stopped else f", more than {within:g} s"
     record = {"schema": "rlbuffer.alive/1", "process": name, "seconds_ago": seconds, "alive": is_alive}
-    answer(record, f"{name} was heard {duration(seconds)} ago{why}", as_json=as_json)
+    answer(record, f"{name} was heard {duration(seconds)} ago{why}")
     return 0 if is_alive else 1
 
 
 def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
     """Seconds since then, and whether it was the goodbye of a batcher."""
     from rlbuffer.client.run_state import read_run_state
-    from rlbuffer.errors import NotFound
 
     with open_run(given) as buffer:
         seen = {process.title: process for process in read_run_state(buffer.store).processes}

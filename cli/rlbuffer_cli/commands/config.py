@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.errors import BatchTimeout, ConfigChanged, ConfigError
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, echo, say, show_json
@@ -84,8 +85,6 @@ def init(file: Path) -> int:
     Example:
       rlbuffer config init mine.toml
     """
-    from rlbuffer.errors import ConfigError
-
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(_example())
@@ -107,8 +106,8 @@ def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete
 @command.command("explain")
 @click.argument("key", metavar="SETTING", shell_complete=_complete_setting)
 @options.common
-@click.option("--json", "as_json", is_flag=True, help="One object per setting.")
-def explain(key: str, given: options.Given, as_json: bool) -> int:
+@options.json_lines("One object per setting.")
+def explain(key: str, given: options.Given) -> int:
     """Say what a setting means, may be and is, where its value comes from, and what it is checked against.
 
     SETTING is a name such as batcher.max_age, its last part where that is unique, or a table: then all that is in it.
@@ -123,21 +122,16 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
 
     given.check()
     for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags))):
-        if as_json:
-            show_json(explained)
-            continue
-        if number:
-            echo("")
-        for line in explanation.explained_lines(explained):
-            say(line, indent=" " * 12)
+        lines = [*([""] if number else []), *explanation.explained_lines(explained)]
+        answer(explained, "\n".join(lines), indent=" " * 12)
     return 0
 
 
 @command.command("show")
 @options.common
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
-@click.option("--json", "as_json", is_flag=True, help="One object per setting.")
-def show(given: options.Given, sources: bool, as_json: bool) -> int:
+@options.json_lines("One object per setting.")
+def show(given: options.Given, sources: bool) -> int:
     """Print every setting as it counts, by table: what it prints is a file of settings.
 
     \b
@@ -148,7 +142,7 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
 
     loaded = given.load()
     rows = [(name, shown(name, value), loaded.place(name)) for name, value in loaded.values()]
-    if as_json:
+    if options.is_json():
         for name, value, source in rows:
             show_json({"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source})
         return 0
@@ -181,8 +175,8 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
 @click.option(
     "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
 )
-@click.option("--json", "as_json", is_flag=True, help="One object per change, then the outcome.")
-def apply(given: options.Given, timeout: float, as_json: bool) -> int:
+@options.json_lines("One object per change, then the outcome.")
+def apply(given: options.Given, timeout: float) -> int:
     """Change the batcher's settings of a run, also while it is at work.
 
     Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so
@@ -207,7 +201,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
             source, consequence = loaded.place(change.setting), change.consequence
             record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old, "new": change.new}
             text = f"{change}   {source}" + (f"   ({consequence})" if consequence else "")
-            answer({**record, "consequence": consequence, "source": source}, text, as_json=as_json)
+            answer({**record, "consequence": consequence, "source": source}, text)
         state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
@@ -222,7 +216,6 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     answer(
         {"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision},
         f'run "{name}" {said[state]} (revision {revision})',
-        as_json=as_json,
     )
     return 0
 
@@ -230,7 +223,6 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
 def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -> int:
     """Returns the revision."""
     from rlbuffer.daemon.revisions import has_refused
-    from rlbuffer.errors import BatchTimeout, ConfigChanged, ConfigError
 
     deadline = time.monotonic() + timeout
     while True:

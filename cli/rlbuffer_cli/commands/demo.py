@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer.process.logs import fields
+from rlbuffer.state.text import amount, duration, plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
 from rlbuffer_cli.starting import starting
+from rlbuffer_cli.text import wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -119,8 +121,6 @@ def _settings(given: options.Given, steps: int | None, seed: int, deterministic:
 def _summarize(loaded: Loaded, ended: Ended, code: int, seed: int) -> None:
     """Says where reward began and ended, what was trained, whether it adds up, and what to type next."""
     from rlbuffer.config.fractions import budgets_at
-    from rlbuffer.state.text import amount, duration, plural
-    from rlbuffer_cli.text import wrapped
 
     settings, watch, total = loaded.settings, ended.watch, ended.buffer.ledger().total()
     records, first = watch.records, watch.first_step_seconds

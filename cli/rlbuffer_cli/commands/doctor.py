@@ -9,7 +9,7 @@ import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import say, show_json
+from rlbuffer_cli.options import answer, say
 from rlbuffer_cli.starting import starting
 
 LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
@@ -18,8 +18,8 @@ LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 @click.command("doctor")
 @options.common
 @options.purpose
-@click.option("--json", "as_json", is_flag=True, help="One object per line.")
-def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
+@options.json_lines("One object per line.")
+def command(given: options.Given, purpose: str | None) -> int:
     """Look at settings, host and server, and say what to do about each trouble. Changes nothing.
 
     One line each: ok, warning, or failure with its fix. Exit code 1 when there is a failure. Starts no server; modules
@@ -41,13 +41,14 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     for finding in diagnose(given.config, given.flags, parts):
         counts[finding.level] += 1
         level, text = str(finding.level), " ".join(finding.text.split())
-        if as_json:
-            record = {"check": finding.check, "level": level, "settings": finding.settings}
-            show_json({"schema": "rlbuffer.check/1", **record, "text": text, "fix": finding.fix})
-            continue
-        say(f"{level:<8} {finding.check:<15} {text}", indent="    ", colour=LEVEL_COLOURS[level])
-        if finding.fix:
-            say(f"    fix: {finding.fix}", indent="    ")
-    if not as_json:
+        record = {"check": finding.check, "level": level, "settings": finding.settings}
+        fix = f"\n    fix: {finding.fix}" if finding.fix else ""
+        answer(
+            {"schema": "rlbuffer.check/1", **record, "text": text, "fix": finding.fix},
+            f"{level:<8} {finding.check:<15} {text}{fix}",
+            indent="    ",
+            colour=LEVEL_COLOURS[level],
+        )
+    if not options.is_json():
         say(", ".join(plural(counts[level], str(level)) for level in (Level.FAILURE, Level.WARNING)))
     return 1 if counts[Level.FAILURE] else 0

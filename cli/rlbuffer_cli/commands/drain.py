@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.errors import BatchTimeout, RlbufferError
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, say
 from rlbuffer_cli.session import open_run
@@ -21,8 +22,8 @@ DRAIN_POLL_SECONDS = 0.3
 @options.common
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
-@click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def command(undo: bool, timeout: float | None, as_json: bool, given: options.Given) -> int:
+@options.json_lines("One object when it is done.")
+def command(undo: bool, timeout: float | None, given: options.Given) -> int:
     """Let a run come to rest: no more tickets, until nothing is out and no further step can be made.
 
     Workers finish what they have tickets for and then wait; the batcher goes on making steps while it can. This
@@ -41,16 +42,15 @@ def command(undo: bool, timeout: float | None, as_json: bool, given: options.Giv
             was_draining = buffer.role(OperatorStore).ask_undrain()
             record = {"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}
             text = "gives tickets again" if was_draining else "was not draining"
-            answer(record, f'run "{buffer.run}" {text}', as_json=as_json)
+            answer(record, f'run "{buffer.run}" {text}')
             return 0
         buffer.role(OperatorStore).ask_drain()
-        return _wait(buffer, timeout, as_json)
+        return _wait(buffer, timeout)
 
 
-def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
+def _wait(buffer: Buffer, timeout: float | None) -> int:
     from rlbuffer.client.operations import Drain, pending_amounts
     from rlbuffer.client.run_state import read_run_state
-    from rlbuffer.errors import BatchTimeout, RlbufferError
     from rlbuffer_cli.commands.drop import amounts
 
     store, name = buffer.store, buffer.run
@@ -76,6 +76,5 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         {"schema": "rlbuffer.drain/1", "run": name, "step": step, "trained": trained, **left},
         f'run "{name}" is drained after step {step} ({trained} trained): {amounts(**left)} stay in the pool. '
         "Back: rlbuffer drain --undo",
-        as_json=as_json,
     )
     return 0

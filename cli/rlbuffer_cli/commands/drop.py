@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from rlbuffer.state.text import amount, plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, say
 from rlbuffer_cli.session import open_run
@@ -15,8 +16,8 @@ from rlbuffer_cli.session import open_run
 @options.common
 @click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
 @click.option("--yes", is_flag=True, help="Do it; without, it is asked on a terminal, else only said what would go.")
-@click.option("--json", "as_json", is_flag=True, help="One object; without --yes nothing is dropped.")
-def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
+@options.json_lines("One object; without --yes nothing is dropped.")
+def command(where: str, yes: bool, given: options.Given) -> int:
     """Drop pending groups that match a filter.
 
     Groups that are forming or ready go, whole, and are counted as dropped by an operator; parts that come later are
@@ -42,7 +43,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
         envs = chosen.envs()
         named = ", ".join(f"{env} {groups}" for env, (groups, _, _) in envs.items())
         what = f'{amounts(**sums)} of run "{name}" for good ({named})'
-        if chosen.drops and not yes and not as_json:
+        if chosen.drops and not yes and not options.is_json():
             if not sys.stdin.isatty():
                 raise click.UsageError(f"this drops {what}: say so with --yes")
             if not click.confirm(f"this drops {what}: do it?"):
@@ -53,7 +54,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     record = {"schema": "rlbuffer.drop/1", "run": name, "where": where, **sums, "dropped_pushes": pushes}
     record["envs"] = {env: dict(zip(sums, counts, strict=True)) for env, counts in envs.items()}
     text = f"dropped {what}" if chosen.drops else f'no pending group of run "{name}" matches {where!r}'
-    answer(record, text, as_json=as_json)
+    answer(record, text)
     gone = sum(len(entries) for _, entries in chosen.drops) - pushes
     if gone and yes:
         say(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
@@ -62,6 +63,4 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
 
 def amounts(groups: int, rollouts: int, tokens: int) -> str:
     """``12 groups (96 rollouts, 31k tokens)``."""
-    from rlbuffer.state.text import amount, plural
-
     return f"{plural(groups, 'group')} ({plural(rollouts, 'rollout')}, {amount(tokens)} tokens)"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.errors import NotFound
+from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
 from rlbuffer_cli.session import open_run
@@ -105,9 +107,6 @@ def _run_of(env: str, given: options.Given) -> Iterator[tuple[OperatorStore, str
 
 def _check_known(buffer: Buffer, env: str) -> None:
     """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
-    from rlbuffer.errors import NotFound
-    from rlbuffer.state.text import did_you_mean
-
     store = buffer.store
     sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}
     config = store.meta().config

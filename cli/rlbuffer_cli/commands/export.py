@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say, show_json
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     "-o", "--output", required=True, metavar="FILE", help="FILE.jsonl, FILE.parquet or FILE.html; - is JSONL on stdout."
 )
 @click.option("--archive", metavar="DIR", help="Groups of an archive instead of the server: no server is needed.")
-@click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
-def command(given: options.Given, where: str, output: str, archive: str | None, as_json: bool) -> int:
+@options.json_lines("The counts as one object.")
+def command(given: options.Given, where: str, output: str, archive: str | None) -> int:
     """Write groups into a file that `rlbuffer push` reads, or into a page for people.
 
     JSON Lines for people and scripts, Parquet with the columns of an archive's rollouts. Pushed into another run, every
@@ -52,12 +53,11 @@ def command(given: options.Given, where: str, output: str, archive: str | None, 
       rlbuffer push good.parquet --run another
     """
     from rlbuffer.client.filters import parse
-    from rlbuffer.errors import RlbufferError
 
     path = Path(output)
     if output != STDOUT and path.suffix not in (".jsonl", ".parquet", ".html"):
         raise click.UsageError(f"-o takes FILE.jsonl, FILE.parquet, FILE.html or -, got {output!r}")
-    if output == STDOUT and as_json:
+    if output == STDOUT and options.is_json():
         raise click.UsageError("-o - and --json are both for stdout: name a file, or leave --json out")
     parse(where)  # a typing mistake needs no server
     gone: list[str] = []
@@ -73,7 +73,7 @@ def command(given: options.Given, where: str, output: str, archive: str | None, 
         except OSError as error:
             raise RlbufferError(f"cannot write {output}: {error.strerror or error}") from None
     missing = len(set(gone))
-    if as_json:
+    if options.is_json():
         show_json({"schema": "rlbuffer.export/1", "run": found.run, **counts, "gone": missing})
         return 0
     what = f"{plural(counts['groups'], 'group')} with {plural(counts['rollouts'], 'rollout')}"

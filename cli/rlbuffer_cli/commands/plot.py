@@ -13,6 +13,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo, say, show_json
 from rlbuffer_cli.session import of_run, open_existing
 from rlbuffer_cli.starting import clear
+from rlbuffer_cli.text import columns_of
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .png or .svg instead of drawing."
 )
-@click.option("--json", "as_json", is_flag=True, help="One object per point.")
-def command(field: str, runs: tuple[str, ...], given: options.Given, output: Path | None, as_json: bool) -> int:
+@options.json_lines("One object per point.")
+def command(field: str, runs: tuple[str, ...], given: options.Given, output: Path | None) -> int:
     """Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.
 
     WHAT is a field of metrics.jsonl (reward, loss, entropy, kl, age, wait, tokens_per_second), with a dot for one entry
@@ -42,7 +43,6 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
       rlbuffer plot entropy /data/math
     """
     from rlbuffer_cli.plots import FILES, Curve, chart, curves_of, write_chart
-    from rlbuffer_cli.text import columns_of
 
     if output is not None and output.suffix not in FILES:
         raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
@@ -51,14 +51,14 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
     for name in runs or ("",):
         curves += curves_of(_records(name, field, loaded), field, name if len(runs) > 1 else "")
     clear()
-    if as_json:
+    if options.is_json():
         for curve in curves:
             for step, value in curve.points:
                 show_json({"schema": "rlbuffer.point/1", "curve": curve.name, "step": step, "value": value})
     if output is not None:
         write_chart(curves, " ".join([field, *runs]), output)
         say(f"wrote {output}", err=True)
-    elif not as_json:
+    elif not options.is_json():
         is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
         for line in chart(curves, width=columns_of(sys.stdout), is_ascii=is_ascii):
             echo(line)

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from rlbuffer.errors import InvalidRollout, PayloadError, ServerRefused, ServerUnreachable
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, say
@@ -52,7 +53,7 @@ Ages = tuple[str, str, int, int]
 @click.option(
     "--reward", metavar="NAME|N", help="Which named reward of a trace is its reward; a number: of those without."
 )
-@click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
+@options.json_lines("The counts as one object.")
 def command(
     file: str,
     given: options.Given,
@@ -61,7 +62,6 @@ def command(
     version: int | str | None,
     env: str,
     reward: str | None,
-    as_json: bool,
 ) -> int:
     """Push groups, or another framework's traces, from a JSON, JSON Lines or Parquet file.
 
@@ -88,7 +88,6 @@ def command(
     Example:
       rlbuffer push groups.jsonl --run math
     """
-    from rlbuffer.errors import InvalidRollout, ServerRefused, ServerUnreachable
     from rlbuffer.records.states import PushStatus
     from rlbuffer.wire.payload import encode_push
 
@@ -123,13 +122,12 @@ def command(
     if done:
         record["done"] = envs
         text += f"\ndone: nothing more comes of {', '.join(envs)}"
-    answer(record, text, as_json=as_json)
+    answer(record, text)
     return 0
 
 
 def _traces(path: Path, env: str, reward: str | None, version: int | str | None) -> tuple[Group, ...] | None:
     """The groups of somebody else's traces, told about; None of a file of groups."""
-    from rlbuffer.errors import InvalidRollout
     from rlbuffer.traces import is_trace, read
 
     if not is_trace(path):
@@ -254,7 +252,6 @@ def read_groups(
     Raises:
         InvalidRollout: the first bad one; the message begins with its place.
     """
-    from rlbuffer.errors import InvalidRollout, PayloadError
     from rlbuffer.wire.jsonl import group_from_line
 
     stream.seek(0)

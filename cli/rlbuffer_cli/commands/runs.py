@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone, SchemaMismatch
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, echo, say, show_json
@@ -38,8 +39,8 @@ def command() -> None:
 
 @command.command("list")
 @options.common
-@click.option("--json", "as_json", is_flag=True, help="One object per run.")
-def list_runs(given: options.Given, as_json: bool) -> int:
+@options.json_lines("One object per run.")
+def list_runs(given: options.Given) -> int:
     """List the runs that the server holds. Changes nothing.
 
     \b
@@ -55,7 +56,7 @@ def list_runs(given: options.Given, as_json: bool) -> int:
         opened_at = {name: at for name, at in buffer.store.runs().items() if given.run in (None, name)}
         now, address = buffer.store.now(), buffer.store.server()["address"]
     records = [record for name, at in opened_at.items() if (record := _record(loaded, name, max(0.0, now - at)))]
-    if as_json:
+    if options.is_json():
         for record in records:
             show_json(record)
         return 0
@@ -80,8 +81,6 @@ def list_runs(given: options.Given, as_json: bool) -> int:
 def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, Any] | None:
     """``rlbuffer.run/1``; of a run that cannot be read the reason why: it keeps nobody from seeing the others. None of
     one that was deleted between the two looks."""
-    from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch
-
     record = {"schema": "rlbuffer.run/1", "run": name}
     with connected(loaded, "runs", name) as buffer:
         try:
@@ -107,8 +106,8 @@ def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, A
 @FILE
 @options.common
 @click.option("--force", is_flag=True, help="Although FILE exists.")
-@click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> int:
+@options.json_lines("One object when it is done.")
+def dump_run(file: Path, force: bool, given: options.Given) -> int:
     """Write everything that the server holds of a run into a file, while nobody works for it.
 
     Pool, steps, ledger, history and payloads; checkpoints and weights on the disk are not in it. Refused while a
@@ -119,7 +118,6 @@ def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> in
     Example:
       rlbuffer runs dump math.dump --run math
     """
-    from rlbuffer.errors import DumpError
     from rlbuffer.store.dump import dump
     from rlbuffer.store.operator import OperatorStore
 
@@ -131,7 +129,6 @@ def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> in
         {"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)},
         f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, '
         f"{file.stat().st_size / 2**20:.1f} MiB",
-        as_json=as_json,
     )
     return 0
 
@@ -139,8 +136,8 @@ def dump_run(file: Path, force: bool, as_json: bool, given: options.Given) -> in
 @command.command("restore")
 @FILE
 @options.common
-@click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
+@options.json_lines("One object when it is done.")
+def restore_run(file: Path, given: options.Given) -> int:
     """Put a dumped run onto a server, under its name.
 
     Refused when that run exists. The file is read through and checked first. Start `rlbuffer serve`, the trainer and
@@ -166,7 +163,6 @@ def restore_run(file: Path, as_json: bool, given: options.Given) -> int:
         {"schema": "rlbuffer.restore/1", "file": str(file), **asdict(restored)},
         f'run "{name}" at step {restored.step} is on {address}: {plural(restored.keys, "key")}. '
         f"Check it: rlbuffer verify {given.again(name)}",
-        as_json=as_json,
     )
     return 0
 
@@ -233,7 +229,6 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
     """
     if given.run not in (None, name):
         raise click.UsageError(f"the run is named twice: {name!r} and --run {given.run!r}")
-    from rlbuffer.errors import RlbufferError, RunDamaged
     from rlbuffer.store.operator import OperatorStore
 
     with open_existing(replace(given, run=name).load(), even_damaged=True) as buffer:

@@ -16,6 +16,7 @@ from rlbuffer.errors import RlbufferError, RunGone
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.session import connected, of_run, open_existing
+from rlbuffer_cli.text import wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -96,8 +97,6 @@ def command(
 
 def _take(loaded: Loaded, began: list[float], ready: threading.Event, line: Mapping[str, Any]) -> None:
     """Says with which settings this batcher leads when it does; `began`: when it tried to, at first or again."""
-    from rlbuffer_cli.text import wrapped
-
     if line["event"] == "leader":
         began[0] = time.monotonic()
     elif line["event"] == "ready":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @click.command("verify")
 @options.common
 @click.option("--archive", metavar="DIR", help="Check an archive instead of the server: no server is needed.")
-@click.option("--json", "as_json", is_flag=True, help="One object per finding, then the report.")
-def command(given: options.Given, archive: str | None, as_json: bool) -> int:
+@options.json_lines("One object per finding, then the report.")
+def command(given: options.Given, archive: str | None) -> int:
     """Recompute the ledger and check every invariant. Changes nothing.
 
     pushed = pending + packed + trained + dropped, in rollouts and tokens, per env; every step dense and chained;
@@ -31,8 +31,12 @@ def command(given: options.Given, archive: str | None, as_json: bool) -> int:
       rlbuffer verify --run math && echo fine
       rlbuffer verify --archive /data/math
     """
-    report, name = _of_archive(archive) if archive is not None else _of_server(given)
-    if as_json:
+    if archive is not None:
+        report, name = _of_archive(archive)
+    else:
+        with open_run(given) as buffer:
+            report, name = buffer.verify(), buffer.run
+    if options.is_json():
         for finding in report.findings:
             show_json({"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message})
         show_json({"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": report.checked})
@@ -43,12 +47,6 @@ def command(given: options.Given, archive: str | None, as_json: bool) -> int:
         say(f"  {finding.invariant:<4} {finding.message}", indent=" " * 7)
     say("ok: everything adds up" if report.ok else f"FAILED: {plural(len(report.findings), 'finding')}")
     return 0 if report.ok else 1
-
-
-def _of_server(given: options.Given) -> tuple[Report, str]:
-
-    with open_run(given) as buffer:
-        return buffer.verify(), buffer.run
 
 
 def _of_archive(folder: str) -> tuple[Report, str]:

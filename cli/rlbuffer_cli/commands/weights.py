@@ -7,6 +7,7 @@ import threading
 
 import click
 
+from rlbuffer.errors import ConfigError
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
@@ -35,7 +36,6 @@ def serve(given: options.Given, listen: str | None) -> int:
     Example:
       rlbuffer weights serve --listen 0.0.0.0:9465
     """
-    from rlbuffer.errors import ConfigError
     from rlbuffer.process.environment import name_process
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.weights.cache import TOKEN_VARIABLE
