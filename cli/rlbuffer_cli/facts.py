@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.texts import Texts
+from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
+from rlbuffer.errors import NotFound
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.table import View, of_tuples
-from rlbuffer_cli.tables import shared_words, version_range, worst_rows
-from rlbuffer_cli.text import as_json, cut, utc
+from rlbuffer_cli.tables import MemberRow, member_rows, shared_words, version_range, worst_rows
+from rlbuffer_cli.text import as_json, cut, moment, time_of
 
-if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.texts import Texts
-    from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
-    from rlbuffer.records.rollout import Rollout
-
-MAX_TEXT = 60
+MAX_TEXT, LINE_OF_TEXT = 60, 120
+"""Characters of an answer in a row; of a prompt, an answer or metadata in a line."""
 SHOWN_PROMPT_TOKENS = 40
 NAMED_MEMBERS = 8
 """Rollouts that an error names."""
@@ -47,6 +47,11 @@ EMPTY = "/"
 
 
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
+def scored(reward: float | None) -> str:
+    """The reward in words."""
+    return "not scored" if reward is None else f"reward {reward:.3f}"
+
+
 def headline(view: GroupView) -> list[str]:
     """The group in a few lines."""
     state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
@@ -57,7 +62,7 @@ def headline(view: GroupView) -> list[str]:
     facts = [
         f"{view.rollouts} of {whole}" if view.planned_size else whole,
         f"{amount(view.tokens)} tokens",
-        f"reward {view.reward:.3f}" if view.reward is not None else "not scored",
+        scored(view.reward),
         f"used {view.uses} times" if view.uses > 1 else "",
         f"age {view.age}" if view.age is not None else "",
         f"version{'s' * (view.max_version > view.min_version)} {versions}",
@@ -71,27 +76,18 @@ def headline(view: GroupView) -> list[str]:
     return lines
 
 
+def shared_values(detail: GroupDetail, texts: Texts) -> dict[str, Any]:
+    """What all rollouts share: the prompt as text or token ids, the answer, the metadata; those that there are."""
+    prompt = shared_prompt(detail, texts) or _prompt_ids(detail.members)
+    shared = {"prompt": prompt or None, "answer": detail.answer, "metadata": dict(detail.metadata) or None}
+    return {name: value for name, value in shared.items() if value is not None}
+
+
 def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
     """The text that all rollouts begin with; "" where they differ, or a text cannot be laid to tokens."""
     members = [m for m in detail.members if m.rollout is not None]
     prompts = {texts.part(m.rollout, 0, m.prompt_tokens) for m in members}
     return (prompts.pop() or "") if len(prompts) == 1 and len(members) == len(detail.members) else ""
-
-
-def shared_lines(detail: GroupDetail, prompt: str, most: int) -> list[str]:
-    """Lines of what all rollouts share, `most` characters each: `prompt` or its token ids, answer and metadata."""
-    lines = []
-    if prompt:
-        lines.append(f"  prompt    {cut(printable(prompt), most)}")
-    elif ids := _prompt_ids(detail.members):
-        lines.append(f"  prompt    {ids}")
-    if detail.answer is not None:
-        lines.append(f"  answer    {short(detail.answer, most)}")
-    if detail.metadata:
-        lines.append(f"  metadata  {short(dict(detail.metadata), most)}")
-    if not detail.members:
-        lines.append("  its rollouts are no longer kept")
-    return lines
 
 
 def _prompt_ids(members: Sequence[RolloutView]) -> str:
@@ -104,7 +100,20 @@ def _prompt_ids(members: Sequence[RolloutView]) -> str:
     return f"token ids {' '.join(map(str, ids[:SHOWN_PROMPT_TOKENS]))}{more}"
 
 
-def answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
+def worded(value: Any) -> str:
+    """The value as JSON: whether it is a text or a number matters to who compares answers."""
+    return json.dumps(as_json(value), ensure_ascii=False)
+
+
+def rows_of(
+    detail: GroupDetail, texts: Texts, matches: Callable[[RolloutView], bool] = lambda member: False
+) -> list[MemberRow]:
+    """A row for each rollout and each of its sequences, with the beginning of what it says."""
+    has_prompt = bool(shared_prompt(detail, texts))
+    return member_rows(detail, lambda member: _answer(member, texts, has_prompt), matches)
+
+
+def _answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
     """The beginning of a rollout's text; behind its prompt where that is shown for all, or a sequence has its own."""
     if member.rollout is None:
         return ""
@@ -120,28 +129,29 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
     Raises:
         NotFound: none of those that can be read fits, or several do.
     """
-    from rlbuffer.errors import NotFound
-
+    view = detail.view
+    if not detail.members:
+        why = f"{view.state}{f' ({view.reason}: {view.detail})' if view.reason else ''}"
+        raise NotFound(f"group {view.group_id!r} was {why}: its rollouts are no longer kept")
     head, _, tail = identifier.rpartition("/")
-    is_its = detail.view.group_id.startswith(head)  # an index alone, too; of another group there is nothing here
+    is_its = view.group_id.startswith(head)  # an index alone, too; of another group there is nothing here
     tree = detail.tree()
     members = tree if is_its else ()
     fitting = [m for m in tree if m.rollout_id == identifier]
     fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
     fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
     if len(fitting) != 1:
-        known = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS]) or "none that can still be read"
+        known = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS])
         more = f" and {len(detail.members) - NAMED_MEMBERS:,} more" if len(detail.members) > NAMED_MEMBERS else ""
         lacking = tail if is_its else identifier
-        raise NotFound(f"group {detail.view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}{more}.")
+        raise NotFound(f"group {view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}{more}.")
     return fitting[0]
 
 
 def verdict(member: RolloutView) -> list[str]:
     """What a rollout earned, in all and in parts, how long it is, and why it ended."""
-    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     facts = [
-        f"failed: {cut(printable(str(member.failure)), 2 * MAX_TEXT)}" if member.failure else reward,
+        f"failed: {cut(printable(str(member.failure)), LINE_OF_TEXT)}" if member.failure else scored(member.reward),
         *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
         "" if member.advantage is None else f"advantage {member.advantage:+.4f}",
         plural(member.length, "token"),
@@ -195,7 +205,7 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
         stages.append(f"failed: {printable(str(member.failure))}")
     if view.created is not None:
         by = f" by {printable(view.worker)}" if view.worker else ""
-        stages.append(f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC{by}")
+        stages.append(f"pushed {moment(view.created)}{by}")
     waited = f", {duration(view.waited_seconds)} after the push" if view.waited_seconds is not None else ""
     if member.left_out:
         return [*stages, f"left out of step {view.step}, which trains its group{waited} ({member.left_out})"]
@@ -207,12 +217,6 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     return stages + ([view.state] if view.state != State.PACKED else [])
 
 
-def short(value: Any, most: int = 2 * MAX_TEXT) -> str:
-    """The value as JSON, of at most `most` characters."""
-    text = printable(json.dumps(as_json(value), ensure_ascii=False))
-    return text if len(text) <= most else text[:most] + " ..."
-
-
 # -- two rollouts ------------------------------------------------------------------------------------------------------
 def pair_view(one: str, other: str) -> View:
     """The table of two rollouts, each by its id."""
@@ -221,7 +225,7 @@ def pair_view(one: str, other: str) -> View:
     parts = ("id", "text", "mask", "logprob")
     columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
     numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
-    return of_tuples("tokens", ("token", "≠", *columns), numbers)
+    return of_tuples("tokens", ("token", "≠", *columns), numbers, empty="the payload of one of them is no longer kept")
 
 
 def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
@@ -235,7 +239,10 @@ def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
 
 
 def first_difference(one: RolloutView, other: RolloutView) -> int | None:
-    """Position of the first token that differs, or that one of them lacks; None: they are the same."""
+    """Position of the first token that differs, or that one of them lacks; None: they are the same, or a payload is
+    gone."""
+    if one.rollout is None or other.rollout is None:
+        return None
     a, b = one.main.rollout.tokens, other.main.rollout.tokens
     both = min(len(a), len(b))
     differs = (a[:both] != b[:both]).nonzero()[0]
@@ -244,12 +251,11 @@ def first_difference(one: RolloutView, other: RolloutView) -> int | None:
     return both if len(a) != len(b) else None
 
 
-def pair_lines(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts) -> list[str]:
-    """Shows what both were asked, each in a line, and where they part."""
-    shared = shared_lines(detail, shared_prompt(detail, texts), 2 * MAX_TEXT)
-    lines = [*(line.strip() for line in shared), *(f"{m.rollout_id}: {' · '.join(verdict(m))}" for m in (one, other))]
+def pair_lines(one: RolloutView, other: RolloutView) -> list[str]:
+    """What each earned, and where they part."""
+    lines = [f"{m.rollout_id}: {' · '.join(verdict(m))}" for m in (one, other)]
     if one.rollout is None or other.rollout is None:
-        return [*lines, "! the payload of one of them is no longer kept"]
+        return lines
     parts = first_difference(one, other)
     return [*lines, f"they part at token {parts:,}" if parts is not None else "their tokens are the same"]
 
@@ -291,8 +297,7 @@ def cost_of(buffer: Buffer) -> tuple[int, int]:
 def step_lines(step: StepView, *, trained: int) -> list[str]:
     """The step in lines: its size, why it was closed, and a line per env."""
     header = step.header
-    reward = "no reward" if header.reward is None else f"reward {header.reward:.3f}"
-    when = f"committed {str(utc(header.committed_ms / 1000))[11:19]} UTC"
+    when = f"committed {time_of(header.committed_ms / 1000)} UTC"
     state = "trained" if header.step <= trained else "packed"
     why = WHY_CLOSED.get(header.closed_by, "")
     sequences = f", {plural(header.sequences, 'sequence')}" if header.sequences > header.rollouts else ""
@@ -300,7 +305,7 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
         f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
             f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')}{sequences} · "
-            f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {reward} · "
+            f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {scored(header.reward)} · "
             f"age {header.age:.1f} max {header.max_age} · {plural(header.world_size, 'rank')}"
         ),
     ]
@@ -308,15 +313,14 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
         lines.append("  no token of a truncated rollout is trained")
     marks = env_marks(step)
     for env, facts in header.envs.items():
-        mean = facts.get("reward")
         lines.append(
             f"  {marks.get(env, ' ')} {env}: {plural(facts.get('groups', 0), 'group')} · "
-            f"{plural(facts.get('rollouts', 0), 'rollout')} · {amount(facts.get('tokens', 0))} tokens"
-            + (f" · reward {mean:.3f}" if mean is not None else "")
+            f"{plural(facts.get('rollouts', 0), 'rollout')} · {amount(facts.get('tokens', 0))} tokens · "
+            f"{scored(facts.get('reward'))}"
         )
-    scored = [row.member for row in worst_rows(step)]
-    if scored and scored[0].info.reward != scored[-1].info.reward:
-        worst, best = (f"{m.info.rollout_id} (reward {m.info.reward:.3f})" for m in (scored[0], scored[-1]))
+    members = [row.member for row in worst_rows(step)]
+    if members and members[0].info.reward != members[-1].info.reward:
+        worst, best = (f"{m.info.rollout_id} ({scored(m.info.reward)})" for m in (members[0], members[-1]))
         lines.append(f"  worst rollout {worst} · best {best}")
     return lines
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.text import Text
 
@@ -16,9 +17,10 @@ from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer.store.history import Dropped
 from rlbuffer_cli import look
-from rlbuffer_cli.table import Column, Target, View, figure
+from rlbuffer_cli.table import Column, Target, View, bar, figure
 from rlbuffer_cli.text import WIDE
 
+T = TypeVar("T")
 READ_RECORDS = 1000
 """Newest records of the history that are read; a run that makes more of them has a shorter window."""
 SHOWN_PROMPTS = 5
@@ -51,25 +53,28 @@ class EnvRow(NamedTuple):
         top = max((n for env in self.run.envs for n in env.ages.values()), default=1)
         return look.ages({int(age): n for age, n in self.env.ages.items()}, top)
 
-    @property
-    def dropped(self) -> str:
-        """Rollouts by reason."""
-        counts = {reason: each.rollouts for reason, each in self.env.dropped.items()}
-        return _counted(counts) or "0"
-
 
 def env_rows(state: RunState) -> list[EnvRow]:
     """The envs of a run."""
     return [EnvRow(state, env) for env in state.envs]
 
 
-def _read_envs(run: Any, where: str, most: int) -> Sequence[EnvRow]:
-    return [row for row in env_rows(read_run_state(run.buffer.store)) if where in row.name][:most]
+def _of_state(
+    rows: Callable[[RunState], Sequence[T]], names: Callable[[T], Iterable[str]]
+) -> Callable[[Any, str, int], list[T]]:
+    """Reads a table of a run's state: the rows with a name that has the filter in it."""
+
+    def read(run: Any, where: str, most: int) -> list[T]:
+        items = rows(read_run_state(run.buffer.store, history=READ_RECORDS))
+        return [item for item in items if any(where in name for name in names(item))][:most]
+
+    return read
 
 
 ENVS = View(
     name="envs",
-    read=_read_envs,
+    press="v",
+    read=_of_state(env_rows, lambda row: (row.name,)),
     key=lambda row: row.env.name,
     record=lambda row: {"schema": "rlbuffer.env/1", **asdict(row.env)},
     opens=lambda row: Target("table", "groups", where=f'env:"{row.env.name}"'),
@@ -78,10 +83,10 @@ ENVS = View(
     legend=lambda rows: ENVS_LEGEND,
     columns=(
         Column("env", lambda row: Text.assemble(("■ ", row.shade), printable(row.name)), lambda row: row.name),
-        Column(
+        bar(
             "share of tokens",
-            lambda row: look.budget(row.run.share(row.env), row.env.budget, row.shade),
             lambda row: row.run.share(row.env),
+            lambda row: look.budget(row.run.share(row.env), row.env.budget, row.shade),
         ),
         figure("share", lambda row: row.run.share(row.env), ".0%"),
         figure("target", lambda row: row.env.budget, ".0%"),
@@ -91,7 +96,7 @@ ENVS = View(
         figure("reward", lambda row: row.env.batch_reward),
         figure("packed", lambda row: row.env.packed.rollouts, ",", WIDE),
         figure("trained", lambda row: row.env.trained.rollouts, ",", WIDE),
-        Column("dropped", lambda row: row.dropped),
+        Column("dropped", lambda row: _counted({why: each.rollouts for why, each in row.env.dropped.items()}) or "0"),
     ),
 )
 
@@ -100,8 +105,7 @@ ENVS = View(
 class ProcessRow(NamedTuple):
     """A process, or a worker of which only drops are known."""
 
-    title: str
-    process: Process | None
+    process: Process
     behind: int = 0
     """Policy versions."""
     drops: Sequence[Mapping[str, Any]] = ()
@@ -113,16 +117,18 @@ class ProcessRow(NamedTuple):
         return _rollouts_by("reason", self.drops)
 
     @property
-    def envs(self) -> tuple[str, ...]:
-        """Its own, else those of its drops."""
-        if self.process is not None:
-            return (self.process.env,)
-        return tuple(dict.fromkeys(str(record.get("env")) for record in self.drops))
+    def title(self) -> str:
+        return self.process.title
+
+    @property
+    def is_heard(self) -> bool:
+        """It has sent a heartbeat."""
+        return self.process.seconds_ago < math.inf
 
     @property
     def heard(self) -> Text:
         """When, marked where it was silent for long."""
-        if self.process is None:
+        if not self.is_heard:
             return Text("no heartbeat", "faint")
         said = f"{duration(self.process.seconds_ago)} ago"
         if self.process.has_stopped:
@@ -133,8 +139,6 @@ class ProcessRow(NamedTuple):
     def version(self) -> str:
         """What it samples with, or how far it is."""
         process = self.process
-        if process is None:
-            return ""
         if process.kind == "rank":
             return f"step {process.step}"
         behind = f", {self.behind} behind" if self.behind > 0 else ""
@@ -143,33 +147,28 @@ class ProcessRow(NamedTuple):
     @property
     def rate(self) -> str:
         """Rollouts a second."""
-        process = self.process
-        is_known = process is not None and process.is_fresh and process.rollouts_per_second
-        return f"{amount(process.rollouts_per_second)}/s" if process is not None and is_known else ""
+        rate = self.process.rollouts_per_second
+        return f"{amount(rate)}/s" if rate and self.process.is_fresh else ""
 
     @property
     def says(self) -> Text:
         """What must be cured, else what it waits for."""
-        process = self.process
-        if process is None:
-            return Text()
-        if process.problems:
+        if self.problems:
             return Text(f"✕ {printable('; '.join(map(str, self.problems)))}", "dropped")
-        return Text(printable(str(process.waiting or "")), "label")
+        return Text(printable(str(self.process.waiting or "")), "label")
 
     @property
     def problems(self) -> list[Problem]:
         """Its own."""
         p = self.process
-        return [] if p is None else [replace(each, env=each.env or p.env, worker=p.name) for each in p.problems]
+        return [replace(each, env=each.env or p.env, worker=p.name) for each in p.problems]
 
     @property
     def lines(self) -> list[str]:
         """All that is known of it: what failed, with its traceback, and which of its prompts went stale."""
         lines = [f"✕ {problem}" for problem in self.problems]
-        if self.process is not None:
-            lines += [f"waits: {self.process.waiting}"] if self.process.waiting is not None else []
-            lines += self.process.traceback.splitlines()
+        lines += [f"waits: {self.process.waiting}"] if self.process.waiting is not None else []
+        lines += self.process.traceback.splitlines()
         if self.reasons:
             lines.append(f"dropped rollouts in the last {READ_RECORDS:,} records: {_counted(self.reasons)}")
         stale = [record for record in self.drops if record.get("reason") == "stale" and record.get("prompt_id")]
@@ -199,31 +198,31 @@ def process_rows(state: RunState) -> list[ProcessRow]:
     drops: dict[str, list[Mapping[str, Any]]] = {}
     for record in state.history:
         if record.get("event") == Dropped.event and record.get("worker"):
-            drops.setdefault(f"worker {record['worker']}", []).append(record)
+            drops.setdefault(str(record["worker"]), []).append(record)
     rows = []
     for process in sorted(state.processes, key=lambda p: p.is_fresh or p.has_stopped):
-        behind = state.policy_version - process.version if process.kind == "worker" else 0
-        rows.append(ProcessRow(process.title, process, behind, drops.pop(process.title, ())))
-    return rows + [ProcessRow(title, None, drops=records) for title, records in drops.items()]
-
-
-def _read_processes(run: Any, where: str, most: int) -> Sequence[ProcessRow]:
-    rows = process_rows(read_run_state(run.buffer.store, history=READ_RECORDS))
-    return [row for row in rows if where in row.title or where in row.envs][:most]
+        is_worker = process.kind == "worker"
+        behind = state.policy_version - process.version if is_worker else 0
+        rows.append(ProcessRow(process, behind, drops.pop(process.name, ()) if is_worker else ()))
+    for name, records in drops.items():
+        envs = ", ".join(dict.fromkeys(str(record.get("env")) for record in records))
+        rows.append(ProcessRow(Process(kind="worker", name=name, seconds_ago=math.inf, env=envs), drops=records))
+    return rows
 
 
 def _groups_of(row: ProcessRow) -> Target | None:
-    kind, _, name = row.title.partition(" ")
-    return Target("table", "groups", where=f'worker:"{name}"') if kind == "worker" else None
+    process = row.process
+    return Target("table", "groups", where=f'worker:"{process.name}"') if process.kind == "worker" else None
 
 
 PROCESSES = View(
     name="processes",
-    read=_read_processes,
+    press="w",
+    read=_of_state(process_rows, lambda row: (row.title, row.process.env)),
     key=lambda row: row.title,
     record=lambda row: {
         "schema": "rlbuffer.process/1",
-        **(asdict(row.process) if row.process else {"name": row.title}),
+        **(asdict(row.process) if row.is_heard else {"name": row.title}),
     },
     opens=_groups_of,
     more=lambda row: row.lines,
@@ -231,15 +230,10 @@ PROCESSES = View(
     empty="no process has been heard",
     columns=(
         Column("process", lambda row: row.title),
-        Column("heard", lambda row: row.heard, lambda row: row.process.seconds_ago if row.process else 1e9, True),
-        Column("version", lambda row: row.version, lambda row: row.process.version if row.process else -1, True),
-        Column(
-            "rollouts",
-            lambda row: row.rate,
-            lambda row: row.process.rollouts_per_second if row.process else 0.0,
-            True,
-        ),
-        Column("env", lambda row: ", ".join(row.envs)),
+        Column("heard", lambda row: row.heard, lambda row: row.process.seconds_ago, True),
+        Column("version", lambda row: row.version, lambda row: row.process.version, True),
+        Column("rollouts", lambda row: row.rate, lambda row: row.process.rollouts_per_second, True),
+        Column("env", lambda row: row.process.env),
         Column("dropped", lambda row: _counted(row.reasons), lambda row: row.reasons.total()),
         Column("waits for", lambda row: row.says),
     ),
@@ -247,19 +241,12 @@ PROCESSES = View(
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
-def _problem_record(problem: Problem) -> Mapping[str, Any]:
-    return {"schema": "rlbuffer.problem/1", **problem.record(), "sentence": str(problem)}
-
-
-def _read_problems(run: Any, where: str, most: int) -> Sequence[Problem]:
-    return [p for p in read_run_state(run.buffer.store).problems if where in str(p) or where in p.kind][:most]
-
-
 PROBLEMS = View(
     name="problems",
-    read=_read_problems,
+    press="!",
+    read=_of_state(lambda state: state.problems, lambda problem: (str(problem), problem.kind)),
     key=lambda problem: " ".join(filter(None, problem.key)),
-    record=_problem_record,
+    record=lambda problem: {"schema": "rlbuffer.problem/1", **problem.record(), "sentence": str(problem)},
     filter_help="a word of it",
     empty="No problems. What somebody must cure stands here.",
     columns=(

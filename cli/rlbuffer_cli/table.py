@@ -37,19 +37,23 @@ def figure(
     at: int = 0,
     *,
     unknown: Callable[[Any], str] = lambda item: "",
-    by: Callable[[Any], Any] | None = None,
 ) -> Column:
-    """A column of numbers: those that are not known come first in order. `by`: it is sorted by another one."""
+    """A column of numbers: those that are not known come first in order."""
 
     def cell(item: Any) -> str:
         value = of(item)
         return unknown(item) if value is None else form(value) if callable(form) else f"{value:{form}}"
 
     def order(item: Any) -> Any:
-        value = (by or of)(item)
+        value = of(item)
         return value is not None, value or 0
 
     return Column(title, cell, order, True, at)
+
+
+def bar(title: str, of: Callable[[Any], Any], draw: Callable[[Any], Text], at: int = 0) -> Column:
+    """A column of marks, sorted by the number that is drawn; one that is not known draws nothing."""
+    return Column(title, lambda item: "" if of(item) is None else draw(item), lambda item: of(item) or 0.0, at=at)
 
 
 class Target(NamedTuple):
@@ -79,8 +83,12 @@ class View:
     """What `enter`, or a link, shows of an item; None: nothing."""
     above: Callable[[Any, Sequence[Any], int], Sequence[RenderableType]] = lambda run, items, width: ()
     """(run, items, columns of the terminal) -> what stands above the rows."""
+    whole: Callable[[Any], Any] = lambda item: item
+    """The item that it is a part of, and stays with in every order."""
     more: Callable[[Any], Sequence[str]] = lambda item: ()
     """All that is known of an item, where that is more than its row."""
+    press: str = ""
+    """The key that shows it in the browser."""
     filter_help: str = ""
     empty: str = ""
     """What stands where nothing is."""
@@ -129,10 +137,10 @@ def ordered(view: View, items: Sequence[Any], by: str, *, is_reversed: bool = Fa
     if column is None:
         return list(items)[:: -1 if is_reversed else 1]
     order = column.sort or (lambda item: look.plain(column.cell(item)).plain)
-    return sorted(items, key=order, reverse=is_reversed)
+    return sorted(items, key=lambda item: order(view.whole(item)), reverse=is_reversed)
 
 
-def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = ()) -> View:
+def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), *, empty: str = "") -> View:
     """A view of plain rows, a tuple each."""
 
     def cell(at: int) -> Callable[[Any], object]:
@@ -145,4 +153,4 @@ def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = ()) -
         Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
         for at, title in enumerate(titles)
     )
-    return View(name=name, columns=columns, key=lambda row: str(row[0]))
+    return View(name=name, columns=columns, key=lambda row: str(row[0]), empty=empty)

@@ -20,8 +20,8 @@ from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
-from rlbuffer_cli.table import Column, Target, View, figure
-from rlbuffer_cli.text import WIDE, as_json, cut, utc
+from rlbuffer_cli.table import Column, Target, View, bar, figure
+from rlbuffer_cli.text import WIDE, as_json, cut, time_of, utc
 from rlbuffer_cli.view import run_view
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
@@ -190,11 +190,6 @@ class MemberRow(NamedTuple):
     """Of the sequences."""
 
     @property
-    def top(self) -> MemberRow:
-        """By which rows are sorted: sequences stay with their rollout."""
-        return self.under or self
-
-    @property
     def title(self) -> Text:
         """The rollout's id, or the number of its sequence."""
         name = printable(self.member.rollout_id)
@@ -217,21 +212,6 @@ class MemberRow(NamedTuple):
     def advantage(self) -> float | None:
         """None of a sequence: it is the rollout's."""
         return self.member.advantage if self.member.sequence is None else None
-
-    @property
-    def reward_bar(self) -> Text:
-        """The reward as a part of the largest."""
-        return Text() if self.reward is None else look.meter(self.reward / self.most_reward)
-
-    @property
-    def advantage_bar(self) -> Text:
-        """The advantage to the left or the right of zero."""
-        return Text() if self.advantage is None else look.signed(self.advantage, self.most_advantage)
-
-    @property
-    def version(self) -> str:
-        """Policy versions that sampled it."""
-        return version_range(self.member)
 
     @property
     def age(self) -> int | None:
@@ -280,24 +260,25 @@ MEMBERS = View(
     name="rollouts",
     key=lambda row: row.member.rollout_id,
     opens=lambda row: Target("rollout", row.member.rollout_id, group=row.group.group_id),
+    whole=lambda row: row.under or row,
     empty="its rollouts are no longer kept",
     legend=lambda rows: (
         f"of 1+: a whole bar is a reward of {rows[0].most_reward:g}   "
         f"- 0 +: a half one is an advantage of {rows[0].most_advantage:.3g}"
     ),
     columns=(
-        Column("rollout", lambda row: row.title, lambda row: row.top.member.rollout_id),
-        figure("reward", lambda row: row.reward, by=lambda row: row.top.reward),
-        Column("of 1+", lambda row: row.reward_bar, lambda row: row.top.member.reward or 0.0),
-        figure("advantage", lambda row: row.advantage, "+.3f", by=lambda row: row.top.advantage),
-        Column("- 0 +", lambda row: row.advantage_bar, lambda row: row.top.member.advantage or 0.0, at=WIDE),
-        figure("tokens", lambda row: row.member.length, ",", by=lambda row: row.top.member.length),
-        Column("stop", lambda row: row.stop, lambda row: row.top.stop.plain),
-        figure("trained", lambda row: row.member.loss_tokens, ",", by=lambda row: row.top.member.loss_tokens),
-        figure("age", lambda row: row.age, "d", WIDE, by=lambda row: row.top.age),
-        Column("version", lambda row: row.version, lambda row: row.top.member.min_version, at=WIDE),
-        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE, by=lambda row: row.top.member.logprob_mean),
-        Column("text", lambda row: row.text, lambda row: row.top.text.plain),
+        Column("rollout", lambda row: row.title, lambda row: row.member.rollout_id),
+        figure("reward", lambda row: row.reward),
+        bar("of 1+", lambda row: row.reward, lambda row: look.meter(row.reward / row.most_reward)),
+        figure("advantage", lambda row: row.advantage, "+.3f"),
+        bar("- 0 +", lambda row: row.advantage, lambda row: look.signed(row.advantage, row.most_advantage), WIDE),
+        figure("tokens", lambda row: row.member.length, ","),
+        Column("stop", lambda row: row.stop),
+        figure("trained", lambda row: row.member.loss_tokens, ","),
+        figure("age", lambda row: row.age, "d", WIDE),
+        Column("version", lambda row: version_range(row.member), lambda row: row.member.min_version, at=WIDE),
+        figure("logprob", lambda row: row.member.logprob_mean, ".2f", WIDE),
+        Column("text", lambda row: row.text),
     ),
 )
 
@@ -308,11 +289,6 @@ class StepRow(NamedTuple):
 
     header: StepHeader
     is_trained: bool
-
-    @property
-    def at(self) -> str:
-        """When it was committed."""
-        return str(utc(self.header.committed_ms / 1000))[11:19]
 
 
 def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
@@ -334,6 +310,7 @@ def step_record(header: StepHeader) -> dict[str, Any]:
 
 STEPS = View(
     name="steps",
+    press="t",
     read=_read_steps,
     key=lambda row: str(row.header.step),
     record=lambda row: step_record(row.header),
@@ -348,11 +325,16 @@ STEPS = View(
         figure("rollouts", lambda row: row.header.rollouts, ","),
         figure("tokens", lambda row: row.header.tokens, amount),
         figure("fill", lambda row: row.header.fill, percent),
-        Column("of capacity", lambda row: look.meter(row.header.fill), lambda row: row.header.fill),
+        bar("of capacity", lambda row: row.header.fill, lambda row: look.meter(row.header.fill)),
         figure("reward", lambda row: row.header.reward),
         Column("age", lambda row: f"{row.header.age:.1f} max {row.header.max_age}", lambda row: row.header.age, True),
         Column("closed by", lambda row: str(row.header.closed_by), at=WIDE),
-        Column("committed (UTC)", lambda row: row.at, lambda row: row.header.committed_ms, at=WIDE),
+        Column(
+            "committed (UTC)",
+            lambda row: time_of(row.header.committed_ms / 1000),
+            lambda row: row.header.committed_ms,
+            at=WIDE,
+        ),
     ),
 )
 

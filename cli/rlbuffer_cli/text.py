@@ -14,6 +14,8 @@ from typing import IO, Any
 
 WIDE = 110
 """Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
+MOST_FLOWING = 2000
+"""A longer line is broken anywhere."""
 
 
 def thinned(values: Sequence[float], width: int) -> Sequence[float]:
@@ -50,16 +52,26 @@ def columns_of(stream: IO[str]) -> int:
 
 
 def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = None) -> list[str]:
-    """A line of prose, broken between words where the terminal (None: of stdout) is too narrow for it.
+    """A line of prose, broken where the terminal (None: of stdout) is too narrow for it; as :func:`broken`."""
+    width = terminal_width(stream)
+    return [line] if width is None else broken(line, width, indent=indent)
+
+
+def broken(line: str, width: int, *, indent: str | None = None) -> list[str]:
+    """The line in rows of at most `width` columns, broken between words where that is cheap.
 
     `indent` begins the rows after the first; None: two blanks more than the line has.
     """
-    width = terminal_width(stream)
-    if width is None or len(line) <= width:
+    from rich.cells import cell_len, chop_cells
+
+    if cell_len(line) <= width:
         return [line]
-    lead = line[: len(line) - len(line.lstrip())]
+    if len(line) >= MOST_FLOWING or any(cell_len(c) != 1 for c in set(line)):
+        return chop_cells(line, width)
+    lead = " " * min(len(line) - len(line.lstrip()), width // 2)
     after = f"{lead}  " if indent is None else indent
-    return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
+    rows = textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
+    return rows or [""]
 
 
 def as_json(value: Any) -> Any:
@@ -74,3 +86,13 @@ def as_json(value: Any) -> Any:
 def utc(seconds: float | None) -> str | None:
     """Unix seconds as ISO 8601 in UTC."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def time_of(seconds: float) -> str:
+    """The time of the day of Unix seconds, in UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S}"
+
+
+def moment(seconds: float) -> str:
+    """Day and time of Unix seconds, in UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -26,7 +26,7 @@ from rlbuffer.store.history import Committed, Dropped
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, env_rows, process_rows
 from rlbuffer_cli.table import Printed
-from rlbuffer_cli.text import utc
+from rlbuffer_cli.text import moment
 
 LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
@@ -182,7 +182,7 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
     if state.ended_step is not None:
         yield _note("ended", f"after step {state.ended_step}")
     if state.draining_since is not None:
-        yield _note("draining", f"since {utc(state.draining_since)}: no tickets are given")
+        yield _note("draining", f"since {moment(state.draining_since)}: no tickets are given")
     for adapter, version in sorted(state.adapters.items()):
         yield _note("adapter", f"{adapter} v{version}")
     for env in dict.fromkeys(result["env"] for result in state.evaluations):

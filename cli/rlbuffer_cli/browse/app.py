@@ -13,8 +13,7 @@ from textual.theme import Theme
 
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer_cli import look
-from rlbuffer_cli.browse.group import Group, OneStep, Pair
-from rlbuffer_cli.browse.listing import Listing
+from rlbuffer_cli.browse.listing import Group, Listing, OneStep
 from rlbuffer_cli.browse.pages import Help, Raw
 from rlbuffer_cli.browse.rollout import OneRollout
 from rlbuffer_cli.browse.screen import Look, Looking, Open
@@ -34,10 +33,7 @@ class Browser(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help"),
         Binding("q", "quit", "quit"),
-        Binding("t", "show('steps')", "steps"),
-        Binding("w", "show('processes')", "processes"),
-        Binding("v", "show('envs')", "envs"),
-        Binding("exclamation_mark", "show('problems')", "problems"),
+        *(Binding(view.press, f"show('{view.name}')", view.name) for view in VIEWS.values() if view.press),
         Binding("T", "theme", show=False),
     ]
     CSS: ClassVar[str] = """
@@ -90,7 +86,7 @@ class Browser(App[None]):
 
     def get_default_screen(self) -> Screen[None]:
         """Begins at the groups."""
-        return Listing(self.looking, GROUPS, self.looking.where)
+        return Listing(self.looking, Target("table", GROUPS.name, where=self.looking.where))
 
     def on_mount(self) -> None:
         """Opens what was asked for; the groups are behind every other screen."""
@@ -99,19 +95,19 @@ class Browser(App[None]):
 
     def on_open(self, message: Open) -> None:
         target, looking = message.target, self.looking
-        screens: dict[str, Callable[[], Screen[None]]] = {
-            "group": lambda: Group(looking, target.name),
-            "rollout": lambda: OneRollout(looking, target.name, target.group),
-            "pair": lambda: Pair(looking, target.group, (target.name, target.other)),
-            "step": lambda: OneStep(looking, int(target.name)),
-            "raw": lambda: Raw(looking, target.name, message.record or {}),
-            "table": lambda: Listing(looking, VIEWS[target.name], target.where),
-        }
-        self.push_screen(screens[target.kind]())
+        if target.kind == "raw":
+            self.push_screen(Raw(looking, target.name, message.record or {}))
+        else:
+            screens: dict[str, Callable[[Looking, Target], Screen[None]]] = {
+                "group": Group,
+                "rollout": OneRollout,
+                "step": OneStep,
+            }
+            self.push_screen(screens.get(target.kind, Listing)(looking, target))
 
     def action_show(self, name: str) -> None:
-        if not (isinstance(self.screen, Listing) and self.screen.view is VIEWS[name]):
-            self.push_screen(Listing(self.looking, VIEWS[name]))
+        if not (isinstance(self.screen, Listing) and self.screen.target[:2] == ("table", name)):
+            self.push_screen(Listing(self.looking, Target("table", name)))
 
     def action_help(self) -> None:
         if not isinstance(self.screen, Help):

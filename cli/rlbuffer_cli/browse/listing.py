@@ -1,30 +1,37 @@
-"""One screen for every table: its rows, a filter, an order by any column, and what is under the cursor."""
+"""One screen for all that has rows: their order, a filter, what is under the cursor. A group and a step add keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rich.console import Group, RenderableType
+from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, Input, Static
 
-from rlbuffer.errors import FilterError
+from rlbuffer.client.filters import parse
+from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli import look
-from rlbuffer_cli.browse.panes import EntryLine
+from rlbuffer_cli import look, sheets
 from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.tokens import TOKENS_PER_WINDOW
+from rlbuffer_cli.facts import best_and_worst
 from rlbuffer_cli.run_tables import PROCESSES
-from rlbuffer_cli.table import LEAST_TEXT, View, ordered
-from rlbuffer_cli.tables import GROUPS
+from rlbuffer_cli.sheets import Sheet
+from rlbuffer_cli.table import LEAST_TEXT, Target, View, of_tuples, ordered
+from rlbuffer_cli.tables import GROUPS, VIEWS
 from rlbuffer_cli.view import bad
 
 ROWS = 200
 """That are read at once, and further ones at `m`."""
+SHOWN_CHARACTERS = 4000
+"""Length of a prompt, an answer or metadata that is shown; `o` shows all."""
+NOT_READ = of_tuples("rows", ())
 
 
 class Rows(DataTable[Text]):
@@ -39,8 +46,37 @@ class Rows(DataTable[Text]):
     ]
 
 
+class EntryLine(Input):
+    """A line to type in, shown when it is asked for. Enter is taken at once, and keys typed ahead go to the screen."""
+
+    def __init__(self, chosen: Callable[[str], None], example: str) -> None:
+        """`chosen` takes what was typed at enter; it hides the line where that is right."""
+        super().__init__(placeholder=example)
+        self._chosen = chosen
+
+    def on_mount(self) -> None:
+        self.display = False
+
+    def open(self, text: str = "") -> None:
+        """Shows the line, with a text to go on from."""
+        self.value, self.display = text, True
+        self.screen.set_focus(self)  # at once: `focus` would let keys that are typed ahead pass it
+
+    def on_key(self, event: events.Key) -> None:
+        """Takes enter before the keys behind it: as a binding it would pass through the whole application first."""
+        is_open = bool(self.display)
+        if is_open and event.key != "enter":
+            return
+        event.stop()
+        event.prevent_default()
+        if is_open:
+            self._chosen(self.value)
+        else:
+            self.app.post_message(events.Key(event.key, event.character))
+
+
 class Listing(Look):
-    """The table of a view. `where`: its filter."""
+    """The rows of a target, of a table those that its filter chooses."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter"),
@@ -49,12 +85,11 @@ class Listing(Look):
         Binding("m", "more", "more", show=False),
     ]
 
-    def __init__(self, looking: Looking, view: View, where: str = "") -> None:
+    def __init__(self, looking: Looking, target: Target) -> None:
         super().__init__(looking)
-        self.view, self.where, self.came_with = view, where, where
-        if view is GROUPS:
-            looking.where = where
-        self.items: Sequence[Any] = ()
+        self.came_with = target.where
+        self.sheet = Sheet(target=target, view=VIEWS[target.name] if target.kind == "table" else NOT_READ)
+        self.choose_where(target.where)
         self.shown: Sequence[Any] = ()
         """The items in the chosen order."""
         self.cut_cells: dict[str, str] = {}
@@ -63,14 +98,27 @@ class Listing(Look):
         self.read_where: str | None = None
         """The filter that the rows obey; None until they are read."""
 
+    @property
+    def target(self) -> Target:
+        return self.sheet.target
+
+    @property
+    def view(self) -> View:
+        return self.sheet.view
+
+    @property
+    def items(self) -> Sequence[Any]:
+        return self.sheet.items
+
     # -- what it reads ---------------------------------------------------------------------------------------------
-    def read(self) -> tuple[Sequence[Any], RenderableType]:
-        """The items, and what stands above them."""
-        run = self.looking.run
-        run.problems = []
-        items = self.view.read(run, self.where, self.limit)
-        above = self.view.above(run, items, max(20, self.size.width - 4))
-        return items, Group(*above, *(bad(str(problem)) for problem in run.problems))
+    def read(self) -> tuple[Sheet, RenderableType]:
+        """The sheet, and what stands above its rows."""
+        run, most = self.looking.run, self.limit if self.target.kind == "table" else TOKENS_PER_WINDOW
+        sheet = sheets.read(run, self.target._replace(where=self.where), most)
+        lines = [look.plain(line) for line in sheet.said(SHOWN_CHARACTERS)]
+        above = sheet.above(max(20, self.size.width - 4))
+        blank = [Text()] if lines and above else []
+        return sheet, Stack(*lines, *blank, *above, *(bad(str(problem)) for problem in sheet.problems))
 
     # -- the frame -------------------------------------------------------------------------------------------------
     def body(self) -> list[Widget]:
@@ -91,6 +139,8 @@ class Listing(Look):
             self.fill()
 
     def heading(self) -> str:
+        if self.target.kind == "pair":
+            return f"{self.target.name} and {self.target.other}"
         if self.read_where is None:
             return f"{self.view.name}: reading"
         one = "process" if self.view is PROCESSES else self.view.name.removesuffix("s")
@@ -102,7 +152,7 @@ class Listing(Look):
 
     async def fetch(self) -> None:
         where = self.where
-        self.items, above = await self.ask(self.read)
+        self.sheet, above = await self.ask(self.read)
         self.read_where = where
         self.query_one("#head", Static).update(above)
         self.tell("#legend", self.view.legend(self.items) if self.items else "")
@@ -131,7 +181,7 @@ class Listing(Look):
             rows.add_row(*cells, key=str(number))
         keys = [self.view.key(item) for item in self.shown]
         rows.move_cursor(row=keys.index(before) if at and before in keys else min(at, max(0, len(keys) - 1)))
-        self.tell("#more", "" if self.items else printable(self.view.nothing(self.where)))
+        self.tell("#more", "" if self.items else printable(self.sheet.nothing))
         self.show_more()
         self.frame()
 
@@ -161,6 +211,8 @@ class Listing(Look):
         return self.identifier() if self.view is GROUPS else ""
 
     def record(self) -> Mapping[str, Any] | None:
+        if self.target.kind != "table":
+            return None if self.sheet.record is None else self.sheet.record()
         item = self.item()
         return None if item is None else self.view.record(item)
 
@@ -224,8 +276,6 @@ class Listing(Look):
     def filter_by(self, where: str) -> None:
         """Reads with the filter; what is wrong with it is said, and it stays open."""
         if self.view is GROUPS:
-            from rlbuffer.client.filters import parse
-
             try:
                 parse(where)
             except FilterError as error:
@@ -240,11 +290,16 @@ class Listing(Look):
         self.rows.focus()
 
     def choose(self, where: str) -> None:
-        self.where, self.limit = where, ROWS
-        if self.view is GROUPS:
-            self.looking.where = where
+        self.choose_where(where)
+        self.limit = ROWS
         self.rows.move_cursor(row=0)
         self.reload()
+
+    def choose_where(self, where: str) -> None:
+        """Takes the filter; that of the groups is for other screens, too."""
+        self.where = where
+        if self.view is GROUPS:
+            self.looking.where = where
 
     def action_back(self) -> None:
         """Closes the line of the filter, or takes the filter away, or goes to the screen before."""
@@ -255,3 +310,85 @@ class Listing(Look):
             self.choose("" if is_first else self.came_with)
         elif not is_first:
             super().action_back()
+
+
+class Group(Listing):
+    """A group, known by its id or the beginning of it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("c", "compare", "compare"),
+        Binding("b", "extremes", "best, worst"),
+    ]
+
+    def __init__(self, looking: Looking, target: Target) -> None:
+        super().__init__(looking, target._replace(where=looking.where))
+        self.marked = ""
+        """The first rollout of a comparison."""
+
+    def heading(self) -> str:
+        matches, detail = sum(row.is_match for row in self.items), self.sheet.found
+        if detail is None or not parse(self.where).rollout_terms:
+            return f"group {self.target.name}"
+        count = plural(len(detail.members), "rollout")
+        return f"group {self.target.name}: {matches} of {count} match {self.where}"
+
+    def read(self) -> tuple[Sheet, RenderableType]:
+        try:
+            return super().read()
+        except NotFound as error:
+            if (before := self.sheet.found) is None:
+                raise
+            raise NotFound(f"{error} Shown is what it was before, {before.view.state}.") from None
+
+    def identifier(self) -> str:
+        return super().identifier() or self.target.name
+
+    def exported(self) -> str:
+        return self.target.name
+
+    def action_compare(self) -> None:
+        """Takes the first of two rollouts, then shows both."""
+        name = self.identifier() if self.item() is not None else ""
+        one, self.marked = self.marked, ""
+        if name and name != one and not one:
+            self.marked = name
+            self.say(f"compare {name} with: c on another rollout (c here again: with none)")
+            return
+        self.say("")
+        if name and name != one:
+            self.compare(one, name)
+
+    def action_extremes(self) -> None:
+        """Shows the best rollout beside the worst."""
+        names = None if self.sheet.found is None else best_and_worst(self.sheet.found)
+        if names is None:
+            self.say("no rollout is better than another")
+        else:
+            self.compare(*names)
+
+    def compare(self, one: str, other: str) -> None:
+        self.post_message(Open(Target("pair", one, group=self.target.name, other=other)))
+
+
+class OneStep(Listing):
+    """A step, known by its number."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("N", "other(1)", "next"),
+        Binding("P", "other(-1)", "previous"),
+    ]
+
+    def heading(self) -> str:
+        return f"step {self.target.name}"
+
+    def record_name(self) -> str:
+        return self.heading()
+
+    def exported(self) -> str:
+        item = self.item()
+        return f"{item.member.group_id}/{item.member.info.rollout_id.rpartition('/')[2]}" if item else ""
+
+    def action_other(self, by: int) -> None:
+        number = max(1, int(self.target.name) + by)
+        self.sheet = Sheet(target=Target("step", str(number)), view=self.view, items=self.items)
+        self.reload()

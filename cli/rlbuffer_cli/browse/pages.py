@@ -1,20 +1,26 @@
-"""Pages of text: the keys, and a record as JSON."""
+"""Text that scrolls, and pages of it: the keys, a record as JSON. What comes from a server is never markup."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
 from textual.widget import Widget
+from textual.widgets import Static
 
-from rlbuffer.state.text import plural
-from rlbuffer_cli.browse.panes import Prose
+from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
-from rlbuffer_cli.text import as_json
+from rlbuffer_cli.tables import VIEWS
+from rlbuffer_cli.text import as_json, broken
 
-HELP = """
+VIEW_KEYS = "".join(f"{view.press:<4}{view.name:<14}" for view in VIEWS.values() if view.press).rstrip()
+HELP = f"""
 What each screen answers
   groups     Who waits for whom? Which env has what, and how old is it? Which groups are there?
   group      Do its rollouts differ, and which of them are good? Why was it dropped?
@@ -29,7 +35,7 @@ Keys
   n p         rollout         N P        step               1 - 8  lens
   /           filter          s S        sort, reverse      m      more rows
   c           compare         b          best and worst     l      live, every 2 s
-  t           steps           w          processes          v !    envs, problems
+  {VIEW_KEYS}
   o           raw JSON        e          write as HTML      y      copy the id
   r           read again      T          light, dark        ? q    this page, quit
   A click on a key at the foot presses it, one on the head of a column sorts by it, again: the other way round.
@@ -49,6 +55,36 @@ Other tables: a part of the name; of steps the number.
 Live reading waits while the cursor is not at the top, so that nothing moves under it.
 Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --plain` prints the same figures.
 """
+
+
+class Flowing(NamedTuple):
+    """Lines that are broken to the width that there is. What begins with ``!`` is bold."""
+
+    lines: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            style = "bold" if line.lstrip().startswith("!") else ""
+            yield from (Text(row, style) for row in broken(printable(line), max(1, options.max_width)))
+
+
+class Prose(VerticalScroll, can_focus=True):
+    """Text that scrolls."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("j", "scroll_down"),
+        ("k", "scroll_up"),
+        ("g", "scroll_home"),
+        ("G", "scroll_end"),
+    ]
+
+    def __init__(self, *, id: str) -> None:
+        self.shown = Static(markup=False)
+        super().__init__(self.shown, id=id)
+
+    def put(self, lines: Sequence[str]) -> None:
+        """Replaces the text; the place stays."""
+        self.shown.update(Flowing(lines))
 
 
 class Page(Look):

@@ -14,13 +14,13 @@ from textual.widgets import Static
 
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
-from rlbuffer.errors import NotFound
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.browse.panes import Prose
+from rlbuffer_cli.browse.pages import Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
-from rlbuffer_cli.facts import life, member_of, short, verdict
+from rlbuffer_cli.facts import LINE_OF_TEXT, life, member_of, verdict, worded
 from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
+from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import rollout_record, shared_words
 from rlbuffer_cli.text import cut
 
@@ -39,9 +39,9 @@ class OneRollout(Look):
         *(Binding(str(number), f"lens({number})", show=False) for number in range(1, len(NAMES) + 1) if number != 2),
     ]
 
-    def __init__(self, looking: Looking, rollout_id: str, group_id: str) -> None:
+    def __init__(self, looking: Looking, target: Target) -> None:
         super().__init__(looking)
-        self.rollout_id, self.group_id = rollout_id, group_id
+        self.rollout_id, self.group_id = target.name, target.group
         self.detail: GroupDetail | None = None
         self.member: RolloutView | None = None
         self.drawn: RolloutView | None = None
@@ -69,12 +69,8 @@ class OneRollout(Look):
 
     async def fetch(self) -> None:
         detail = await self.ask(self.read)
-        if not detail.members:
-            view = detail.view
-            why = f"{view.state}{f' ({view.reason}: {view.detail})' if view.reason else ''}"
-            raise NotFound(f"group {view.group_id!r} was {why}: its rollouts are no longer kept")
-        self.detail, self.group_id = detail, detail.view.group_id
         self.member = member_of(detail, self.rollout_id)
+        self.detail, self.group_id = detail, detail.view.group_id
         self.rollout_id = self.member.rollout_id
         self.show_member()
 
@@ -183,49 +179,47 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     text = f"'{label}'" if label != numbers["id"] else ""
     facts = {"text": text, "id": numbers["id"], "role": tokens.role(at), **numbers}
     facts.setdefault("version", "none")
-    further = [name for name in columns_of(rollout) if name not in ("advantages", "entropy")]
-    facts |= {name: f"{rollout.columns[name][at]:g}" for name in further}
-    known_facts = [_fact(f"  {name}", value) for name, value in facts.items() if value]
-    return [_fact("TOKEN", f"{at:,} of {rollout.length:,}"), *known_facts, ""]
-
-
-def _fact(name: str, value: str) -> str:
-    """A fact in the width of the pane, its value at the right; a longer one behind its name, to be broken."""
-    return f"{name} {value:>{max(0, FACTS_WIDTH - 1 - cell_len(name))}}"
+    facts |= {
+        name: f"{rollout.columns[name][at]:g}" for name in columns_of(rollout) if name not in ("advantages", "entropy")
+    }
+    return _section("TOKEN", f"{at:,} of {rollout.length:,}", facts)
 
 
 def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     """Rewards, tokens and life of a rollout."""
-    view = detail.view
-    reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
-    lines = [_fact("REWARD", reward), *(_fact(f"  {name}", f"{value:.3f}") for name, value in member.rewards.items())]
-    if member.rollout is not None:
-        lines += [_fact(f"  {name}", "yes" if is_so else "no") for name, is_so in member.rollout.successes.items()]
-    if member.advantage is not None:
-        lines.append(_fact("  advantage", f"{member.advantage:+.4f}"))
-    if detail.answer is not None:
-        lines.append(_fact("  answer", short(detail.answer)))
-    lines += [
-        "",
-        _fact("TOKENS", f"{member.length:,}"),
-        _fact("  prompt", f"{member.prompt_tokens:,}"),
-        _fact("  trained", f"{member.loss_tokens:,}"),
-    ]
-    if member.rollout is not None and any(its.turns for its in member.rollout.sequences):
-        lines.append(_fact("  turns", f"{sum(len(its.turns) for its in member.rollout.sequences):,}"))
-    if member.logprob_mean is not None:
-        lines.append(_fact("  logprob mean", f"{member.logprob_mean:.3f}"))
+    view, rollout = detail.view, member.rollout
+    earned = {name: f"{value:.3f}" for name, value in member.rewards.items()}
+    size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
+    if rollout is not None:
+        earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
+        turns = sum(len(its.turns) for its in rollout.sequences)
+        size["turns"] = f"{turns:,}" if turns else ""
+    earned["advantage"] = "" if member.advantage is None else f"{member.advantage:+.4f}"
+    earned["answer"] = "" if detail.answer is None else cut(printable(worded(detail.answer)), LINE_OF_TEXT)
+    size["logprob mean"] = "" if member.logprob_mean is None else f"{member.logprob_mean:.3f}"
+    lines = _section("REWARD", "not scored" if member.reward is None else f"{member.reward:.3f}", earned)
+    lines += _section("TOKENS", f"{member.length:,}", size)
     if member.shared is not None:
-        lines.append(f"  {shared_words(member)}")
+        lines[-1:] = [f"  {shared_words(member)}", ""]
     if its := member.sequences():
-        lines += ["", _fact("SEQUENCES", f"{len(its)}, shown is 0")]
+        lines.append(_fact("SEQUENCES", f"{len(its)}, shown is 0"))
     for one in its:
-        size = f"{one.length:,}, {one.loss_tokens:,} trained"
-        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(size) - 7)}".rstrip(), size))
+        said = f"{one.length:,}, {one.loss_tokens:,} trained"
+        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(said) - 7)}".rstrip(), said))
         lines += [f"    {shared_words(one)}"] if one.shared is not None else []
-    lines += ["", "LIFE", *(f"  {stage}" for stage in life(view, member))]
+    lines += [*([""] if its else []), "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
         lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))
     if view.detail and not view.reason:
         lines.append(f"  ! {view.detail}")
     return lines
+
+
+def _section(title: str, value: str, facts: Mapping[str, str]) -> list[str]:
+    """A heading, the facts that are known below it, and an empty line."""
+    return [_fact(title, value), *(_fact(f"  {name}", text) for name, text in facts.items() if text), ""]
+
+
+def _fact(name: str, value: str) -> str:
+    """A fact in the width of the pane, its value at the right; a longer one behind its name, to be broken."""
+    return f"{name} {value:>{max(0, FACTS_WIDTH - 1 - cell_len(name))}}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -24,15 +24,13 @@ from textual.widgets import Footer, Static
 from textual.widgets._footer import FooterKey
 from textual.worker import Worker
 
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.table import Target
-from rlbuffer_cli.text import cut
-
-if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.trainer_values import KeptValues
-    from rlbuffer_cli.whole_run import WholeRun
+from rlbuffer_cli.text import cut, time_of
+from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
 LEAST_OF_A_NAME, MOST_OF_A_NAME = 8, 24
@@ -179,7 +177,7 @@ class Look(Screen[None]):
         self.loading_now = True
         try:
             await self.fetch()
-            self.read_at = time.strftime("%H:%M:%S", time.gmtime())
+            self.read_at = time_of(time.time())
         except Exception as error:  # a defect must not end the screen of who looks for another one
             if self.display:  # else it was left, and its widgets went while they were filled
                 self._refused(error)

@@ -14,7 +14,6 @@ from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
-    from rlbuffer.client.views import GroupDetail, RolloutView, StepView
     from rlbuffer_cli.table import Target
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:vcopy age>=1'.")
 @click.option("--plain", is_flag=True, help="Print, also on a terminal. [default: browse on a terminal]")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Print so many rows. [default: 30 groups]")
-@click.option("--json", "as_json", is_flag=True, help="One object per row, or the group, rollout or step whole.")
+@options.json_lines("One object per row, or the group, rollout or step whole.")
 @click.option("--html", metavar="FILE", help="Write groups, or the one of ID, as one page to FILE; - is stdout.")
 @click.option(
     "--web",
@@ -45,7 +44,6 @@ def command(
     where: str,
     plain: bool,
     limit: int | None,
-    as_json: bool,
     html: str | None,
     web: int | None,
     archive: str | None,
@@ -88,7 +86,7 @@ def command(
       rlbuffer inspect --where 'step:40 rollout.reward<0.1' --html worst.html
     """
     from rlbuffer.client.filters import parse
-    from rlbuffer_cli import printed
+    from rlbuffer_cli import printed, sheets
     from rlbuffer_cli.tables import GROUPS, VIEWS
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -103,50 +101,30 @@ def command(
             return _page(run, None if is_table else what, where, limit or printed.LISTED_GROUPS, html)
         if web is not None:
             return _web(run, web)
-        target, found = _found(run, what or GROUPS.name, other, where)
-        if plain or as_json or limit or not sys.stdin.isatty() or not is_drawable(sys.stdout):
-            return printed.show(run, target, found, limit, is_json=as_json)
+        target = _target(what or GROUPS.name, other, where)
+        if plain or options.is_json() or limit or not sys.stdin.isatty() or not is_drawable(sys.stdout):
+            return printed.show(run, target, limit)
         from rlbuffer_cli.browse.app import browse
 
+        if not is_table:  # what is not there is an error on a terminal, too, and opens nothing
+            target = sheets.read(run, target, 0).target
         clear()
         return browse(run, opens=target, where=where if not is_table or target.name == GROUPS.name else "")
 
 
-def _found(run: WholeRun, what: str, other: str | None, where: str) -> tuple[Target, GroupDetail | StepView | None]:
-    """The table or the thing that is meant, and the group or step as it was read. What is not there is an error on a
-    terminal, too, and opens nothing."""
-    from rlbuffer_cli.facts import member_of
+def _target(what: str, other: str | None, where: str) -> Target:
+    """The table or the thing that is meant."""
     from rlbuffer_cli.table import Target
     from rlbuffer_cli.tables import VIEWS
 
     kind, _, number = what.partition(":")
     if what in VIEWS:
-        return Target("table", what, where=where), None
+        return Target("table", what, where=where)
     if kind == "step" and number.isdecimal():
-        step = run.step(int(number))
-        return Target("step", str(step.header.step)), step
-    detail = run.group(what)
-    group_id = detail.view.group_id
+        return Target("step", number)
     if other is not None:
-        second = _second(run, detail, what, other).rollout_id
-        return Target("pair", member_of(detail, what).rollout_id, group=group_id, other=second), detail
-    if "/" in what:
-        return Target("rollout", member_of(detail, what).rollout_id, group_id), detail
-    return Target("group", group_id), detail
-
-
-def _second(run: WholeRun, detail: GroupDetail, what: str, other: str) -> RolloutView:
-    """The rollout that one of the group is compared with."""
-    from rlbuffer_cli.facts import member_of
-
-    is_here = any(member.rollout_id == other for member in detail.members)
-    # Else looked up by itself: what this group's id begins with may be the whole id of another.
-    if "/" in other and not is_here and (group_id := run.group(other).view.group_id) != detail.view.group_id:
-        raise click.UsageError(
-            f"only rollouts of one group are compared; {what} is of group {detail.view.group_id!r}, {other} of "
-            f"{group_id!r}"
-        )
-    return member_of(detail, other)
+        return Target("pair", what, group=what, other=other)
+    return Target("rollout", what, group=what) if "/" in what else Target("group", what, where=where)
 
 
 def _web(run: WholeRun, port: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +27,12 @@ from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.facts import answer, headline, life, member_of, sections, shared_prompt, verdict
+from rlbuffer_cli.facts import headline, life, member_of, rows_of, sections, shared_values, verdict, worded
 from rlbuffer_cli.lenses import NAMES, Lens, lens, numbers_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
-from rlbuffer_cli.tables import MEMBERS, member_rows
-from rlbuffer_cli.text import as_json, utc
+from rlbuffer_cli.tables import MEMBERS
+from rlbuffer_cli.text import moment
 
 LENSES = NAMES[:7]
 STDOUT = "-"
@@ -147,7 +146,7 @@ def write_page(details: Iterable[GroupDetail], file: str, *, title: str, buffer:
         OSError: the file cannot be written.
     """
     sources = Sources(texts=Texts()) if buffer is None else sources_of(buffer)
-    at = "" if buffer is None else str(utc(buffer.store.now()))[:19].replace("T", " ")
+    at = "" if buffer is None else moment(buffer.store.now())
     groups = (shown_group(detail, sources, is_whole=True) for detail in details)
     pieces = page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
     if file == STDOUT:
@@ -172,23 +171,15 @@ def file_name(identifier: str) -> str:
 def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     title, *facts = headline(detail.view)
-    prompt = shared_prompt(detail, sources.texts)
-    known = (
-        ("Prompt", prompt),
-        ("Answer", detail.answer),
-        ("Metadata", dict(detail.metadata)),
-    )
-    texts = [
-        (name, value if isinstance(value, str) else json.dumps(as_json(value), ensure_ascii=False))
-        for name, value in known
-        if value not in (None, "", {})
-    ]
     return {
         "title": title,
         "facts": [title, *(fact for line in facts for fact in line.strip().split(" · "))],
         "step": detail.view.step,
-        "texts": texts,
-        "rows": member_rows(detail, lambda member: answer(member, sources.texts, bool(prompt))),
+        "texts": [
+            (name.capitalize(), value if isinstance(value, str) else worded(value))
+            for name, value in shared_values(detail, sources.texts).items()
+        ],
+        "rows": rows_of(detail, sources.texts),
         "rollouts": [shown_rollout(detail, m, sources) for m in detail.members] if is_whole else [],
     }
 
@@ -209,7 +200,7 @@ def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) ->
     if rollout is None:
         return shown
     if rollout.further:
-        rows = member_rows(replace(detail, members=(member,)), lambda one: answer(one, sources.texts, False))
+        rows = rows_of(replace(detail, members=(member,)), sources.texts)
         return shown | {"rows": rows, "sequences": [shown_rollout(detail, one, sources) for one in member.sequences()]}
     texts, kept = sources.texts, sources.kept(detail.view.group_id, rollout)
     lenses = [lens(detail.view, member, name, origin=texts.origin(rollout), kept=kept) for name in LENSES]

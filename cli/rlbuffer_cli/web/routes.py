@@ -8,16 +8,18 @@ from typing import Any
 from urllib.parse import urlencode
 
 from rlbuffer.client.run_state import read_run_state
+from rlbuffer.client.views import StepView
 from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
 from rlbuffer.state.text import plural
 from rlbuffer_cli import look
-from rlbuffer_cli.facts import cost_of, env_shades, member_of, rank_bars, step_lines
+from rlbuffer_cli.facts import cost_of, env_shades, member_of, rank_bars
 from rlbuffer_cli.plots import curves_of, trends
 from rlbuffer_cli.run_tables import ENVS, READ_RECORDS, env_rows
-from rlbuffer_cli.table import View, ordered
-from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS, WORST, worst_rows
-from rlbuffer_cli.text import utc
+from rlbuffer_cli.sheets import Sheet, read
+from rlbuffer_cli.table import Target, View, ordered
+from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
+from rlbuffer_cli.text import time_of
 from rlbuffer_cli.view import alerts, figures, notes, states
 from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_rollout
 from rlbuffer_cli.whole_run import WholeRun
@@ -48,7 +50,7 @@ def refusal(title: str, problem: str) -> Iterator[str]:
 
 
 def _page(run: WholeRun, template: str, tab: str, title: str, **values: Any) -> Iterator[str]:
-    at = str(utc(run.buffer.store.now()))[11:19]
+    at = time_of(run.buffer.store.now())
     return page(
         template,
         title=f"{title} · run {run.buffer.run}",
@@ -102,11 +104,12 @@ def _curves(run: WholeRun) -> list[dict[str, Any]]:
 def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
     """A table by a filter, in an order: both stand in the address."""
     where, sort = query.get("where", ""), query.get("sort", "")
-    run.problems = []
+    target = Target("table", view.name, where=where)
     try:
-        items = list(view.read(run, where, ROWS_ON_A_PAGE))
+        sheet = read(run, target, ROWS_ON_A_PAGE)
     except FilterError as error:
-        items, run.problems = [], [error]
+        sheet = Sheet(target=target, view=view, problems=[error])
+    items = sheet.items
     is_reversed, by = sort.startswith("-"), sort.removeprefix("-")
 
     def order(title: str) -> str:
@@ -128,7 +131,7 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
         chips=chips if view.name == "groups" else [],
         curves=_curves(run) if view is STEPS else [],
         details=[(view.key(item), lines) for item in items if (lines := view.more(item))],
-        problems=[f"✕ {problem}" for problem in run.problems],
+        problems=[f"✕ {problem}" for problem in sheet.problems],
     )
 
 
@@ -166,7 +169,8 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
     if number < 1:
         raise NotFound("a step has a number from 1: step?n=40")
-    view = run.step(number)
+    sheet = read(run, Target("step", str(number)))
+    view: StepView = sheet.found
     marks, capacity = env_shades(view), max(1, view.row_tokens)
 
     def bar(row: list[tuple[str, int]]) -> dict[str, Any]:
@@ -183,11 +187,11 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
         "step",
         "steps",
         f"step {number}",
-        lines=step_lines(view, trained=run.buffer.store.trainer().trained),
+        lines=sheet.lines,
         capacity=f"{capacity:,}",
         marks=list(marks.items()),
         ranks=[{"title": title, "rows": [bar(row) for row in rows]} for title, rows in ranks],
-        view=WORST,
-        items=worst_rows(view)[:WORST_ROLLOUTS],
+        view=sheet.view,
+        items=sheet.items[:WORST_ROLLOUTS],
         groups=[(name, link("group", id=name)) for name in view.header.group_ids],
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,24 +19,10 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
-from rlbuffer_cli.browse.listing import Listing
-from rlbuffer_cli.browse.panes import EntryLine
+from rlbuffer_cli.browse.listing import EntryLine, Listing
 from rlbuffer_cli.run_tables import PROCESSES
 
 EVIL = "[bold red]\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b[/] 漢字"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
-    with rlbuffer.connect(run.url, run=run.store.run) as opened:
-        yield opened
 
 
 def talk(index: int) -> Rollout:
@@ -68,14 +52,7 @@ def fill(run: Run) -> None:
     run.push("a.2", rewards=[0.25, 0.75, 0.5])
     group = make_group(env="talk", group_id="talk.7", answer="[bold]4", metadata={"level": 3}, worker="w-0")
     talks = tuple(replace(talk(i), rollout_id=f"talk.7/{i}") for i in range(3))
-    run.store.push(
-        replace(group, rollouts=talks, planned_size=3),
-        producer="w",
-        incarnation="u",
-        sequence=run.sequence + 1,
-        epoch=run.meta.epoch,
-    )
-    run.sequence += 1
+    run.push(replace(group, rollouts=talks, planned_size=3))
     run.store.heartbeat(
         "worker",
         "w-0",
@@ -181,7 +158,9 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         assert tokens(shown) == [5, 6, 7]
         await person.press("s", "S")
         await person.until(lambda shown: tokens(shown) == [7, 6, 5], "the other order")
-        await person.press("escape", "enter")
+        await person.press("o")
+        await person.sees("rlbuffer.pair/1", '"part_at_token": 5')
+        await person.press("escape", "escape", "enter")
         await person.sees("rollout talk.7/2 (3 of 3 of its group)")
 
     browse(buffer, tour, identifier="talk.7", size=(140, 40))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from store_runs import Run
 from terminals import ANSI, typed
 
 import rlbuffer
-from rlbuffer_cli.main import main
 from rlbuffer_cli.whole_run import WholeRun
 
 Call = Callable[..., tuple[int, str, str]]
@@ -33,21 +31,14 @@ def fill(run: Run) -> None:
     run.store.heartbeat("worker", "w-0", beat)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
-    fill(made)
-    yield made
-    made.close()
+@pytest.fixture(autouse=True)
+def filled(run: Run) -> None:
+    fill(run)
 
 
 @pytest.fixture
-def call(run: Run, capsys: pytest.CaptureFixture[str]) -> Call:
-    def inspect(*words: str) -> tuple[int, str, str]:
-        code = main(["inspect", *words, "--redis", run.url, "--run", run.store.run])
-        return code, *capsys.readouterr()
-
-    return inspect
+def call(run: Run, typed: Call) -> Call:
+    return lambda *words: typed("inspect", *words, "--redis", run.url, "--run", run.store.run)
 
 
 def records(out: str) -> list[dict[str, Any]]:
@@ -211,6 +202,9 @@ def test_a_dropped_group_has_its_age_and_a_dash_for_what_is_not_kept(run: Run, c
     assert [record["group_id"] for record in records(call("--json")[1])] == ["a.1", "a.0", "b.0", "c.7"]
     assert [record["age"] for record in records(call("--json", "--where", "state:dropped")[1])] == [1]
     assert call("--json", "--where", "state:dropped age>=2")[1] == ""
+    run.client.delete(*run.store.dropped_payloads(["c.7"])["c.7"])
+    code, _, err = call("c.7/0")
+    assert (code, "group 'c.7' was dropped (stale: because): its rollouts are no longer kept" in err) == (1, True)
 
 
 def test_a_share_says_what_it_is_of(run: Run, call: Call) -> None:

@@ -1,0 +1,201 @@
+"""What is shown of a table, a group, a rollout, two rollouts, or a step: read and worded here, for every screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import click
+from rich.console import RenderableType
+
+from rlbuffer.client.filters import parse
+from rlbuffer.client.searching import with_text
+from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.errors import RlbufferError
+from rlbuffer.state.text import plural, printable
+from rlbuffer_cli import facts
+from rlbuffer_cli.table import Target, View, of_tuples
+from rlbuffer_cli.tables import (
+    GROUP_ORDER,
+    GROUPS,
+    MEMBERS,
+    VIEWS,
+    WORST,
+    detail_record,
+    rollout_record,
+    shared_words,
+    step_record,
+    worst_rows,
+)
+from rlbuffer_cli.text import cut
+from rlbuffer_cli.whole_run import WholeRun
+
+EVERYTHING = 2**31
+TOKENS = of_tuples(
+    "tokens",
+    ("token", "id", "text", "mask", "logprob", "advantage"),
+    {"token", "id", "logprob", "advantage"},
+    empty="its payload is no longer kept",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """All that is shown of a target."""
+
+    target: Target
+    """With ids that are whole."""
+    view: View
+    items: Sequence[Any] = ()
+    lines: Sequence[str] = ()
+    """What is said of it."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """What its rollouts share, by name; a screen shows as much of each as it has room for."""
+    above: Callable[[int], Sequence[RenderableType]] = lambda width: ()
+    """Columns of the terminal -> what is drawn between the lines and the rows."""
+    record: Callable[[], Mapping[str, Any]] | None = None
+    """The thing as JSON; None of a table, whose items have one each."""
+    found: Any = None
+    """The group or the step that was read."""
+    hints: Sequence[str] = ()
+    """What to type next."""
+    problems: Sequence[RlbufferError] = ()
+    """What could not be read of a table."""
+
+    def said(self, most: int = facts.LINE_OF_TEXT) -> list[str]:
+        """The lines, and one for each thing that is shared, of which `most` characters are shown."""
+        texts = {name: value if name == "prompt" else facts.worded(value) for name, value in self.shared.items()}
+        return [*self.lines, *(f"  {name:<9} {cut(printable(text), most)}" for name, text in texts.items())]
+
+    @property
+    def nothing(self) -> str:
+        """What stands where there are no items."""
+        return self.view.nothing(self.target.where if self.target.kind == "table" else "")
+
+
+def read(run: WholeRun, target: Target, most: int = EVERYTHING) -> Sheet:
+    """Reads a target: `most` rows of a table, or tokens.
+
+    Raises:
+        NotFound: there is none. UsageError: a pair of two groups.
+    """
+    if target.kind == "table":
+        return _table(run, target, most)
+    if target.kind == "step":
+        return _step(run, target)
+    detail = run.group(target.group or target.name)
+    if target.kind == "group":
+        return _group(run, detail, target.where)
+    member = facts.member_of(detail, target.name)
+    if target.kind == "rollout":
+        return _rollout(run, detail, member, most)
+    return _pair(run, detail, member, target, most)
+
+
+def _table(run: WholeRun, target: Target, most: int) -> Sheet:
+    view, run.problems = VIEWS[target.name], []
+    items, hints = view.read(run, target.where, most), []
+    if view is GROUPS and items:
+        hints = [f"the first {most} ({GROUP_ORDER}): --limit shows more, --where chooses"] * (len(items) == most)
+        hints.append(f"one group: rlbuffer inspect {view.key(items[0])}")
+    return Sheet(
+        target=target,
+        view=view,
+        items=items,
+        above=lambda width: view.above(run, items, width),
+        hints=hints,
+        problems=run.problems,
+    )
+
+
+def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
+    """A row per rollout; those that the filter's terms about rollouts choose are marked."""
+    texts, chosen = run.buffer.texts, parse(where)
+
+    def matches(member: RolloutView) -> bool:
+        return bool(chosen.rollout_terms) and chosen.matches_rollout(with_text(member, texts.decoded))
+
+    return Sheet(
+        target=Target("group", detail.view.group_id, where=where),
+        view=MEMBERS,
+        items=facts.rows_of(detail, texts, matches),
+        lines=facts.headline(detail.view),
+        shared=facts.shared_values(detail, texts),
+        record=lambda: detail_record(detail),
+        found=detail,
+        hints=[f"one rollout: rlbuffer inspect {detail.members[0].rollout_id}"] if detail.members else [],
+    )
+
+
+def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int) -> Sheet:
+    """A row for each of its first tokens, or for each of its sequences."""
+    texts, rollout, group = run.buffer.texts, member.rollout, detail.view
+    said = f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}"
+    sheet = Sheet(
+        target=Target("rollout", member.rollout_id, group.group_id),
+        view=TOKENS,
+        lines=[*facts.headline(group), said, f"  {' -> '.join(facts.life(group, member))}"],
+        record=lambda: rollout_record(member, group),
+        found=detail,
+    )
+    if rollout is None:
+        return sheet
+    if rollout.further:
+        rows = facts.rows_of(replace(detail, members=(member,)), texts)
+        hint = f"one sequence: rlbuffer inspect {member.rollout_id}.1"
+        return replace(sheet, view=MEMBERS, items=rows, hints=[hint])
+    text, end = texts.whole(rollout), min(most, rollout.length)
+    shared = [f"  {shared_words(member)}"] if member.shared is not None else []
+    return replace(
+        sheet,
+        lines=[*sheet.lines, *shared, *([f"  text {printable(text)}"] if text is not None else [])],
+        items=[(str(at), *cells) for at, cells in enumerate(facts.token_cells(member, texts, 0, end))],
+        hints=[f"the first {end} of {plural(rollout.length, 'token')}: --json has them all"] * (end < rollout.length),
+    )
+
+
+def _pair(run: WholeRun, detail: GroupDetail, one: RolloutView, target: Target, most: int) -> Sheet:
+    """Two rollouts of a group: where they part, and the tokens from there on."""
+    group_id, texts = detail.view.group_id, run.buffer.texts
+    is_here = any(member.rollout_id == target.other for member in detail.members)
+    # Else looked up by itself: what this group's id begins with may be the whole id of another.
+    if "/" in target.other and not is_here and (others := run.group(target.other).view.group_id) != group_id:
+        raise click.UsageError(
+            f"only rollouts of one group are compared; {target.name} is of group {group_id!r}, {target.other} of "
+            f"{others!r}"
+        )
+    other = facts.member_of(detail, target.other)
+    both, parts = (one, other), facts.first_difference(one, other)
+    return Sheet(
+        target=Target("pair", one.rollout_id, group_id, other.rollout_id),
+        view=facts.pair_view(one.rollout_id, other.rollout_id),
+        items=list(facts.pair_rows(one, other, texts, most)),
+        lines=facts.pair_lines(one, other),
+        shared=facts.shared_values(detail, texts),
+        record=lambda: {
+            "schema": "rlbuffer.pair/1",
+            "rollouts": [member.rollout_id for member in both],
+            "rewards": [member.reward for member in both],
+            "part_at_token": parts,
+        },
+        found=detail,
+    )
+
+
+def _step(run: WholeRun, target: Target) -> Sheet:
+    """What it holds, why it was closed, its rows by rank, and its scored rollouts."""
+    step, cost = run.step(int(target.name)), facts.cost_of(run.buffer)
+    return Sheet(
+        target=Target("step", str(step.header.step)),
+        view=WORST,
+        items=worst_rows(step),
+        lines=facts.step_lines(step, trained=run.buffer.store.trainer().trained),
+        above=lambda width: list(facts.rank_lines(step, width, cost)),
+        record=lambda: {
+            **step_record(step.header),
+            "row_tokens": step.row_tokens,
+            "ranks": facts.rank_figures(step, cost),
+        },
+        found=step,
+    )
