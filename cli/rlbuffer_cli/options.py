@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-JSON = "rlbuffer.json"
+JSON, SETTINGS = "rlbuffer.json", "rlbuffer.settings"
+"""What a command's context keeps: whether JSON is asked for, and the settings among its flags."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -95,6 +96,25 @@ debug = click.option(
     help="Show the traceback of an error.",
 )
 
+
+def setting(name: str, what: str, *, flag: str = "", is_handed: bool = False, **how: Any) -> Callable[[F], F]:
+    """Adds a flag that is a setting: :meth:`Given.load` takes it, and the command where `is_handed`.
+
+    Args:
+        name: dotted; one that begins with a dot is of the section that is run.
+        what: for the help.
+        flag: "": the last part of the name.
+    """
+    flag = flag or f"--{name.rpartition('.')[2].replace('_', '-')}"
+
+    def keep(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+        several = isinstance(value, tuple)
+        ctx.meta.setdefault(SETTINGS, {})[name] = flag, (list(value) or None) if several else value
+        return value
+
+    return click.option(flag, callback=keep, expose_value=is_handed, help=what, **how)
+
+
 display = click.option(
     "--display",
     type=click.Choice(["auto", "rich", "plain", "json", "none"]),
@@ -128,10 +148,11 @@ class Given:
     run: str | None
     home: str | None
 
-    @property
-    def flags(self) -> dict[str, tuple[str, Any]]:
-        """Setting -> (flag, value)."""
-        return {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
+    def flags(self, *parts: str) -> dict[str, tuple[str, Any]]:
+        """Setting -> (flag, value), also of those that :func:`setting` declares; `parts`: as of :meth:`load`."""
+        own = {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
+        typed = click.get_current_context().meta.get(SETTINGS, {})
+        return own | {f"{parts[0]}{name}" if name.startswith(".") else name: typed[name] for name in typed}
 
     def again(self, run: str) -> str:
         """The flags that lead another command to this run."""
@@ -152,7 +173,7 @@ class Given:
         from rlbuffer.config.loading import folders_of
 
         self.check()
-        loaded = load(self.config, flags={**self.flags, **(flags or {})}, parts=parts)
+        loaded = load(self.config, flags={**self.flags(*parts), **(flags or {})}, parts=parts)
         if parts:
             added = imports.make_importable(folders_of(loaded.file))
             click.get_current_context().call_on_close(lambda: imports.forget(added))

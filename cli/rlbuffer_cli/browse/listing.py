@@ -216,6 +216,9 @@ class Listing(Look):
         item = self.item()
         return None if item is None else self.view.record(item)
 
+    def record_name(self) -> str:
+        return self.identifier() if self.target.kind == "table" else self.heading()
+
     def at_top(self) -> bool:
         return self.rows.cursor_row <= 0 and not self.query_one(EntryLine).display
 
@@ -380,9 +383,6 @@ class OneStep(Listing):
 
     def heading(self) -> str:
         return f"step {self.target.name}"
-
-    def record_name(self) -> str:
-        return self.heading()
 
     def exported(self) -> str:
         item = self.item()

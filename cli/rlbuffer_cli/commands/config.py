@@ -121,7 +121,7 @@ def explain(key: str, given: options.Given) -> int:
     from rlbuffer_cli import explanation
 
     given.check()
-    for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags))):
+    for number, explained in enumerate(explanation.explain(key, read(given.config, flags=given.flags()))):
         lines = [*([""] if number else []), *explanation.explained_lines(explained)]
         answer(explained, "\n".join(lines), indent=" " * 12)
     return 0

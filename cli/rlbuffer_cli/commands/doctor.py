@@ -38,7 +38,7 @@ def command(given: options.Given, purpose: str | None) -> int:
     has_file = bool(given.config or os.environ.get("RLBUFFER_CONFIG") or Path(DEFAULT_FILE).is_file())
     parts = options.parts_of(purpose or ("run" if has_file else ""))
     counts = dict.fromkeys(Level, 0)
-    for finding in diagnose(given.config, given.flags, parts):
+    for finding in diagnose(given.config, given.flags(), parts):
         counts[finding.level] += 1
         level, text = str(finding.level), " ".join(finding.text.split())
         record = {"check": finding.check, "level": level, "settings": finding.settings}

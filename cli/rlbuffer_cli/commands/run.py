@@ -19,9 +19,9 @@ _log = logging.getLogger("rlbuffer.run")
 @click.command("run")
 @click.argument("config_file", metavar="[CONFIG]", required=False)
 @options.common
-@click.option("--steps", type=int, metavar="N", help="Stop after this many trained steps.")
+@options.setting("trainer.steps", "Stop after this many trained steps.", type=int, metavar="N")
 @options.display
-def command(config_file: str | None, given: options.Given, steps: int | None, display: str) -> int:
+def command(config_file: str | None, given: options.Given, display: str) -> int:
     """Start and supervise every process of a run on this machine.
 
     CONFIG is an rlbuffer.toml. Starts the embedded server (unless redis_url is set), the batcher, every worker and
@@ -36,7 +36,7 @@ def command(config_file: str | None, given: options.Given, steps: int | None, di
     from rlbuffer.process.signals import stop_on_signals
 
     given = replace(given, config=config_file or given.config)
-    loaded = given.load({"trainer.steps": ("--steps", steps)}, parts=EVERYTHING)
+    loaded = given.load(parts=EVERYTHING)
     run, display, stop = loaded.settings.run, options.choose_display(display), threading.Event()
     starting("loading torch")
     from rlbuffer_cli.live import supervised

@@ -12,23 +12,17 @@ HOW = "--model PATH or --reward package.module:function"
 @click.command("score")
 @click.argument("name", required=False)
 @options.common
-@click.option("--model", metavar="PATH", help="Add ref_logprobs of this model; `initial`: the run's own.")
-@click.option("--reward", metavar="FUNCTION", help="Add rewards of package.module:function(rollout, group).")
-@click.option("--env", "envs", multiple=True, metavar="ENV", help="Only groups of this env; may be repeated.")
-@click.option("--gives", multiple=True, metavar="NEED", help="What --reward adds: reward (the default), rewards.NAME.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Of the model.")
+@options.setting(".model", "Add ref_logprobs of this model; `initial`: the run's own.", metavar="PATH", is_handed=True)
+@options.setting(
+    ".reward", "Add rewards of package.module:function(rollout, group).", metavar="FUNCTION", is_handed=True
+)
+@options.setting(".envs", "Only groups of this env; may be repeated.", flag="--env", multiple=True, metavar="ENV")
+@options.setting(".gives", "What --reward adds: reward (the default), rewards.NAME.", multiple=True, metavar="NEED")
+@options.setting(".device", "Of the model.", type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option("--replica", type=int, default=0, metavar="I", help="Number of this process among equal ones.")
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
 def command(
-    name: str | None,
-    given: options.Given,
-    model: str | None,
-    reward: str | None,
-    envs: tuple[str, ...],
-    gives: tuple[str, ...],
-    device: str | None,
-    replica: int,
-    display: str,
+    name: str | None, given: options.Given, model: str | None, reward: str | None, replica: int, display: str
 ) -> int:
     """Add what groups need before they train: reference logprobs, slow rewards.
 
@@ -46,12 +40,5 @@ def command(
 
     # Without a name: one of the flags alone, or the only section there is.
     key = name or ("ref" if model else "reward" if reward else sections.only("score", load(given.config).settings, HOW))
-    flags = {
-        "model": ("--model", model),
-        "reward": ("--reward", reward),
-        "envs": ("--env", list(envs) or None),
-        "gives": ("--gives", list(gives) or None),
-        "device": ("--device", device),
-    }
-    loaded = given.load({f"score.{key}.{k}": v for k, v in flags.items()}, parts=(f"score.{key}",))
+    loaded = given.load(parts=(f"score.{key}",))
     return sections.run_alone("score", key, replica, loaded, display, HOW)

@@ -35,16 +35,11 @@ DECIDING = (
 @click.option("--resume", is_flag=True, help="Only go on with a run that is there.")
 @click.option("--fresh", is_flag=True, help="Only begin a run: refused when it holds steps or pending groups.")
 @click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
-@click.option("--archive", metavar="DIR", help="Keep every step and every drop in Parquet files there.")
+@options.setting(
+    "archive.dir", "Keep every step and every drop in Parquet files there.", flag="--archive", metavar="DIR"
+)
 @options.display
-def command(
-    given: options.Given,
-    resume: bool,
-    fresh: bool,
-    replace_config: bool,
-    archive: str | None,
-    display: str,
-) -> int:
+def command(given: options.Given, resume: bool, fresh: bool, replace_config: bool, display: str) -> int:
     """Run the batcher: decides what each step trains on.
 
     It reads what workers push, drops what is too old, gives every env its token budget and commits one step after
@@ -63,7 +58,7 @@ def command(
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
-    loaded = given.load({"archive.dir": ("--archive", archive)}, parts=("serve",))
+    loaded = given.load(parts=("serve",))
     settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)

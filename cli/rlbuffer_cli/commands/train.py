@@ -15,9 +15,9 @@ from rlbuffer_cli.starting import starting
 
 @click.command("train")
 @options.common
-@click.option("--world-size", type=int, metavar="W", help="Data-parallel ranks. [default: trainer.world_size, 1]")
-@click.option("--steps", type=int, metavar="N", help="Stop after this many steps. [default: trainer.steps]")
-@click.option("--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]")
+@options.setting("trainer.world_size", "Data-parallel ranks. [default: trainer.world_size, 1]", type=int, metavar="W")
+@options.setting("trainer.steps", "Stop after this many steps. [default: trainer.steps]", type=int, metavar="N")
+@options.setting("trainer.output", "Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]", metavar="DIR")
 @click.option("--fake-data", is_flag=True, help="Train on made-up steps: no server, no workers.")
 @click.option(
     "--debug-samples",
@@ -35,16 +35,7 @@ from rlbuffer_cli.starting import starting
     help="Times in a row that ranks are started again after a failure.",
 )
 @options.display
-def command(
-    given: options.Given,
-    world_size: int | None,
-    steps: int | None,
-    output: str | None,
-    fake_data: bool,
-    debug_samples: int,
-    max_restarts: int,
-    display: str,
-) -> int:
+def command(given: options.Given, fake_data: bool, debug_samples: int, max_restarts: int, display: str) -> int:
     """Train on the batches, with one or more data-parallel ranks.
 
     Starts W processes on this machine, pulls one step after the other, and publishes every new policy version for
@@ -55,12 +46,7 @@ def command(
     Example:
       rlbuffer train --world-size 2 --config rlbuffer.toml
     """
-    flags = {
-        "trainer.world_size": ("--world-size", world_size),
-        "trainer.steps": ("--steps", steps),
-        "trainer.output": ("--output", output),
-    }
-    loaded = given.load(flags, parts=("train",))
+    loaded = given.load(parts=("train",))
     settings = loaded.settings
     # Ranks that cannot connect would be started again and again: whether there is a server is asked first.
     with nullcontext() if fake_data else connected(loaded, "train"), ExitStack() as views:

@@ -24,8 +24,8 @@ def command() -> None:
 
 @command.command("serve")
 @options.common
-@click.option("--listen", metavar="HOST:PORT", help="Where to serve. [default: weights.listen]")
-def serve(given: options.Given, listen: str | None) -> int:
+@options.setting("weights.listen", "Where to serve. [default: weights.listen]", metavar="HOST:PORT")
+def serve(given: options.Given) -> int:
     """Serve policy versions over HTTP until ctrl-C.
 
     It serves what the trainer publishes on this host: for trainers started by torchrun, and hosts where that should be
@@ -41,7 +41,7 @@ def serve(given: options.Given, listen: str | None) -> int:
     from rlbuffer.weights.cache import TOKEN_VARIABLE
     from rlbuffer.weights.places import load_serving
 
-    settings = given.load({"weights.listen": ("--listen", listen)}).settings
+    settings = given.load().settings
     address = settings.weights.listen
     if not address:
         raise ConfigError(

@@ -20,22 +20,13 @@ HOW = "--env (vcopy, repeat, jsonl, package.module:factory)"
 @click.command("worker")
 @click.argument("name", required=False)
 @options.common
-@click.option("--env", metavar="ENV", help="Env to sample: a built-in one, or package.module:factory.")
-@click.option("--group-size", type=int, metavar="N", help="Rollouts per group.")
-@click.option("--seed", type=int, metavar="N", help="Of sampling.")
-@click.option("--temperature", type=float, metavar="T", help="Sampling temperature.")
+@options.setting(".env", "Env to sample: a built-in one, or package.module:factory.", metavar="ENV", is_handed=True)
+@options.setting(".group_size", "Rollouts per group.", type=int, metavar="N")
+@options.setting("seed", "Of sampling.", type=int, metavar="N")
+@options.setting(".temperature", "Sampling temperature.", type=float, metavar="T")
 @click.option("--replica", type=int, default=0, metavar="I", help="Number of this process among equal ones.")
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
-def command(
-    name: str | None,
-    given: options.Given,
-    env: str | None,
-    group_size: int | None,
-    seed: int | None,
-    temperature: float | None,
-    replica: int,
-    display: str,
-) -> int:
+def command(name: str | None, given: options.Given, env: str | None, replica: int, display: str) -> int:
     """Sample and score rollouts of one env and push them.
 
     NAME is a [worker.NAME] section of the config; without a config, --env is enough. A worker waits for leave to
@@ -51,17 +42,12 @@ def command(
 
     # Without a name: the section named like the env, or the only one there is.
     key = name or (env.rpartition(":")[2].lower() if env else sections.only("worker", load(given.config).settings, HOW))
-    flags = {
-        "env": ("--env", env),
-        "group_size": ("--group-size", group_size),
-        "temperature": ("--temperature", temperature),
-    }
-    named = {f"worker.{key}.{k}": v for k, v in flags.items()} | {"seed": ("--seed", seed)}
+    section = f"worker.{key}"
     try:
-        loaded = given.load(named, parts=(f"worker.{key}",))
+        loaded = given.load(parts=(section,))
     except ConfigError as error:
         with suppress(RlbufferError):  # the settings say no more where the run is, or it is not there
-            _tell_run(load(given.config, flags={**given.flags, **named}), key, error)
+            _tell_run(load(given.config, flags=given.flags(section)), key, error)
         raise
     return sections.run_alone("worker", key, replica, loaded, display, HOW)
 
