@@ -83,6 +83,12 @@ def shared_values(detail: GroupDetail, texts: Texts) -> dict[str, Any]:
     return {name: value for name, value in shared.items() if value is not None}
 
 
+def shared_lines(shared: Mapping[str, Any], most: int) -> list[str]:
+    """A line for each of them, of at most `most` characters of its value."""
+    texts = {name: value if name == "prompt" else worded(value) for name, value in shared.items()}
+    return [f"  {name:<9} {cut(printable(text), most)}" for name, text in texts.items()]
+
+
 def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
     """The text that all rollouts begin with; "" where they differ, or a text cannot be laid to tokens."""
     members = [m for m in detail.members if m.rollout is not None]

@@ -28,7 +28,6 @@ from rlbuffer_cli.tables import (
     step_record,
     worst_rows,
 )
-from rlbuffer_cli.text import cut
 from rlbuffer_cli.whole_run import WholeRun
 
 EVERYTHING = 2**31
@@ -65,8 +64,7 @@ class Sheet:
 
     def said(self, most: int = facts.LINE_OF_TEXT) -> list[str]:
         """The lines, and one for each thing that is shared, of which `most` characters are shown."""
-        texts = {name: value if name == "prompt" else facts.worded(value) for name, value in self.shared.items()}
-        return [*self.lines, *(f"  {name:<9} {cut(printable(text), most)}" for name, text in texts.items())]
+        return [*self.lines, *facts.shared_lines(self.shared, most)]
 
     @property
     def nothing(self) -> str:
@@ -171,8 +169,10 @@ def _pair(run: WholeRun, detail: GroupDetail, one: RolloutView, target: Target, 
         target=Target("pair", one.rollout_id, group_id, other.rollout_id),
         view=facts.pair_view(one.rollout_id, other.rollout_id),
         items=list(facts.pair_rows(one, other, texts, most)),
-        lines=facts.pair_lines(one, other),
-        shared=facts.shared_values(detail, texts),
+        lines=[
+            *facts.shared_lines(facts.shared_values(detail, texts), facts.LINE_OF_TEXT),
+            *facts.pair_lines(one, other),
+        ],
         record=lambda: {
             "schema": "rlbuffer.pair/1",
             "rollouts": [member.rollout_id for member in both],
