@@ -135,13 +135,15 @@ def unaliased(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Copies `state` into the model's weights, in place, converting the dtype.
+    """Copies `state` into the model's weights, in place, converting the dtype. Its names are the model's own, or those
+    of its family's checkpoints, which :func:`rlbuffer.weights.state.model_state` gives.
 
     Raises:
         WeightsError: a name is missing or unknown, a shape is another one, or a value is not finite. Everything is
             checked first: the model is then as it was.
     """
     own = model.state_dict()
+    state = state if state.keys() <= own.keys() else _in_own_names(model, state)
     needed = unaliased(own)
     missing = [name for name in needed if name not in state]
     unknown = [name for name in state if name not in own]
@@ -159,6 +161,18 @@ def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None
     with torch.no_grad():
         for name in needed:
             own[name].copy_(state[name])
+
+
+def _in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """A checkpoint's tensors as the library puts them into such a model; as they are where they are not all of it."""
+    dtype = next(model.parameters()).dtype
+    try:
+        loaded, told = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        return state
+    return state if any(told.values()) else unaliased(loaded.state_dict())
 
 
 def _some(names: list[str]) -> str:

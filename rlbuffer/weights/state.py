@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -18,9 +19,10 @@ def is_sharded(module: nn.Module) -> bool:
 def model_state(
     module: nn.Module, *, inside: str = "", dtype: torch.dtype | None = None, only_trained: bool = False
 ) -> dict[str, Tensor]:
-    """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
+    """name -> whole tensor of the language model, as a checkpoint of its family has it. Sharded: all ranks call it.
 
     A tied tensor stands under its first name only: gathered or converted, nobody could tell any more that it is one.
+    Names are those of published checkpoints, which engines know: the library's models stack experts, for example.
     Only rank 0 gets a sharded model's tensors, on the CPU.
 
     Args:
@@ -37,9 +39,21 @@ def model_state(
         state = model.state_dict()
     tied = tied_names(model)
     kept = {name: tensor for name, tensor in state.items() if name not in tied}
-    if dtype is None:
-        return kept
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in kept.items()}
+    if dtype is not None:
+        kept = {name: t.to(dtype) if t.is_floating_point() else t for name, t in kept.items()}
+    return kept if only_trained else _as_published(model, kept)
+
+
+def _as_published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names, and in the pieces, that the library reads and ``save_pretrained`` writes."""
+    if not isinstance(model, PreTrainedModel) or not state:
+        return state
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    converted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return converted
 
 
 def tied_names(module: nn.Module) -> set[str]:

@@ -35,7 +35,7 @@ class Utilization:
     """
 
     def __init__(self, model: Any, parameters: int, device: torch.device, *, passes: int) -> None:
-        config = model.config
+        config = model.config.get_text_config()
         layers, heads, size = (
             getattr(config, name, 0) or 0 for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )

@@ -93,12 +93,13 @@ def opened(policy: PolicyVersion, served: Opened | None = None) -> Opened:
         model = served.model if served.base else directory
         return replace(served, policy=policy, directory=directory, model=model)
     model = model_directory(directory)
+    config = read_config(model)
     return Opened(
         policy=policy,
         directory=directory,
         model=model,
         shapes=shapes,
-        vocab_size=int(read_config(model).get("vocab_size", 0)),
+        vocab_size=int((config.get("text_config") or config).get("vocab_size") or config.get("vocab_size") or 0),
         base=base_of(directory).checksum if is_adapter(directory) else "",
     )
 

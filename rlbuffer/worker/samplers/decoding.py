@@ -51,11 +51,12 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        return 0 if self._model is None else int(self._model.config.vocab_size)
+        return 0 if self._model is None else int(self._model.config.get_text_config().vocab_size)
 
     @property
     def context(self) -> int:
-        return 0 if self._model is None else int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
+        text = None if self._model is None else self._model.config.get_text_config()
+        return int(getattr(text, "max_position_embeddings", 0) or 0)
 
     def load(self, policy: PolicyVersion) -> None:
         directory = open_weights(policy)

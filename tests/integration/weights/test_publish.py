@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from model_families import GEMMA3, LLAMA, QWEN3, QWEN3_MOE, made
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +20,27 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError, WeightsError
 from rlbuffer.weights.files import load_state, open_weights
-from rlbuffer.weights.model import TINY_QWEN3, model_from_config
+from rlbuffer.weights.model import TINY_QWEN3, load_into, model_from_config
+from rlbuffer.weights.shapes import names_and_shapes
+from rlbuffer.worker.samplers.base import opened
+from rlbuffer.worker.samplers.decoding import Decoder
+
+MIXTRAL = MappingProxyType(dict(LLAMA) | {"model_type": "mixtral", "num_local_experts": 4})
+GEMMA3_SEES = MappingProxyType(
+    {
+        "model_type": "gemma3",
+        "text_config": dict(GEMMA3),
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    }
+)
+"""A model of images and texts: what describes its language model is nested."""
 
 
 @pytest.fixture
@@ -90,6 +114,32 @@ def test_a_wrapped_model_is_published_as_the_model_inside(buffer: Buffer, wrappe
     state = load_state(open_weights(buffer.policy().current()))
     assert state.keys() | {"lm_head.weight"} == expected.keys()  # tied to the embedding
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE, MIXTRAL, GEMMA3_SEES], ids=lambda c: c["model_type"])
+def test_weights_are_published_as_the_library_saves_them_and_load_again(
+    buffer: Buffer, tmp_path: Path, config: Mapping[str, Any]
+) -> None:
+    """The library's models stack experts and rename parts; engines know the names of published checkpoints."""
+    model = made(config)
+    buffer.reader()
+    assert buffer.policy().publish(model, 0)
+    policy = buffer.policy().current()
+    directory = Path(policy.location)
+    model.save_pretrained(tmp_path)
+    assert names_and_shapes(directory) == names_and_shapes(tmp_path)
+    same = model.state_dict()
+    other = made(config)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    load_into(other, load_state(directory))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in other.state_dict().items())
+    assert opened(policy).vocab_size == config.get("text_config", config)["vocab_size"]
+    decoder = Decoder(seed=0)
+    decoder.load(policy)
+    decoder.load(policy)
+    assert (decoder.vocab_size, decoder.context > 0) == (config.get("text_config", config)["vocab_size"], True)
 
 
 def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> None:
