@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
+CHECKED_LOADS = 2
+"""Versions that a sampler is compared with: the one that an engine starts with, and the first to take the place of
+another, which is another way through the engine (vLLM 0.32 on the CPU goes on with the old experts there)."""
 _log = logging.getLogger(__name__)
 DRAIN_LOOK_SECONDS = 5.0
 """Seconds between two looks whether a run that gives no ticket drains, and gives this env a share."""
@@ -118,6 +121,9 @@ class _Worker:
     def __post_init__(self) -> None:
         run = self.buffer.settings
         self._is_done = self._is_draining = False
+        # Where another worker changes the weights, nobody knows here which version answers.
+        self._unchecked = CHECKED_LOADS if self.settings.sampler_options.get("updates_weights", True) else 1
+        """Versions that the sampler is still to be compared with."""
         self._shares: Mapping[str, float] = {}
         """env -> its share of a step, by the run's budgets."""
         self._looked_at = float("-inf")
@@ -294,12 +300,13 @@ class _Worker:
     async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
         choice, sampler = self.settings.self_check, self.sampler
-        if choice == "never" or (choice == "auto" and sampler.traits.is_exact):
+        if not self._unchecked or choice == "never" or (choice == "auto" and sampler.traits.is_exact):
             return
         from rlbuffer.worker.samplers.selfcheck import check_sampler  # imports torch
 
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
+        self._unchecked -= 1
         text = "the sampler's logprobs are those of the published weights (to %.1g)"
         _log.info(text, difference, extra=fields("checked", version=policy.version, difference=difference))
 

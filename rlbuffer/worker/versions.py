@@ -53,7 +53,6 @@ class Versions:
         self._check, self._on_load = check, on_load
         self._cache, self._max_age = cache, max_age
         self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion]] | None = None
-        self._is_checked = False
         self._served: PolicyVersion | None = None
         self._refused: tuple[PolicyVersion, float] | None = None
         """Weights that could not be loaded, and when (monotonic) they may be tried again."""
@@ -113,6 +112,8 @@ class Versions:
             if local is None:
                 return
             await self._sampler.load(local)
+            self._require_vocabulary(current)
+            await self._check(local)
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
@@ -120,18 +121,17 @@ class Versions:
             if isinstance(error, WeightsError):
                 await asyncio.to_thread(self._cache.recheck, current)
             return
+        self._served, self._refused = current, None
+        self._pulse.loaded(current.version, time.monotonic() - start)
+        self._on_load()
+
+    def _require_vocabulary(self, current: PolicyVersion) -> None:
         if self._sampler.vocab_size < self._env.vocab_size:
             raise ConfigError(
                 f"env {self._env.name} uses {self._env.vocab_size} token ids, "
                 f"the model of version {current.version} knows {self._sampler.vocab_size}",
                 setting="model",
             )
-        if not self._is_checked:
-            await self._check(local)
-            self._is_checked = True
-        self._served, self._refused = current, None
-        self._pulse.loaded(current.version, time.monotonic() - start)
-        self._on_load()
 
     async def _localized(self, current: PolicyVersion) -> PolicyVersion | None:
         """`current` on this host's disk; None while it is downloaded and what serves is young enough to go on."""

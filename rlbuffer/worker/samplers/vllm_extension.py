@@ -36,7 +36,7 @@ class WeightsExtension:
             return refusal
         worker: Any = self
         worker.reload_weights(weights_iterator=iter(tensors))
-        _process_tied(worker.model_runner.get_model())
+        _process_again(worker.model_runner.get_model())
         return ""
 
     def rlbuffer_load_adapter(self, directory: str, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -82,16 +82,19 @@ def _checked(directory: str, shapes: Mapping[str, Sequence[int]]) -> tuple[list[
     return tensors, ""
 
 
-def _process_tied(model: torch.nn.Module) -> None:
-    """Processes layers that share another layer's weight again.
+def _process_again(model: torch.nn.Module) -> None:
+    """Processes layers again that the reload leaves with a packed copy of the old values, on the CPU (vLLM 0.32).
 
-    The file holds a tied weight once, so the reload skips the layer that borrows it; on the CPU that layer has a packed
-    copy of the old values (seen with vLLM 0.32: an output layer tied to the embedding went on with the first weights).
+    Those that share another layer's weight: the file holds a tied weight once, so the reload skips the layer that
+    borrows it, such as an output layer tied to the embedding. And experts, which are packed only when they are made.
     """
     owners: set[int] = set()
     for layer in model.modules():
         weight = layer.__dict__.get("_parameters", {}).get("weight")
         method: Any = getattr(layer, "quant_method", None)
+        experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(layer)
         if weight is None or method is None:
             continue
         if id(weight) in owners:

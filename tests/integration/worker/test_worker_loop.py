@@ -17,8 +17,9 @@ import pytest
 from every_role import stands_in
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
-from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull
+from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull, WrongLogprobs
 from rlbuffer.process import heartbeat
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 from rlbuffer.worker import faults, flights, loop
@@ -442,3 +443,45 @@ def test_a_sampler_that_serves_nobody_fails_no_group_however_often_it_is_asked(
     eventually(lambda: len(asked) > 3 * LAST_FAILURE**2)
     stage.finish()
     assert stage.heartbeat()["failed_groups"] == 0
+
+
+def test_a_worker_compares_what_it_starts_with_and_what_is_the_first_to_take_its_place(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that loads rightly at its start may not in place."""
+    compared: list[int] = []
+
+    async def check(sampler: Any, policy: PolicyVersion, *_: Any) -> float:
+        compared.append(policy.version)
+        if policy.version == 1 and compared.count(1) == 1:
+            raise SamplerUnavailable("the engine is away")
+        if policy.version == 1:
+            raise WrongLogprobs("not those of the published weights")
+        return 0.0
+
+    monkeypatch.setattr("rlbuffer.worker.samplers.selfcheck.check_sampler", check)
+    monkeypatch.setattr("rlbuffer.worker.versions.RELOAD_SECONDS", 0.1)
+    stage.allow(1)
+    stage.announce(0)
+    stage.start(self_check="always")
+    eventually(lambda: stage.groups() == ["counting.0"])
+    stage.announce(1)
+    eventually(lambda: stage.raised is not None)
+    assert isinstance(stage.raised, WrongLogprobs)
+    assert compared == [0, 1, 1]
+
+
+def test_a_worker_compares_no_version_after_the_second(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    async def check(sampler: Any, policy: PolicyVersion, *_: Any) -> float:
+        compared.append(policy.version)
+        return 0.0
+
+    monkeypatch.setattr("rlbuffer.worker.samplers.selfcheck.check_sampler", check)
+    stage.allow(0)
+    stage.start(self_check="always")
+    for version in range(4):
+        stage.announce(version)
+        eventually(lambda: stage.heartbeat().get("version") == version)  # noqa: B023 - called at once
+    assert compared == [0, 1]
