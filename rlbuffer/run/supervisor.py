@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ from rlbuffer.run.run_log import RunLog, Say
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.operator import OperatorStore
+from rlbuffer.trainer.launch.processes import leave_seconds
 
 CHILD_POLL_SECONDS = 0.1
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
@@ -314,14 +316,20 @@ class Supervisor:
         """Workers first, so that nothing new is sampled; the trainer last, so that it can finish its step."""
         serve, train = children[0], children[-1]
         for stage in (children[1:-1], [serve], [train]):
+            # The launcher kills ranks that do not leave: it is waited for a little longer than it waits for them.
+            patience = DRAIN_SECONDS + (leave_seconds(self.settings) if train in stage else 0.0)
             for child in stage:
                 if child.process is not None and child.exit_code() is None:
                     send(child.pid, signal.SIGTERM)
-            deadline = time.monotonic() + DRAIN_SECONDS
+            deadline = time.monotonic() + patience
+            said_at = time.monotonic() + DRAIN_SECONDS
             for child in stage:
                 while child.process is not None and child.exit_code() is None:
+                    if time.monotonic() > said_at and patience > DRAIN_SECONDS:
+                        self.log.say("run", f"{child.name} finishes its step and a checkpoint; ctrl-C again: at once")
+                        said_at = math.inf
                     if time.monotonic() > deadline:
-                        self.log.say("run", f"{child.name} did not stop within {DRAIN_SECONDS:.0f} s: killed")
+                        self.log.say("run", f"{child.name} did not stop within {patience:.0f} s: killed")
                         send(child.pid, signal.SIGKILL)
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)

@@ -22,7 +22,7 @@ from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.state.text import plural, printable
-from rlbuffer.trainer.launch.processes import run_ranks
+from rlbuffer.trainer.launch.processes import leave_seconds, run_ranks
 from rlbuffer.weights.places import load_serving
 
 MOST_RESTARTS = 10
@@ -77,7 +77,14 @@ def launch(
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
         while True:
             began = time.monotonic()
-            end = run_ranks(context, _run_rank, arguments, world_size=world_size, stop=stop)
+            end = run_ranks(
+                context,
+                _run_rank,
+                arguments,
+                world_size=world_size,
+                stop=stop,
+                leave_seconds=leave_seconds(settings),
+            )
             restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
             given_up = f"\nGiving up after {plural(max_restarts, 'restart')}." if restarts > max_restarts else ""
             if end.exit_code == 0 or end.is_final or given_up:

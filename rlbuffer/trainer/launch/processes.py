@@ -7,6 +7,7 @@ save: a checkpoint takes all ranks. Nothing here imports what ranks train with.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -19,12 +20,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.files import write_whole
 
 END_SECONDS = 4.0
 """Time that ranks have to end by themselves once one has failed: to see the lost connection, and to report it."""
-LEAVE_SECONDS = 15.0
-"""Time that ranks have to leave once asked to: a step and a checkpoint."""
+LEAVE_SECONDS = 60.0
+"""Time that ranks have to leave once asked to, beyond their wait for a step: they finish theirs and write a checkpoint,
+minutes of work in a large model, and give up an exchange that hangs."""
 LOOK_SECONDS = 0.2
 INTERRUPTED = 130
 """Exit code of a rank that was asked to stop, and did after a checkpoint."""
@@ -49,6 +52,11 @@ class End:
         write_whole(Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json", json.dumps(asdict(self)))
 
 
+def leave_seconds(settings: RunSettings) -> float:
+    """Time that the ranks of a trainer have to leave once asked to."""
+    return settings.trainer.timeout_seconds + LEAVE_SECONDS
+
+
 def run_ranks(
     context: ForkServerContext,
     main: Callable[..., None],
@@ -56,10 +64,12 @@ def run_ranks(
     *,
     world_size: int,
     stop: threading.Event,
+    leave_seconds: float = LEAVE_SECONDS,
 ) -> End:
     """Runs `main` in a process for each rank, with torchrun's environment, and waits until all have ended.
 
-    They are asked to leave when `stop` is set, and killed some seconds after one of them failed. -> what ended them.
+    They are asked to leave when `stop` is set, and killed `leave_seconds` later, or some seconds after one of them
+    failed. -> what ended them.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -80,22 +90,22 @@ def run_ranks(
             ranks.append(context.Process(target=_main, args=(main, own, *arguments), name=f"rank-{rank}"))
             ranks[-1].start()
         killed: set[int] = set()
-        deadline: float | None = None
-        is_told = False
+        deadline = math.inf
+        is_told = has_failed = False
         while left := {rank: process for rank, process in enumerate(ranks) if process.exitcode is None}:
             wait([process.sentinel for process in left.values()], LOOK_SECONDS)
             if stop.is_set() and not is_told:
-                is_told, deadline = True, time.monotonic() + LEAVE_SECONDS
+                is_told, deadline = True, min(deadline, time.monotonic() + leave_seconds)
                 for process in left.values():
                     process.terminate()
-            elif deadline is None and any(process.exitcode not in (None, 0, INTERRUPTED) for process in ranks):
-                deadline = time.monotonic() + END_SECONDS
-            if deadline is not None and time.monotonic() >= deadline:
+            if not has_failed and any(process.exitcode not in (None, 0, INTERRUPTED) for process in ranks):
+                has_failed, deadline = True, min(deadline, time.monotonic() + END_SECONDS)
+            if time.monotonic() >= deadline:
                 for rank, process in left.items():
                     if process.is_alive():
                         killed.add(rank)
                         process.kill()
-                deadline = float("inf")
+                deadline = math.inf
         codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
         if stop.is_set() or INTERRUPTED in codes.values():
             return End(exit_code=INTERRUPTED, is_final=True)
