@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -165,9 +165,9 @@ def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None
 
 def _in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """A checkpoint's tensors as the library puts them into such a model; as they are where they are not all of it."""
-    dtype = next(model.parameters()).dtype
+    dtype, make = next(model.parameters()).dtype, cast(Any, type(model))  # its methods carry no types
     try:
-        loaded, told = type(model).from_pretrained(
+        loaded, told = make.from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError, KeyError, TypeError):

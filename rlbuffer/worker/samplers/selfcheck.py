@@ -9,7 +9,8 @@ Imports torch and transformers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,17 +37,51 @@ TOKENS = 16
 """New tokens per completion that is checked."""
 PROMPT_TOKENS = 64
 """Tokens of a prompt that are used, its last ones: the pass runs in this process, on the CPU, in float32."""
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes of published weights that are widened for the pass."""
 
 
 def model_of(directory: Path) -> PreTrainedModel:
-    """The model of a published version, on the CPU in float32."""
+    """The model of a published version, on the CPU: in the dtype of its files, whose pages all workers of a host share,
+    or in float32 where an adapter is merged into it."""
     base = model_directory(directory)
+    dtype = torch.float32 if base != directory else NARROW.get(_dtype_of(base), torch.float32)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        base, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     if base != directory:
         load_into(model, state_of(directory))
     return model
+
+
+def _dtype_of(directory: Path) -> str:
+    config = read_config(directory)
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+@contextmanager
+def widened(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, each module computes in float32, and has its parameters in it while it runs: never all of them at once,
+    which takes 30 GB of every worker for a model of 8 billion."""
+    narrow: dict[torch.nn.Module, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
+
+    def widen(module: torch.nn.Module, _: object) -> None:
+        own = [p for p in module.parameters(recurse=False) if p.dtype in NARROW.values()]
+        narrow[module] = [(parameter, parameter.data) for parameter in own]
+        for parameter in own:
+            parameter.data = parameter.data.float()
+
+    def restore(module: torch.nn.Module, *_: object) -> None:
+        for parameter, data in narrow.pop(module, ()):
+            parameter.data = data
+
+    hooks = [module.register_forward_pre_hook(widen) for module in model.modules()]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def logprobs_of(
@@ -64,13 +99,20 @@ def logprobs_of(
     return out
 
 
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters alone: rotary tables stay in float32, as engines have them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 async def check_sampler(
     sampler: Sampler, policy: PolicyVersion, prompt: NDArray[np.int32], sampling: Sampling
 ) -> float:
     """Samples a little and compares it. -> the largest difference of a logprob.
 
-    A sample of tokens: the end of one prompt, two short completions. The model must fit into memory in float32. The
-    tolerance is that of the dtype in the published config: engines use it unless they are set otherwise.
+    A sample of tokens: the end of one prompt, two short completions. The model must fit into memory as it was
+    published, once on a host; one with experts, or an adapter, once for every worker. The tolerance is that of the
+    dtype in the published config: engines use it unless they are set otherwise.
 
     Raises:
         WrongLogprobs: it is beyond the tolerance; the message names what usually causes it.
@@ -85,16 +127,23 @@ def _compared(
     policy: PolicyVersion, prompt: NDArray[np.int32], completions: Sequence[Completion], sampling: Sampling
 ) -> float:
     directory = open_weights(policy)
-    config = read_config(model_directory(directory))
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = _dtype_of(model_directory(directory))
     limit = SELFCHECK_TOLERANCES.get(dtype, SELFCHECK_TOLERANCES["bfloat16"])
     try:
         model = model_of(directory)
-        expected = np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
-        narrow = getattr(torch, dtype, None)
-        if narrow in (torch.bfloat16, torch.float16):
-            torch.nn.Module.to(model, narrow)
-            rounded = np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
+
+        def computed() -> NDArray[np.float32]:
+            return np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
+
+        try:
+            with widened(model):
+                expected = computed()
+        except RuntimeError:  # a module that takes a weight from inside another one
+            _cast(model, torch.float32)
+            expected = computed()
+        if dtype in NARROW:
+            _cast(model, NARROW[dtype])
+            rounded = computed()
             limit = max(limit, ROUNDING * float(np.abs(rounded - expected).max()))
     except (RuntimeError, IndexError) as error:  # a token that the model does not have, a model that cannot be mapped
         raise WrongLogprobs(

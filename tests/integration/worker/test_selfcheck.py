@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from model_families import GEMMA3, GPT2, QWEN3_MOE, made
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import load_state, publish, read_config
+from rlbuffer.weights.model import TINY_QWEN3, config_of
+from rlbuffer.weights.state import model_state
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.conformance import PLAIN, PROMPTS, policies
 from rlbuffer.worker.samplers.decoding import Decoder
-from rlbuffer.worker.samplers.selfcheck import SELFCHECK_TOLERANCES, TOKENS, check_sampler
+from rlbuffer.worker.samplers.selfcheck import (
+    SELFCHECK_TOLERANCES,
+    TOKENS,
+    check_sampler,
+    logprobs_of,
+    model_of,
+    widened,
+)
 from rlbuffer.worker.samplers.transformers import Batched
 
 
@@ -86,6 +98,32 @@ def test_a_model_that_16_bit_moves_far_is_compared_by_how_far(tmp_path: Path) ->
     assert difference("none", grown[0], grown[0], long, Narrow) > SELFCHECK_TOLERANCES["bfloat16"]
     with pytest.raises(WrongLogprobs):
         difference("none", grown[1], grown[0], long, Narrow)
+
+
+@pytest.mark.parametrize("config", [TINY_QWEN3, QWEN3_MOE, GEMMA3, GPT2], ids=lambda c: c["model_type"])
+def test_a_model_in_16_bit_computes_in_float32_without_being_there_in_it(
+    tmp_path: Path, config: Mapping[str, Any]
+) -> None:
+    """A whole copy for each worker of a host: 30 GB for 8 billion parameters."""
+    fresh = made(config).bfloat16()
+    policy = publish(tmp_path, 0, state=model_state(fresh), config=config_of(fresh, dtype=torch.bfloat16), keep=1)
+    model = model_of(Path(policy.location))
+    assert model.dtype == torch.bfloat16
+    wide: list[int] = []
+
+    def count(*_: object) -> None:
+        wide.append(sum(p.numel() for p in model.parameters() if p.dtype == torch.float32))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(count)
+    tokens = np.arange(10, dtype=np.int32)
+    with widened(model):
+        ours = logprobs_of(model, tokens, tokens, PLAIN)
+    assert max(wide) < sum(p.numel() for p in model.parameters()) / 2
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    exact = made(config)
+    exact.load_state_dict(fresh.float().state_dict())
+    assert np.abs(ours - logprobs_of(exact.eval(), tokens, tokens, PLAIN)).max() < 1e-2
 
 
 def test_another_model_than_the_published_one_is_refused(tmp_path: Path) -> None:
