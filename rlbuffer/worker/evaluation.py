@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 CONCURRENT = 64
 """Prompts in flight at once."""
-TIMEOUT_SECONDS = 600.0
-"""Longest that an evaluation may take."""
 EVALUATION_POLL_SECONDS = 0.5
 """Seconds between two looks whether a version is due; one that is loaded is looked at then."""
 _log = logging.getLogger(__name__)
@@ -102,20 +100,20 @@ class Evaluator:
             await close_env(env)
 
     async def _evaluate(self, name: str, settings: EvaluationSettings, version: int) -> None:
-        owner, ttl = self._owner, TIMEOUT_SECONDS
+        owner, ttl = self._owner, settings.timeout_seconds
         if self._sampler.version != version:  # a newer one was loaded before it was held
             return
         if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=ttl):
             return
         start, record = time.monotonic(), None
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
+            async with asyncio.timeout(settings.timeout_seconds):
                 measured = await self._measured(name, settings, version)
             measured["seconds"] = time.monotonic() - start
             await asyncio.to_thread(self._store.add_evaluation, name, version, measured)
             record = measured
         except TimeoutError:
-            trouble = f"took longer than {TIMEOUT_SECONDS:g} s"
+            trouble = f"took longer than {settings.timeout_seconds:g} s (eval.{name}.timeout_seconds)"
         except (GroupFailed, ServerRefused) as error:
             trouble = f"does not count: {error}"
         finally:
@@ -143,7 +141,7 @@ class Evaluator:
             group_size=1,
             temperature=1.0,  # the field wants more than 0; what is sampled with stands in `sampling`
             max_new_tokens=settings.max_new_tokens,
-            rollout_timeout_seconds=TIMEOUT_SECONDS,
+            rollout_timeout_seconds=settings.timeout_seconds,
         )
         maker = GroupMaker(env, self._sampler, worker, worker="eval", temperature=settings.temperature)
         limit = asyncio.Semaphore(CONCURRENT)

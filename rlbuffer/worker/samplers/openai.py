@@ -40,7 +40,7 @@ class OpenAIOptions(Table):
     servers: Annotated[tuple[Annotated[Url, Field(min_length=1)], ...], BeforeValidator(_listed)]
     """URLs, or one."""
     timeout_seconds: float = Field(600.0, gt=0, strict=True)
-    """Longest that one request may take."""
+    """Longest that one request may take; where it is not set: the worker's ``rollout_timeout_seconds``."""
     updates_weights: bool = Field(True, strict=True)
     """False: another worker changes the weights of these servers."""
 
@@ -55,7 +55,8 @@ class OpenAISampler:
 
     @classmethod
     def make(cls, settings: WorkerSettings, options: OpenAIOptions, *, seed: int) -> Self:
-        return cls(options)
+        given = {"timeout_seconds": settings.rollout_timeout_seconds} | options.model_dump(exclude_unset=True)
+        return cls(OpenAIOptions(**given))
 
     def __init__(self, options: OpenAIOptions) -> None:
         from rlbuffer.worker.samplers.endpoint import Endpoint

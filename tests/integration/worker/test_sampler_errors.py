@@ -165,6 +165,15 @@ def sampled(directory: Path, times: int, *, then: PolicyVersion | None = None, *
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(("own", "expected"), [({}, 3600.0), ({"timeout_seconds": 30.0}, 30.0)])
+def test_a_request_may_take_as_long_as_a_rollout(own: dict[str, float], expected: float) -> None:
+    """A completion of 32,000 tokens takes longer than ten minutes."""
+    settings = WorkerSettings(env="vcopy", sampler="openai", rollout_timeout_seconds=3600.0)
+    sampler = OpenAISampler.make(settings, OpenAIOptions(servers="http://vllm:8000", **own), seed=0)
+    assert [endpoint._client.timeout.read for endpoint in sampler._endpoints] == [expected]
+    asyncio.run(sampler.close())
+
+
 def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
     with Server([{"version": "default", "start": 0, "end": 1}]) as server, pytest.raises(SamplerUnavailable):
         sampled(tmp_path, 1, servers=server.url)
