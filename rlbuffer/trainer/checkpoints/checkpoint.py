@@ -165,22 +165,30 @@ def _own(policy: PackedPolicy, optimizer: torch.optim.Optimizer, ranks: Ranks) -
     }
 
 
-def newest(directory: Path) -> tuple[int, list[str]]:
+def newest(directory: Path, ranks: Ranks = ALONE) -> tuple[int, list[str]]:
     """Step of the newest checkpoint that is whole, 0 when there is none; and what is wrong with newer ones.
+
+    All ranks call it, and each reads a share of the files: one rank alone would take longer for those of a large model
+    than the others wait for it. What rank 0 finds in the directory counts.
 
     Raises:
         CheckpointError: one is of another format. It may be whole, and saving would remove it.
     """
     problems: list[str] = []
-    for step in reversed(steps(directory)):
+    for step in reversed(json.loads(ranks.gather_text(json.dumps(steps(directory)))[0])):
+        wrong, is_other = "", False
         try:
-            _verify(path_of(directory, step))
-        except OtherFormat:
-            raise
+            _verify(path_of(directory, step), ranks)
         except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return step, problems
+            wrong, is_other = str(error), isinstance(error, OtherFormat)
+        found = [json.loads(text) for text in ranks.gather_text(json.dumps([is_other, wrong]))]
+        for is_other, wrong in found:
+            if is_other:
+                raise OtherFormat(wrong)
+        problem = next((wrong for _, wrong in found if wrong), "")
+        if not problem:
+            return step, problems
+        problems.append(problem)
     return 0, problems
 
 
@@ -308,10 +316,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _verify(path: Path) -> None:
-    """Compares every file with what was written."""
+def _verify(path: Path, ranks: Ranks) -> None:
+    """Compares the files that are this rank's to read with what was written."""
     try:
-        for name, written in _read_meta(path)["files"].items():
+        for name, written in [*_read_meta(path)["files"].items()][ranks.rank :: ranks.world_size]:
             size = (path / name).stat().st_size
             if size != written["size"]:
                 raise CheckpointError(f"{path / name} has {size} bytes, {written['size']} were written")

@@ -24,16 +24,12 @@ class Place:
 
 
 def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
-    """Loads the newest whole checkpoint; which one that is, rank 0 decides for all.
-
-    `warn` hears of newer ones that cannot be used.
-    """
+    """Loads the newest whole checkpoint. Rank 0's `warn` hears of newer ones that cannot be used."""
     folder = _folder(session)
-    step, problems = checkpoints.newest(folder) if session.is_first else (0, [])
+    step, problems = checkpoints.newest(folder, session.ranks)
     instead = "an older checkpoint is used" if step else "there is no older one: training begins again at step 1"
-    for problem in problems:
+    for problem in problems if session.is_first else ():
         warn(f"{problem}; {instead}")
-    step = session.ranks.first(step)
     if step == 0:
         return Place()
     loaded = checkpoints.load(folder, step, run=session.settings.run)

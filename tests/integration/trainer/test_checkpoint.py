@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from safetensors.torch import save_file
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
+from rlbuffer.process.files import sha256_of
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
     Checkpoint,
@@ -96,6 +101,51 @@ def test_the_newest_whole_ones_are_kept_and_count(tmp_path: Path, policy: Traine
     (tmp_path / "step-00000012" / "rank-0.safetensors").write_bytes(b"half")
     assert newest(tmp_path) == (9, [])
     assert save(tmp_path, made(4), *policy, keep=2) == [4], "later ones are of an attempt that was replaced"
+
+
+class Together(Ranks):
+    """One of several ranks, each in a thread."""
+
+    def __init__(self, rank: int, said: dict[int, str], meeting: threading.Barrier) -> None:
+        super().__init__(rank, meeting.parties, torch.device("cpu"))
+        self._said, self._meeting = said, meeting
+
+    def gather_text(self, text: str, *, meanwhile: Any = None) -> list[str]:
+        self._said[self.rank] = text
+        self._meeting.wait(60)
+        everybody = [self._said[rank] for rank in range(self.world_size)]
+        self._meeting.wait(60)
+        return everybody
+
+
+def test_each_rank_verifies_its_share_and_all_agree(
+    tmp_path: Path, policy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone would read hundreds of GB while the others wait for it, and give up."""
+    for step in (1, 2):
+        save(tmp_path, made(step), *policy, keep=2)
+        folder = path_of(tmp_path, step)
+        meta = json.loads((folder / "meta.json").read_text())
+        for rank in (1, 2):
+            (folder / f"rank-{rank}.safetensors").write_bytes((folder / "rank-0.safetensors").read_bytes())
+            meta["files"][f"rank-{rank}.safetensors"] = meta["files"]["rank-0.safetensors"]
+        (folder / "meta.json").write_text(json.dumps(meta))
+    damaged = path_of(tmp_path, 2) / "rank-2.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    read: Counter[str] = Counter()
+
+    def counted(path: Path) -> str:
+        read[path.name] += 1
+        return sha256_of(path)
+
+    monkeypatch.setattr(checkpoint, "sha256_of", counted)
+    said: dict[int, str] = {}
+    meeting = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(lambda rank: newest(tmp_path, Together(rank, said, meeting)), range(3))]
+    assert {step for step, _ in found} == {1}
+    assert all(str(damaged) in problems[0] for _, problems in found)
+    assert read == {f"rank-{rank}.safetensors": 2 for rank in range(3)}
 
 
 @pytest.mark.parametrize("change", [{"run": "other"}, {"format": 1}])
