@@ -2,8 +2,8 @@
 
 DDP exchanges gradients and nothing else; every rank holds parameters, gradients and optimizer state of the whole
 model. FSDP2 splits all three over the ranks and gathers one decoder layer at a time, for what DDP has no memory for.
-Both average the gradient over ranks in the last backward pass of an update, and only there; under FSDP2 the gradients
-of the passes before it are kept whole meanwhile.
+DDP averages the gradient over ranks in the last backward pass of an update, and only there. FSDP2 does so in every one
+and keeps its part: whole gradients would be 4 bytes a parameter on every rank, 32 GB for 8 billion of them.
 
 The embedding, the final norm and the head form one part, gathered for the whole forward pass: the chunked head reads
 its matrix outside of the head's own module, and tied embeddings are one tensor in two places.
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,9 +58,7 @@ def distribute(policy: PackedPolicy, ranks: Ranks, *, parallel: Parallel) -> nn.
 
 @contextmanager
 def exchanging(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Gradients of a backward pass in here are exchanged if it is the update's last one, else only added up."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last)
+    """DDP exchanges the gradients of a backward pass in here if it is the update's last one, else only adds them up."""
     quiet = isinstance(module, DistributedDataParallel) and not is_last
     with module.no_sync() if quiet else nullcontext():  # type: ignore[operator]
         yield

@@ -1,0 +1,42 @@
+"""Ranks that share a model hold no whole gradients of it, in no pass of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_families import QWEN3, made, row
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlbuffer.trainer.model.packed_policy import decoder_layers, prepare
+from rlbuffer.trainer.ranks.parallel import exchanging
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gradients_are_parts_after_each_micro_batch(alone: None) -> None:
+    policy, mesh = prepare(made(QWEN3)), init_device_mesh("cpu", (1,))
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    ids, positions, cu_seqlens = row()
+    chosen = torch.nonzero(positions > 0)[:, 0]
+    sums = []
+    for is_last in (False, True):
+        with exchanging(policy, is_last):
+            policy(ids, positions, cu_seqlens, chosen)[0].sum().backward()
+        gradients = [parameter.grad for parameter in policy.parameters()]
+        assert all(isinstance(gradient, DTensor) for gradient in gradients)
+        sums.append(torch.cat([g.to_local().reshape(-1) for g in gradients if isinstance(g, DTensor)]))
+    assert torch.allclose(sums[1], 2 * sums[0], rtol=1e-4, atol=1e-5)
