@@ -52,6 +52,21 @@ GEMMA3 = MappingProxyType(
         "tie_word_embeddings": True,
     }
 )
+GEMMA3_SEES = MappingProxyType(
+    {
+        "model_type": "gemma3",
+        "text_config": dict(GEMMA3),
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    }
+)
+"""A model of images and texts: what describes its language model is nested."""
 QWEN2_WINDOWS = MappingProxyType(
     dict(LLAMA) | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 )

@@ -145,6 +145,7 @@ def prepare(
     # cuDNN's attention, torch's first choice on Hopper, takes tenths of a second for a plan of each length that it has
     # not met, and rollouts have every length.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    freeze_what_texts_leave_out(model)
     if next(model.parameters()).dtype == torch.float64:
         norms_in_float64(model)
     if recompute:
@@ -190,9 +191,25 @@ def packed_forward(policy: PackedPolicy) -> PackedForward:
     return forward
 
 
+def _text_model(model: PreTrainedModel) -> nn.Module:
+    """The part that texts go through: a model of images has towers beside it."""
+    decoder: nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call]
+    text: nn.Module = backbone_of(model) if decoder is None or decoder is model else decoder
+    return text
+
+
+def freeze_what_texts_leave_out(model: PreTrainedModel) -> None:
+    """Lets nothing wait for gradients that no text brings: ranks would wait for them, and DDP fails."""
+    parts = (_text_model(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    used = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that the model stacks, in order: what is recomputed, or sharded, as one."""
-    base: nn.Module = backbone_of(model)
+    base = _text_model(model)
     stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
     stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
     return max(stacks, key=len, default=[])

@@ -1,4 +1,4 @@
-"""Ranks that share a model hold no whole gradients of it, in no pass of an update."""
+"""Ranks that share a model: no whole gradients of sharded ones, and no wait for gradients that no text brings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from model_families import QWEN3, made, row
+from model_families import EVERY, GEMMA3_SEES, QWEN3, made, row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.trainer.model.packed_policy import decoder_layers, prepare
 from rlbuffer.trainer.ranks.parallel import exchanging
@@ -40,3 +41,21 @@ def test_gradients_are_parts_after_each_micro_batch(alone: None) -> None:
         assert all(isinstance(gradient, DTensor) for gradient in gradients)
         sums.append(torch.cat([g.to_local().reshape(-1) for g in gradients if isinstance(g, DTensor)]))
     assert torch.allclose(sums[1], 2 * sums[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_images_is_trained_where_texts_go(alone: None) -> None:
+    policy = prepare(made(GEMMA3_SEES))
+    assert [type(layer).__name__ for layer in decoder_layers(policy.model)] == ["Gemma3DecoderLayer"] * 2
+    shared = DistributedDataParallel(policy)
+    ids, positions, cu_seqlens = row()
+    chosen = torch.nonzero(positions > 0)[:, 0]
+    for _ in range(2):
+        shared(ids, positions, cu_seqlens, chosen)[0].sum().backward()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert all("vision" not in name and "projector" not in name for name in trained)
+
+
+def test_every_parameter_of_a_model_of_texts_is_trained() -> None:
+    for config in EVERY:
+        assert all(parameter.requires_grad for parameter in prepare(made(config)).model.parameters())

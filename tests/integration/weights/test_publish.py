@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_families import GEMMA3, LLAMA, QWEN3, QWEN3_MOE, made
+from model_families import GEMMA3_SEES, LLAMA, QWEN3, QWEN3_MOE, made
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,21 +26,6 @@ from rlbuffer.worker.samplers.base import opened
 from rlbuffer.worker.samplers.decoding import Decoder
 
 MIXTRAL = MappingProxyType(dict(LLAMA) | {"model_type": "mixtral", "num_local_experts": 4})
-GEMMA3_SEES = MappingProxyType(
-    {
-        "model_type": "gemma3",
-        "text_config": dict(GEMMA3),
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-    }
-)
-"""A model of images and texts: what describes its language model is nested."""
 
 
 @pytest.fixture
