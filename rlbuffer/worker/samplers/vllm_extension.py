@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlbuffer.weights.model import is_finite
 from rlbuffer.weights.shapes import differing, weight_files
 from rlbuffer.worker.samplers.base import ADAPTER_NAME
 
@@ -77,7 +78,7 @@ def _checked(directory: str, shapes: Mapping[str, Sequence[int]]) -> tuple[list[
     if wrong := differing(found, {name: list(shape) for name, shape in shapes.items()}):
         return [], f"the weights do not fit the model: {wrong} differ"
     for name, tensor in tensors:
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             return [], f"the weights are not finite: {name}"
     return tensors, ""
 

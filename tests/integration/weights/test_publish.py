@@ -20,7 +20,7 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError, WeightsError
 from rlbuffer.weights.files import load_state, open_weights
-from rlbuffer.weights.model import TINY_QWEN3, load_into, model_from_config
+from rlbuffer.weights.model import TINY_QWEN3, is_finite, load_into, model_from_config
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers.base import opened
 from rlbuffer.worker.samplers.decoding import Decoder
@@ -136,3 +136,17 @@ def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> 
         buffer.policy().publish(torch.nn.Linear(2, 2), 0)
     assert "Linear" in str(other.value)
     assert buffer.store.trainer().number == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_value_that_is_not_finite_is_seen_wherever_it_stands(dtype: torch.dtype) -> None:
+    fine = torch.linspace(-3e4, 3e4, 999).to(dtype).view(27, 37)
+    assert is_finite(fine)
+    assert is_finite(fine.T)
+    assert is_finite(fine[:0])
+    assert is_finite(torch.arange(3))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, 500, 998):
+            bad = fine.clone()
+            bad.view(-1)[place] = value
+            assert not is_finite(bad)
