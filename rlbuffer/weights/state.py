@@ -40,7 +40,8 @@ def model_state(
     tied = tied_names(model)
     kept = {name: tensor for name, tensor in state.items() if name not in tied}
     if dtype is not None:
-        kept = {name: t.to(dtype) if t.is_floating_point() else t for name, t in kept.items()}
+        # On the CPU one by one: a GPU that trains has no room for all of them once more.
+        kept = {name: t.to("cpu", dtype) if t.is_floating_point() else t for name, t in kept.items()}
     return kept if only_trained else _as_published(model, kept)
 
 

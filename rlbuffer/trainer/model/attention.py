@@ -37,6 +37,9 @@ SMALLEST_CLASS = 16
 LONGEST_BATCHED = 1024
 """Tokens: longer segments are attended to one by one; gathering them would cost more than it saves."""
 
+Mask = Callable[[], Tensor | None]
+"""Gives [n, width] bool, or None where nothing is padded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
@@ -133,7 +136,7 @@ class SegmentPlan:
         """
         grouped = query.shape[1] != key.shape[1]
 
-        def one_batch(width: int, parts: Sequence[Tensor], _: Tensor | None) -> Tensor:
+        def one_batch(width: int, parts: Sequence[Tensor], _: Mask) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in parts)
             band = _band(width, window, query.device) if window is not None and window < width else None
             if softcap is not None:
@@ -145,17 +148,18 @@ class SegmentPlan:
 
         return self.map(one_batch, query, key, value)
 
-    def map(self, function: Callable[[int, Sequence[Tensor], Tensor | None], Tensor], *values: Tensor) -> Tensor:
+    def map(self, function: Callable[[int, Sequence[Tensor], Mask], Tensor], *values: Tensor) -> Tensor:
         """Runs `function` on the segments of each batch, padded on the right, and puts what it gives back in place.
 
-        Shapes: ``values`` [T, ...]; `function` gets the width, each of them as [n, width, ...], and [n, width] bool,
-        True where a token is not padding (None: nowhere is padding); it gives [n, width, ...]. -> [T, ...].
+        Shapes: ``values`` [T, ...]; `function` gets the width, each of them as [n, width, ...], and what gives [n,
+        width] bool, True where a token is not padding (None: nowhere is padding): making it holds a GPU up, so nobody
+        makes one in vain. It gives [n, width, ...]. -> [T, ...].
         """
         pieces = []
         for batch in self._batches:
             n, width = batch.segments, batch.width
             parts = [x[batch.gather].view(n, width, *x.shape[1:]) for x in values]
-            out = function(width, parts, batch.mask())
+            out = function(width, parts, batch.mask)
             out = out.reshape(n * width, *out.shape[2:])
             pieces.append(out if batch.valid is None else out[batch.valid])
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
+from rlbuffer.trainer.model.attention import ATTENTION, Mask, SegmentPlan
 from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
 from rlbuffer.trainer.model.norms import norms_in_float64
 from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
@@ -80,8 +80,9 @@ class PackedPolicy(nn.Module):
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def _padded(self, width: int, parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    def _padded(self, width: int, parts: Sequence[Tensor], mask_of: Mask) -> Tensor:
         """[n, width] tokens -> [n, width, D]. Padding stands to the right: no real token can see it."""
+        mask = mask_of()
         output = backbone_of(self.model)(
             input_ids=parts[0], attention_mask=None if mask is None else mask.long(), use_cache=False
         )
