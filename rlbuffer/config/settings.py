@@ -197,9 +197,6 @@ class EvaluationSettings(Table):
     prompts: int = Field(64, ge=1, description="Prompts, the same ones each time; one completion each.")
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token.")
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
-    timeout_seconds: float = Field(
-        600.0, gt=0, description="Longest that an evaluation may take; its worker loads no newer version meanwhile."
-    )
 
 
 class ArchiveSettings(Table):

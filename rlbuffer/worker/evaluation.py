@@ -47,6 +47,7 @@ class Evaluator:
         sampler: samples; what it serves is what can be evaluated.
         settings: name -> what to evaluate.
         hold: an async context manager factory: while it is entered, no newer version is loaded.
+        rollout_seconds: longest that one rollout may take; an evaluation, that for each of its waves of prompts.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Evaluator:
         settings: Mapping[str, EvaluationSettings],
         *,
         hold: Callable[[], Any],
+        rollout_seconds: float,
     ) -> None:
         self._store = buffer.role(WorkerStore)
         self._sampler = sampler
         self._settings = settings
         self._hold = hold
+        self._rollout_seconds = rollout_seconds
         self._owner = uuid.uuid4().hex
         self._is_new = asyncio.Event()
         self._looked: dict[str, int] = {}
@@ -100,20 +103,20 @@ class Evaluator:
             await close_env(env)
 
     async def _evaluate(self, name: str, settings: EvaluationSettings, version: int) -> None:
-        owner, ttl = self._owner, settings.timeout_seconds
+        owner, longest = self._owner, self._rollout_seconds * math.ceil(settings.prompts / CONCURRENT)
         if self._sampler.version != version:  # a newer one was loaded before it was held
             return
-        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=ttl):
+        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=longest):
             return
         start, record = time.monotonic(), None
         try:
-            async with asyncio.timeout(settings.timeout_seconds):
-                measured = await self._measured(name, settings, version)
+            async with asyncio.timeout(longest):
+                measured = await self._measured(name, settings, version, longest)
             measured["seconds"] = time.monotonic() - start
             await asyncio.to_thread(self._store.add_evaluation, name, version, measured)
             record = measured
         except TimeoutError:
-            trouble = f"took longer than {settings.timeout_seconds:g} s (eval.{name}.timeout_seconds)"
+            trouble = f"took longer than {longest:g} s (worker.*.rollout_timeout_seconds for each {CONCURRENT} prompts)"
         except (GroupFailed, ServerRefused) as error:
             trouble = f"does not count: {error}"
         finally:
@@ -133,7 +136,7 @@ class Evaluator:
             extra=fields("evaluation", env=name, version=version, **record),
         )
 
-    async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any]:
+    async def _measured(self, name: str, settings: EvaluationSettings, version: int, longest: float) -> dict[str, Any]:
         """Returns the result. Raises GroupFailed where it does not count."""
         env = self._envs[name]
         worker = WorkerSettings(
@@ -141,7 +144,7 @@ class Evaluator:
             group_size=1,
             temperature=1.0,  # the field wants more than 0; what is sampled with stands in `sampling`
             max_new_tokens=settings.max_new_tokens,
-            rollout_timeout_seconds=settings.timeout_seconds,
+            rollout_timeout_seconds=longest,
         )
         maker = GroupMaker(env, self._sampler, worker, worker="eval", temperature=settings.temperature)
         limit = asyncio.Semaphore(CONCURRENT)

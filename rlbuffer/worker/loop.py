@@ -149,7 +149,13 @@ class _Worker:
             cache=VersionCache.of(run, stop=self.stop),
             max_age=run.batcher.for_env(self.env.name).max_age,
         )
-        self._evaluator = Evaluator(self.buffer, self.sampler, self.evaluations, hold=self._versions.held)
+        self._evaluator = Evaluator(
+            self.buffer,
+            self.sampler,
+            self.evaluations,
+            hold=self._versions.held,
+            rollout_seconds=self.settings.rollout_timeout_seconds,
+        )
         self._flights = Flights(
             self.buffer,
             self.env,

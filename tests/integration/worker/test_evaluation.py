@@ -82,6 +82,7 @@ def evaluated(
     seconds: float = 1.0,
     *,
     heard: Callable[[dict[str, Any]], object] | None = None,
+    rollout_seconds: float = 600.0,
     **changes: Any,
 ) -> list[Any]:
     """What an evaluator logs in a while; `heard` is called with each line at once."""
@@ -89,7 +90,7 @@ def evaluated(
 
     async def run() -> None:
         settings = {"held_out": OPTIONS.model_copy(update=changes)}
-        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held)
+        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held, rollout_seconds=rollout_seconds)
         task = asyncio.create_task(evaluator.run())
         for _ in range(round(seconds / 0.02)):
             await asyncio.sleep(0.02)
@@ -159,7 +160,7 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
             await asyncio.sleep(600)
             raise AssertionError
 
-    events = evaluated(buffer, Stuck(4), 20.0, timeout_seconds=0.1)
+    events = evaluated(buffer, Stuck(4), 20.0, rollout_seconds=0.05, prompts=evaluation.CONCURRENT + 1)
     assert len(events) == 1
     assert all(part in events[0]["text"] for part in ("eval/held_out", "version 4", "0.1 s", "timeout_seconds"))
     assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
@@ -209,7 +210,7 @@ def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_pla
 
     async def run() -> None:
         settings = {"one": OPTIONS, "two": OPTIONS}
-        evaluator = Evaluator(buffer, sampler, settings, hold=held)
+        evaluator = Evaluator(buffer, sampler, settings, hold=held, rollout_seconds=600.0)
         task = asyncio.create_task(evaluator.run())
         await asyncio.sleep(0.05)
         sampler.version = 4
