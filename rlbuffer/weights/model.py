@@ -175,7 +175,13 @@ def _in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> 
     dtype, make = next(model.parameters()).dtype, cast(Any, type(model))  # its methods carry no types
     try:
         loaded, told = make.from_pretrained(
-            None, config=model.config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+            None,
+            config=model.config,
+            state_dict=dict(state),
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (RuntimeError, ValueError, KeyError, TypeError):
         return state
