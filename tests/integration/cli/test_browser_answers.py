@@ -141,16 +141,6 @@ def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:
     browse(buffer, tour, size=(100, 30))
 
 
-def test_a_narrow_terminal_breaks_lines_between_words(run: Run, buffer: rlbuffer.Buffer) -> None:
-    run.push("a.0", size=16, prompt_id="a prompt of some words", worker="inference-3")
-
-    async def tour(person: Person) -> None:
-        shown = await person.sees("group a.0   env a", "version 0", "from inference-3", "prompt a prompt of some words")
-        assert "versi\n" not in shown
-
-    browse(buffer, tour, identifier="a.0", size=(60, 24))
-
-
 def test_enter_on_a_worker_shows_its_groups_and_esc_goes_back(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.push("a.0", worker="w-1")
     run.push("a.1", worker="w-2")
@@ -221,19 +211,6 @@ def test_a_step_is_opened_by_its_number(run: Run, buffer: rlbuffer.Buffer) -> No
     browse(buffer, tour, size=(100, 30))
 
 
-def test_a_rollout_is_seen_beside_what_was_asked(run: Run, buffer: rlbuffer.Buffer) -> None:
-    run.push("a.0", answer={"number": 42}, rewards=[0.0, 1.0])
-
-    async def tour(person: Person) -> None:
-        await person.sees("a.0/0", '"number": 42')
-        await person.press("enter")
-        await person.sees("rollout a.0/0 (1 of 2 of its group)", 'answer {"number": 42}', "── user · ")
-        await person.press("escape", "b")
-        await person.sees("a.0/1: reward 1.000", '"number": 42')
-
-    browse(buffer, tour, size=(140, 40), identifier="a.0")
-
-
 def test_a_rollout_without_turns_shows_where_its_prompt_ends(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.push("a.0", lengths=[20])
     member = buffer.group("a.0").members[0]
@@ -243,15 +220,3 @@ def test_a_rollout_without_turns_shows_where_its_prompt_ends(run: Run, buffer: r
         (prompt, 20, f"sampled · {20 - prompt} tokens", ""),
     ]
     assert sections(member)[0] == (0, prompt, f"user · {prompt} tokens", "")
-
-
-def test_raw_says_whose_record_it_is(run: Run, buffer: rlbuffer.Buffer) -> None:
-    run.step("a.0")
-
-    async def tour(person: Person) -> None:
-        await person.press("t", "enter")
-        await person.sees("worst rollout")
-        await person.press("o")
-        await person.sees("step 1: raw", '"step": 1')
-
-    browse(buffer, tour, size=(140, 40))

@@ -1,4 +1,4 @@
-"""The browser against a real server, and in a real terminal: it sends no command that writes, draws, and leaves."""
+"""What looks sends a real server no command that writes. The browser in a real terminal: it draws, and leaves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from browsing import Person, browse
 from own_server import OwnServer
 from store_runs import Run
 from terminals import typed
+from test_web import served
 
 import rlbuffer
 from rlbuffer_cli.main import main
@@ -48,7 +49,7 @@ async def tour(person: Person) -> None:
     await person.sees(": raw")
 
 
-def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> None:
+def test_a_tour_of_every_screen_and_page_sends_no_command_that_writes(tmp_path: Path) -> None:
     with OwnServer(tmp_path / "server") as server, redis.Redis(port=server.port, decode_responses=True) as client:
         run = Run(server.url, tmp_path)
         try:
@@ -65,6 +66,8 @@ def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> 
                 assert main([*words.split(), "--redis", server.url, "--run", run.store.run]) == 0
             with rlbuffer.connect(server.url, run=run.store.run) as buffer:
                 browse(buffer, tour, size=(100, 30))
+                for visitor in served(buffer):
+                    assert len(visitor.walk()) > 10
             assert written(client) == before
             assert run.control_keys() == content
         finally:

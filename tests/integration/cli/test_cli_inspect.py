@@ -66,6 +66,11 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
     code, out, err = call("alive", "worker repeat")
     assert (code, out) == (1, "")
     assert "Error: 'worker repeat' has never been heard in run 'math'. Heard were: worker vcopy.\n" in err
+    code, out, _ = call("alive", "worker", "vcopy", "--json")
+    record = json.loads(out)
+    assert (code, record["schema"], record["process"], record["alive"]) == (0, "rlbuffer.alive/1", "worker vcopy", True)
+    code, out, _ = call("alive", "worker", "vcopy", "--within", "0", "--json")
+    assert (code, json.loads(out)["alive"]) == (1, False)
 
 
 def test_workers_are_in_json(buffer: Buffer, call: Call) -> None:
@@ -110,12 +115,3 @@ def test_a_table_is_asked_for_by_its_name(url: str, buffer: Buffer, call: Call) 
         assert (code, has in out, lacks in out) == (0, True, False), out
     assert call("inspect", "envs", "--where", "zz")[1] == "no envs match 'zz'\n"
     assert json.loads(call("inspect", "envs", "--json")[1])["schema"] == "rlbuffer.env/1"
-
-
-def test_alive_is_one_object_for_a_program(buffer: Buffer, call: Call) -> None:
-    buffer.heartbeat("worker", "vcopy", {"version": 3})
-    code, out, _ = call("alive", "worker", "vcopy", "--json")
-    record = json.loads(out)
-    assert (code, record["schema"], record["process"], record["alive"]) == (0, "rlbuffer.alive/1", "worker vcopy", True)
-    code, out, _ = call("alive", "worker", "vcopy", "--within", "0", "--json")
-    assert (code, json.loads(out)["alive"]) == (1, False)

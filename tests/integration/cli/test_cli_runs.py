@@ -13,7 +13,7 @@ from every_role import EveryRole
 from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.errors import ServerFull
+from rlbuffer.errors import RunGone, ServerFull
 from rlbuffer.store.worker import WorkerStore
 
 Call = Callable[..., tuple[int, str, str]]
@@ -52,6 +52,10 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
         f'run "{name}" goes on from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes. '
         "Start the trainer again from a checkpoint of step 2 or before.\n"
     )
+    with pytest.raises(RunGone):
+        made.store.attempt(uuid="t", world_size=1, resume_step=3)
+    assert made.store.attempt(uuid="t", world_size=1, resume_step=2).checkpoint == 2
+    made.client.hset(made.store.keys.trainer, "seen", 1)
     newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
     newer.mkdir(parents=True)
     (newer.parent / "step-00000001").mkdir()

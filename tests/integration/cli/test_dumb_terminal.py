@@ -16,7 +16,7 @@ from rlbuffer_cli.main import main
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("words", [[], ["a.0/0"], ["step:1"]])
+@pytest.mark.parametrize("words", [[], ["step:1"]])
 def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words: list[str]) -> None:
     run = Run(redis_url, tmp_path)
     try:
@@ -32,15 +32,17 @@ def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(("value", "is_coloured"), [("1", False), ("", True)])
-def test_no_color_leaves_the_browser_the_terminals_own_colours(
-    redis_url: str, tmp_path: Path, value: str, is_coloured: bool
+@pytest.mark.parametrize(
+    ("words", "value", "is_coloured"), [([], "1", False), ([], "", True), (["--plain"], "1", False)]
+)
+def test_no_color_leaves_a_terminal_its_own_colours(
+    redis_url: str, tmp_path: Path, words: list[str], value: str, is_coloured: bool
 ) -> None:
     run = Run(redis_url, tmp_path)
     try:
         run.push("a.0")
-        given = ["inspect", "--redis", redis_url, "--run", run.store.run]
-        drawn = typed(given, tmp_path, until=b"a.0", keys=b"q", NO_COLOR=value)
+        given = ["inspect", *words, "--redis", redis_url, "--run", run.store.run]
+        drawn = typed(given, tmp_path, until=b"a.0", keys=b"" if words else b"q", NO_COLOR=value)
     finally:
         run.close()
     styles = {code for codes in re.findall(rb"\x1b\[([0-9;]*)m", drawn) for code in codes.split(b";")}
@@ -76,28 +78,6 @@ def test_what_is_said_on_a_narrow_terminal_breaks_between_words(
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 50, lines
     assert ends.format(run=f'"{run.store.run}"') in " ".join(" ".join(lines).split())
-
-
-@pytest.mark.server
-def test_the_server_is_connected_to_with_one_word_about_it(redis_url: str, tmp_path: Path) -> None:
-    run = Run(redis_url, tmp_path)
-    try:
-        run.push("a.0")
-        drawn = typed(["top", "--once", "--redis", redis_url], tmp_path, until=b"", keys=b"")
-    finally:
-        run.close()
-    assert b"the one opened last" in drawn
-    assert drawn.count(b"connecting to the server") == 1
-
-
-@pytest.mark.server
-def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path) -> None:
-    given = ["serve", "--redis", redis_url, "--run", f"narrow-{uuid.uuid4().hex[:8]}"]
-    drawn = typed(given, tmp_path, until=b"ctrl-c", keys=b"\x03", columns=40, COLUMNS="80", LINES="24")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
-    lines = text[text.index(f"rlbuffer {rlbuffer.__version__}") : text.index("ctrl-c")].splitlines()
-    assert max(map(len, lines)) <= 40
-    assert "noeviction ok" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("state", [{"adapters": {"a": 1}}, [1]])
