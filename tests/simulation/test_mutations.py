@@ -1,6 +1,6 @@
 """Every check that a Lua file makes is needed: without it the simulation finds a violated invariant.
 
-These were chosen by hand, one for each check, and are found within 20 s of CPU in all. ``make mutations`` makes more by
+These were chosen by hand, one for each check, and are found within 10 s of CPU in all. ``make mutations`` makes more by
 rule.
 """
 
@@ -14,23 +14,35 @@ from simulation.__main__ import run_seed
 from simulation.mutations import MUTATIONS, Mutation
 
 SEEDS = 400
-"""Each must be found within as many; half are in the first seed."""
+"""Each must be found within as many."""
 FOUND_IN = {
-    "announce-goes-back": 25,
-    "attempt-in-the-same-line": 402,
-    "commit-after-the-lease": 184,
-    "commit-what-is-gone": 71,
-    "commit-with-any-token": 33,
-    "recover-any-claim": 138,
-    "recover-without-tombstone": 154,
-    "report-goes-back": 25,
+    "announce-goes-back": 17,
+    "attempt-in-the-same-line": 171,
+    "commit-after-the-lease": 107,
+    "commit-refused-for-memory": 6,
+    "commit-what-is-gone": 1,
+    "commit-with-any-token": 28,
+    "drop-keeps-the-reuse": 2,
+    "drop-with-any-token": 5,
+    "no-sequence-check": 1,
+    "recover-any-claim": 37,
+    "recover-in-the-same-epoch": 37,
+    "recover-leaves-the-pool": 37,
+    "recover-without-tombstone": 43,
+    "report-goes-back": 17,
     "report-of-any-attempt": 10,
-    "tombstones-by-time-alone": 15,
-    "uses-not-checked": 9,
-    "void-leaves-the-policy": 6,
-    "void-of-packed-alone": 6,
+    "reuse-in-the-ledger": 2,
+    "reuse-swept-early": 2,
+    "tombstones-by-time-alone": 4,
+    "uses-not-checked": 305,
+    "void-leaves-the-policy": 18,
+    "void-loses-a-part": 41,
+    "void-of-packed-alone": 18,
 }
-"""Mutation -> a seed that found it when this was written, tried first, where the first few seeds do not find it."""
+"""Mutation -> a seed that found it when this was written, tried first, where seed 0 does not find it.
+
+A change to what the simulation draws moves them: `--durations=9` then shows for which another one is to be named.
+"""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)

@@ -13,8 +13,6 @@ from rlbuffer.daemon.watches import TrainerWord
 from rlbuffer.records.waiting import Wait, Waiting
 from simulation.__main__ import run_seed
 
-SEEDS = 100
-"""Each must be found within as many."""
 say = Teller.say
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -45,13 +43,19 @@ def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "seeds"),
     [
-        *(says_nothing, says_nothing_of_groups, says_the_first_for_ever),
-        *(calls_the_trainer_gone, waits_for_a_version_that_is_there),
+        (says_nothing, (30, 34, 59)),
+        (says_nothing_of_groups, (43, 34, 50)),
+        (says_the_first_for_ever, (43, 59, 29)),
+        (calls_the_trainer_gone, (25, 28, 42)),
+        (waits_for_a_version_that_is_there, (43, 25, 59)),
     ],
 )
-def test_a_leader_whose_reason_is_x_is_found(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_whose_reason_is_x_is_found(
+    broken: Patch, seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seeds`: these found it first when this was written. One of them, or of the first hundred, must find it."""
     broken(monkeypatch)
-    found = next((violation for seed in range(SEEDS) if (violation := run_seed(seed).violation)), "")
-    assert found.startswith("waiting: ")
+    tried = (*seeds, *range(100))
+    assert any(run_seed(seed).violation.startswith("waiting: ") for seed in tried)
