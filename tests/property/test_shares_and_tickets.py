@@ -43,26 +43,24 @@ STRICT: dict[str, Any] = {"row_tokens": 2048, "max_age": 0, "lookahead": 0}
 @pytest.mark.parametrize("seconds", SPEEDS[:3], ids=["fast-last", "fast-middle", "slow-middle"])
 def test_on_policy_a_step_of_so_many_groups_wastes_none(seconds: tuple[float, ...], unit: Any) -> None:
     config = BatcherConfig(**STRICT, step_groups=32, budgets=SHARES, unit=unit)
-    for seed in range(2):
-        outcome = simulate(config, envs_of(seconds), steps=30, seed=seed)
-        assert (outcome.stuck, outcome.dropped) == ("", Counter())
-        assert outcome.pushed == outcome.packed == 30 * 32
+    outcome = simulate(config, envs_of(seconds), steps=30)
+    assert (outcome.stuck, outcome.dropped) == ("", Counter())
+    assert outcome.pushed == outcome.packed == 30 * 32
 
 
 @pytest.mark.parametrize("budgets", [{}, {"a": 1.0}])
 def test_on_policy_one_env_wastes_none(budgets: dict[str, float]) -> None:
     config = BatcherConfig(**STRICT, step_groups=32, budgets=budgets)
-    for seed in range(3):
-        outcome = simulate(config, {"a": EnvSpeed(seconds=4, workers=16)}, steps=30, seed=seed)
-        assert (outcome.stuck, outcome.dropped["stale"]) == ("", 0)
+    outcome = simulate(config, {"a": EnvSpeed(seconds=4, workers=16)}, steps=30)
+    assert (outcome.stuck, outcome.dropped["stale"]) == ("", 0)
 
 
 def test_on_policy_in_tokens_only_the_doubt_about_sizes_is_wasted() -> None:
     """The env that gives the last group depends on the sizes of the ones before; nobody can know that."""
     config = BatcherConfig(**STRICT, step_groups=32, budgets=SHARES)
     stale = pushed = 0
-    for seed, seconds in itertools.product(range(2), SPEEDS[:3]):
-        outcome = simulate(config, envs_of(seconds), steps=30, seed=seed)
+    for seconds in SPEEDS[:3]:
+        outcome = simulate(config, envs_of(seconds), steps=30)
         assert outcome.stuck == ""
         stale, pushed = stale + outcome.dropped["stale"], pushed + outcome.pushed
     assert stale <= 0.01 * pushed
@@ -82,7 +80,7 @@ def test_on_policy_rows_waste_at_most_one_group_per_env_and_step(seconds: tuple[
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("size", [{"step_groups": 32}, {"micro_batches_per_rank": 3}], ids=["groups", "rows"])
-@pytest.mark.parametrize("seconds", SPEEDS[:3], ids=["fast-last", "fast-middle", "slow-middle"])
+@pytest.mark.parametrize("seconds", SPEEDS[:2], ids=["fast-last", "fast-middle"])
 def test_one_step_off_policy_slow_generation_wastes_less_than_a_fifth(
     seconds: tuple[float, ...], size: dict[str, int], lookahead: int
 ) -> None:
@@ -96,11 +94,10 @@ def test_one_step_off_policy_slow_generation_wastes_less_than_a_fifth(
 @pytest.mark.parametrize("size", [{"step_groups": 32}, {"micro_batches_per_rank": 3}], ids=["groups", "rows"])
 def test_no_worker_idles_while_its_env_is_short(size: dict[str, int], max_age: int) -> None:
     config = BatcherConfig(row_tokens=2048, max_age=max_age, budgets=SHARES, **size)
-    for seconds in SPEEDS[:3]:
-        outcome = simulate(config, envs_of(seconds), steps=20, seed=max_age)
-        assert (outcome.stuck, outcome.idle.total()) == ("", 0)
-        # On policy the sentence rounds up what the tickets are exact about.
-        assert max_age == 0 or outcome.thin.total() == 0
+    outcome = simulate(config, envs_of(SPEEDS[max_age]), steps=20, seed=max_age)
+    assert (outcome.stuck, outcome.idle.total()) == ("", 0)
+    # On policy the sentence rounds up what the tickets are exact about.
+    assert max_age == 0 or outcome.thin.total() == 0
 
 
 def test_tickets_of_workers_that_die_hold_no_step_up_for_longer_than_they_live() -> None:
