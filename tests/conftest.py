@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,3 +64,23 @@ def home() -> Iterator[Path]:
     yield path
     stop_server(path)
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Types a command in an empty folder, with settings from nowhere else. -> exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG", "RLBUFFER_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+
+    from rlbuffer_cli.main import main
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([*arguments])
+        return code, *capsys.readouterr()
+
+    return command

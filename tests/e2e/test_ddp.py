@@ -90,18 +90,3 @@ def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(par
     assert process.returncode == 3
     assert errors.startswith("Error: trainer.loss.name = 'no_such:loss' cannot be imported: ModuleNotFoundError")
     assert errors.count("\n") == 1
-
-
-def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(
-    parent: Parent, tmp_path: Path
-) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    process = start(parent, tmp_path, 2)
-    _, errors = process.communicate(timeout=400)
-    assert process.returncode == 1
-    first, second = errors.split("Starting all 2 ranks again from the newest checkpoint (restart 1 of 1).\n")
-    for message in (first, second):
-        assert message.startswith("Rank 0 failed:\nTraceback (most recent call last):\n")
-        assert message.count("Traceback") == 1
-        assert "IsADirectoryError" in message
-    assert second.endswith("\nGiving up after 1 restart.\n")

@@ -10,10 +10,11 @@ from collections import Counter
 
 import waits
 from homes import TINY, Home
-from test_push_command import line
 
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
+from rlbuffer.testing import make_group
+from rlbuffer.wire.jsonl import line_of
 
 PASSES = 2
 PROMPTS = {"long": 13, "short": 3}
@@ -96,7 +97,8 @@ def test_a_run_over_data_sets_that_end_trains_the_rest_and_ends_though_it_was_ki
 
 def test_separate_processes_over_a_pushed_file_end_by_themselves(home: Home) -> None:
     path = home.path / "g.jsonl"
-    path.write_text("".join(json.dumps(line(i)) + "\n" for i in range(7)))
+    groups_of_file = (make_group(env="math", group_id=f"g{i}", rewards=[0.5, 1.0]) for i in range(7))
+    path.write_text("".join(line_of(group) + "\n" for group in groups_of_file))
     (home.path / "rlbuffer.toml").write_text("[batcher]\nrow_tokens = 64\nstep_groups = 3\nmax_age = 9\n")
     leader = home.start("serve", "--display", "plain", log="serve")
     standby = home.start("serve", "--display", "plain", log="standby")

@@ -1,4 +1,7 @@
-"""`/metrics` of a live run, asked as anybody would: every metric of the page is there, and true."""
+"""A live run as docs/guide/deploy.md has it: every process is a user of its own of deploy/users.acl, and no more.
+
+`/metrics`, asked as anybody would: every metric of the page is there, and true.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from pathlib import Path
 import pytest
 from forked import Parent
 from homes import Home
+from own_server import OwnServer
 
 from rlbuffer.client.scrapes import READ_SECONDS
 from rlbuffer.state.metric import Metric
 from rlbuffer.state.prometheus import METRIC_PREFIX, all_metrics
 from rlbuffer.state.run_state import EnvState
+from rlbuffer.store.server.binary import find_binary
 from rlbuffer.testing import make_group
 
 SELDOM = {
@@ -44,26 +49,46 @@ device = "cpu"
 SAMPLE = re.compile(r"^(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "rlbuffer.rules.yml"
+USERS = ROOT / "deploy" / "users.acl"
+ADMIN = "user root on >CHANGE-root ~* &* +@all"
+
+
 class Live:
     """A tiny run at work, and the address of its metrics."""
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
+    def __init__(self, home: Home, server: OwnServer) -> None:
+        self.home, self.server = home, server
         self.url = ""
+
+    def as_user(self, role: str) -> None:
+        """What begins now logs in as this role."""
+        address = self.server.url.replace("//", f"//{role}:CHANGE-{role}@")
+        self.home.environment["RLBUFFER_REDIS_URL"] = self.home.url = address
+
+    def says(self, role: str, *arguments: str) -> str:
+        """What a command of this role prints."""
+        self.as_user(role)
+        ended = self.home.call(*arguments, "--run", "tiny")
+        assert ended.returncode == 0, ended.stdout + ended.stderr + self.home.logs()
+        return ended.stdout
 
     def begin(self) -> None:
         self.home.environment["RLBUFFER_METRICS__LISTEN"] = "127.0.0.1:0"
         path = self.home.config(steps=100_000, world_size=1, checkpoint_every=3)
         text = path.read_text().replace("vocab_size = 16", "vocab_size = 13")
         path.write_text(text.replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n") + SCORER)
-        for name, *arguments in (
-            ("serve", "serve", "--display", "plain"),
-            ("vcopy", "worker", "vcopy", "--display", "plain"),
-            ("repeat", "worker", "repeat", "--display", "plain"),
-            ("score", "score", "ref"),
-            ("train", "train", "--display", "plain"),
+        for role, name, *arguments in (
+            ("operator", "serve", "serve", "--display", "plain"),
+            ("worker", "vcopy", "worker", "vcopy", "--display", "plain"),
+            ("worker", "repeat", "worker", "repeat", "--display", "plain"),
+            ("scorer", "score", "score", "ref"),
+            ("trainer", "train", "train", "--display", "plain"),
         ):
+            self.as_user(role)
             self.home.start(*arguments, "--config", path, log=name)
+        self.as_user("root")
         self.home.wait_until(self._find, seconds=180, why="the metrics of serve")
         with self.home.connect() as buffer:
             buffer.writer("a-test").push(make_group(env="vcopy", seed=10**9, version=10**6))
@@ -105,14 +130,17 @@ class Live:
 @pytest.fixture(scope="module")
 def live(parent: Parent) -> Iterator[Live]:
     path = Path(tempfile.mkdtemp(prefix="rlb-"))
+    (path / "users.acl").write_text(f"{USERS.read_text().rstrip()}\n{ADMIN}\n")
     home = Home(path, parent)
-    run = Live(home)
-    try:
-        run.begin()
-        yield run
-    finally:
-        home.stop()
-        shutil.rmtree(path, ignore_errors=True)
+    options = {"aclfile": str(path / "users.acl")}
+    with OwnServer(path / "own", options=options, program=str(find_binary().path)) as server:
+        run = Live(home, server)
+        try:
+            run.begin()
+            yield run
+        finally:
+            home.stop()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_every_metric_of_the_page_is_answered_with_its_kind_and_a_sensible_value(live: Live) -> None:
@@ -178,6 +206,7 @@ def test_the_numbers_are_those_of_the_ledger(live: Live) -> None:
 
 
 def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Live) -> None:
+    live.as_user("operator")
     taken = live.url.partition("//")[2].partition("/")[0]
     live.home.environment["RLBUFFER_METRICS__LISTEN"] = taken
     started = [live.home.start("serve", "--display", "plain", "--config", live.home.path / "tiny.toml", log="deaf")]
@@ -208,13 +237,10 @@ def test_a_standby_answers_the_same_and_one_that_cannot_listen_works_on(live: Li
     for process in started:
         process.terminate()
         process.wait(60)
+    live.as_user("root")
 
 
 # -- a real Prometheus -------------------------------------------------------------------------------------------------
-ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy" / "prometheus" / "rlbuffer.rules.yml"
-
-
 def program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
@@ -237,9 +263,6 @@ def test_promtool_takes_the_rules_and_what_the_endpoints_answer(live: Live) -> N
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-"""Alerts that a healthy short run may raise."""
-
-
 def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) -> None:
     with live.home.connect() as buffer:
         buffer.store.connection.client.execute_command("CLIENT", "PAUSE", "15000", "ALL")
@@ -250,3 +273,21 @@ def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) ->
     live.home.wait_until(
         lambda: live.samples().get('rlbuffer_step{run="tiny"}'), seconds=60, why="the run's numbers again"
     )
+
+
+def test_every_process_has_done_its_work_with_the_rights_of_its_role_and_each_command_does(live: Live) -> None:
+    """The last one: it drains the run, and takes a step back."""
+    home = live.home
+    assert [process.poll() for process in home.processes[:5]] == [None] * 5, home.logs()
+    assert "tiny" in live.says("viewer", "inspect")
+    assert "tiny" in live.says("viewer", "runs", "list")
+    live.says("operator", "drain", "--timeout", "60")
+    live.says("operator", "env", "pause", "repeat")
+    assert "does not allow" not in home.printed()
+    assert "not written to" not in home.printed()
+    with home.connect() as buffer:
+        step = buffer.store.meta().step
+    live.says("operator", "runs", "void", str(step), "--force")
+    assert "ok: everything adds up" in live.says("viewer", "verify")
+    live.as_user("worker")
+    assert home.call("env", "pause", "vcopy", "--run", "tiny").returncode != 0

@@ -1,11 +1,18 @@
-"""Modules beside the config file are found by every process of a run, from whatever folder it is started."""
+"""Modules beside the config file are found by every process of a run, from whatever folder it is started; and none of
+them needs a reader of what it says."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from homes import Home
+
+PIPE_BYTES = 4096
 
 OWN_SAMPLER = 'sampler = "own_sampler:OwnSampler"\nself_check = "always"\n'
 SAMPLER = Path(__file__).parents[2] / "docs" / "examples" / "own_sampler.py"
@@ -28,7 +35,20 @@ def loss(tokens, options):
 """
 
 
-def test_a_run_finds_the_modules_beside_its_config_in_every_process(home: Home) -> None:
+@pytest.fixture
+def reader(home: Home) -> Iterator[int]:
+    """Reader of the log "unread", a pipe that is full: it is there, and does not read."""
+    os.mkfifo(home.path / "unread.log")
+    reader = os.open(home.path / "unread.log", os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(home.path / "unread.log", os.O_WRONLY)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(writer, bytes(PIPE_BYTES))
+    yield reader
+    os.close(writer)
+    os.close(reader)
+
+
+def test_a_run_that_nobody_reads_finds_the_modules_beside_its_config_in_every_process(home: Home, reader: int) -> None:
     project = home.path / "project"
     project.mkdir()
     (project / "of_the_run.py").write_text(MODULE)
@@ -43,6 +63,10 @@ def test_a_run_finds_the_modules_beside_its_config_in_every_process(home: Home) 
     )
     config = project / "own.toml"
     config.write_text(text)
-    run = home.call("run", config, "--display", "plain", timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert [record["step"] for record in home.metrics()] == [1, 2]
+    process = home.start("run", config, "--display", "plain", log="unread")
+    (home.path / "unread.log").unlink()  # a test that fails reads every log
+    code = home.ended(process, 200)
+    said = (home.path / "runs" / "tiny" / "run.log").read_text()
+    assert (code, [record["step"] for record in home.metrics()]) == (0, [1, 2]), said
+    assert "starting it again" not in said
+    assert os.read(reader, 2 * PIPE_BYTES) == bytes(PIPE_BYTES)

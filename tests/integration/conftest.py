@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.binary import ServerBinary, find_binary
-from rlbuffer_cli.main import main
 
 
 @pytest.fixture(scope="session")
@@ -54,25 +53,18 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     return address
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model on several threads spends its time waiting for them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def run_name() -> str:
     """A run that no other test uses."""
     return f"t-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Types a command in an empty folder, with settings from nowhere else. -> exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([*arguments])
-        return code, *capsys.readouterr()
-
-    return command

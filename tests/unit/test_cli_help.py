@@ -13,24 +13,14 @@ import click
 import pytest
 
 import rlbuffer
-from rlbuffer_cli.main import COMMANDS, main
+from rlbuffer_cli.main import COMMANDS
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG", "RLBUFFER_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def run(typed: Run) -> Run:
+    return typed
 
 
 EXAMPLE_FILE = Path(__file__).parents[2] / "rlbuffer.toml"
@@ -42,7 +32,7 @@ def command(name: str) -> click.Command:
     return found
 
 
-def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_and_version(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     assert all(name in out for name in COMMANDS)
@@ -52,14 +42,14 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
     assert "Changes nothing." in out
 
 
-def test_the_example_of_a_config_is_one_that_runs(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_example_of_a_config_is_one_that_runs(run: Run) -> None:
     code, out, _ = run("config", "example")
     assert code == 0
     Path("rlbuffer.toml").write_text(out, encoding="utf-8")
     assert run("config", "check")[:1] == (0,)
 
 
-def test_what_an_error_tells_to_type_is_there(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_what_an_error_tells_to_type_is_there(run: Run) -> None:
     """A command that an error names must be one, also for who has installed the wheel and has no file of ours."""
     told = [run("run")[2], run("worker", "x")[2], run("train")[2]]
     for text in told:
@@ -67,19 +57,19 @@ def test_what_an_error_tells_to_type_is_there(run: Callable[..., tuple[int, str,
         assert run(*command.split())[0] == 0
 
 
-def test_looking_starts_nothing(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_looking_starts_nothing(run: Run, tmp_path: Path) -> None:
     assert run("inspect")[0] == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_where_an_error_came_from(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_debug_shows_where_an_error_came_from(run: Run) -> None:
     from rlbuffer.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"no\.toml"):
         run("config", "check", "--debug", "--config", "no.toml")
 
 
-def test_config_show_hides_what_may_be_a_secret(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_config_show_hides_what_may_be_a_secret(run: Run) -> None:
     Path("rlbuffer.toml").write_text(
         '[worker.math]\nenv = "vcopy"\nsampler_options = { api_key = "sk-3", max_model_len = 77 }\n'
     )
@@ -92,7 +82,7 @@ def test_config_show_hides_what_may_be_a_secret(run: Callable[..., tuple[int, st
         assert "8192" in out, "tokens of a row are no secret"
 
 
-def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_config_show_tells_value_and_source(run: Run) -> None:
     Path("rlbuffer.toml").write_text("[batcher]\nmax_age = 3\n")
     code, out, _ = run("config", "show", "--sources", "--run", "x")
     assert code == 0
@@ -116,7 +106,7 @@ def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, s
     }
 
 
-def test_what_config_show_prints_is_a_file_with_the_same_settings(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_what_config_show_prints_is_a_file_with_the_same_settings(run: Run) -> None:
     Path("rlbuffer.toml").write_text(EXAMPLE_FILE.read_text())
     first = run("config", "show")
     Path("rlbuffer.toml").write_text(first[1])
@@ -148,9 +138,7 @@ def line(**changes: Any) -> str:
         (line(rewrad=1), ["g.jsonl:3  ", "rewrad", "reward"]),
     ],
 )
-def test_a_file_with_a_bad_line_is_refused_with_its_place(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, bad: str, words: list[str]
-) -> None:
+def test_a_file_with_a_bad_line_is_refused_with_its_place(run: Run, tmp_path: Path, bad: str, words: list[str]) -> None:
     Path("g.jsonl").write_text(f"{line()}\n\n{bad}\n")
     code, out, err = run("push", "g.jsonl")
     assert (code, out, len(err.splitlines())) == (1, "", 1)
@@ -158,5 +146,5 @@ def test_a_file_with_a_bad_line_is_refused_with_its_place(
     assert not (tmp_path / "home").exists()
 
 
-def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Run) -> None:
     assert run("demo", "--deterministic", "--config", "mine.toml")[0] == 2

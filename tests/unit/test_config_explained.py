@@ -12,23 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer_cli.main import COMMANDS, main
+from rlbuffer_cli.main import COMMANDS
 
 Run = Callable[..., tuple[int, str, str]]
 WORKER = '[worker.a]\nenv = "vcopy"\n'
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("RLBUFFER_")]:
-        monkeypatch.delenv(name)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        return code, *capsys.readouterr()
-
-    return call
+def run(typed: Run) -> Run:
+    return typed
 
 
 # -- init --------------------------------------------------------------------------------------------------------------
