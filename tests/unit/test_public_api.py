@@ -212,43 +212,6 @@ def test_signatures_begin_as_frozen_and_whatever_follows_is_an_option(function: 
     assert all(kind == "k" for kind, _ in list(found.values())[len(frozen) :])
 
 
-def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults() -> None:
-    frozen = {
-        "row_tokens": NONE,
-        "micro_batches_per_rank": 1,
-        "rows_per_micro_batch": 1,
-        "step_rollouts": None,
-        "step_groups": None,
-        "close_fill": 0.95,
-        "lookahead": 1,
-        "max_age": 1,
-        "max_age_seconds": None,
-        "min_group_size": 1,
-        "group_timeout_seconds": 300.0,
-        "flat": "keep",
-        "oversized": "drop",
-        "advantage": "rloo",
-        "budgets": {},
-        "remainder": "proportional",
-        "unit": "tokens",
-        "order": "newest_first",
-        "spillover": "block",
-        "spill_after_seconds": 60.0,
-        "max_uses": 1,
-        "replay_fraction": 0.5,
-        "cost": (24576, 1),
-        "envs": {},
-    }
-    parameters = inspect.signature(rlbuffer.BatcherConfig).parameters
-    assert list(parameters)[: len(frozen)] == [*frozen]
-    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in parameters if name not in frozen)
-    config = rlbuffer.BatcherConfig(8192)
-    assert {name: getattr(config, name) for name in frozen} == {**frozen, "row_tokens": 8192}
-    assert rlbuffer.BatcherConfig(8192, 2, 3).rows_per_micro_batch == 3
-    assert rlbuffer.BatcherConfig(**{**frozen, "row_tokens": 8192}) == config
-    assert rlbuffer.BatcherConfig(8192, envs={"a": {"max_age": 3}}).for_env("a").max_age == 3
-
-
 @pytest.mark.parametrize(
     ("record", "required", "optional"),
     [
