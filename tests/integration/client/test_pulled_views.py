@@ -23,8 +23,6 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
-from rlbuffer.store import payloads
-from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -279,34 +277,6 @@ def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> N
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_a_pull_makes_no_record_of_a_rollout_and_no_answer_before_somebody_reads_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(3):
-        pushed(run, lambda rollout: {}, number)
-    committed(run)
-    made = []
-    sample, decode = step_pull.Sample, payload.decode_group_payload
-    with monkeypatch.context() as patched:
-        patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
-        patched.setattr(payload, "decode_group_payload", lambda data: made.append(-1) or decode(data))
-        patched.setattr(PartRollouts, "_records", property(lambda _: pytest.fail("a record of a part was made")))
-        step = pull(run)
-        assert made == []
-        assert [array.shape for mb in step for array in (mb.targets, mb.advantages)] == [
-            (mb.length,) for mb in step for _ in range(2)
-        ]
-        assert made == []
-    with monkeypatch.context() as patched:
-        patched.setattr(step_pull, "Sample", lambda **fields: made.append(fields["rollout_id"]) or sample(**fields))
-        first = step.micro_batches[1].samples
-        assert made == [its.rollout_id for its in first]
-        assert len(made) == 4
-        assert step.micro_batches[1].samples is first
-    assert [s.answer for s in first] == [{"is": 1}] * 4
-    assert isinstance(first, tuple)
-
-
 def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = payload.encode_push
 
@@ -328,26 +298,6 @@ def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monke
         pushed(run, lambda rollout: {}, 0)
     committed(run)
     assert pull(run).damaged == ("a.0/1",)
-
-
-def test_a_pull_lets_go_of_each_payload_once_it_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, change in enumerate(SOUND):
-        pushed(run, change, number)
-    committed(run)
-    read: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    def noted(*args: Any) -> Any:
-        its = payloads.opened(*args)
-        read.append(weakref.ref(its.tokens))
-        alive.append(sum(array() is not None for array in read))
-        return its
-
-    monkeypatch.setattr(step_pull, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(step_pull, "opened", noted)
-    step = pull(run)
-    assert step.damaged == ()
-    assert (len(read), max(alive)) == (4 * len(SOUND), 1)
 
 
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:

@@ -16,7 +16,6 @@ from rlbuffer.client import searching
 from rlbuffer.client.operations import choose
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
-from rlbuffer.wire import metadata
 
 
 @pytest.fixture
@@ -129,20 +128,6 @@ def test_a_rollout_whose_payload_is_gone_matches_nothing_that_is_in_it(run: Run,
         run.client.delete(key)
     assert buffer.groups("stop!=length") == []
     assert [view.group_id for view in buffer.groups("truncated:yes")] == ["b.3", "a.0"]
-
-
-def test_no_rollout_of_the_pool_is_unpacked_for_what_its_push_says(
-    buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: Any) -> None:
-        raise AssertionError("a rollout was unpacked")
-
-    monkeypatch.setattr(metadata, "_rollouts", refused)
-    assert [view.reward for view in buffer.groups("state:ready env:b reward>=0.5")] == [0.5]
-    assert [view.rewards for view in buffer.groups("id:b.3")] == [(0.75, 0.25)]
-    assert buffer.groups("env:none") == []
-    with pytest.raises(AssertionError, match="unpacked"):
-        buffer.groups("state:ready rollout.reward>0.5")
 
 
 def test_a_dropped_group_has_its_rollouts_until_they_are_swept(run: Run, buffer: rlbuffer.Buffer) -> None:

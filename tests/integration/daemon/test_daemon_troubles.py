@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
-from rlbuffer.daemon import teller as teller_module
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.packing import further_columns
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.records import Look
 from rlbuffer.store.viewer import Viewer
 from rlbuffer_cli.commands.alive import heard
@@ -36,17 +34,6 @@ def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
         teller.say(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
     logged.close()
     assert [line.env for line in logged.told("trouble")] == ["a", "b"]
-
-
-def test_numbers_that_change_with_every_push_need_no_heartbeat_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, beats = [100.0], list[int]()
-    monkeypatch.setattr(teller_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    teller = Teller(run.store)
-    for ready in range(25):
-        teller.say(Waiting(kind=Wait.FILLING, step=1, done=ready / 45), lambda ready=ready: {"step": ready})
-        beats.append(run.store.heartbeats("batcher")["leader"]["step"])
-        now[0] += 0.1
-    assert sorted(set(beats)) == [0, 11, 22]  # every 1.1 s
 
 
 GARBAGE: list[Mapping[str, Any]] = [

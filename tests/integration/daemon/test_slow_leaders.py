@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,10 +76,3 @@ def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run
 
         with pytest.raises(LeaseLost):
             until(keeper.check)
-
-
-def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:
-    run.lead("leader", ttl_seconds=60)
-    with LeaseKeeper(run.store, lease_seconds=0.3, say=print):
-        pass
-    assert not [thread for thread in threading.enumerate() if thread.name == "lease-keeper"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from daemon_runs import Served
 from looks import allowances
@@ -13,14 +10,9 @@ from store_runs import Run
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.records.policy_version import PolicyVersion
 
+pytest_plugins = ("store_fixtures",)
+
 CONFIG = BatcherConfig(64, step_groups=2, max_age=1, lookahead=0)
-
-
-@pytest.fixture
-def run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
-    made = Run(redis_url, tmp_path)
-    yield made
-    made.close()
 
 
 def left_behind(run: Run) -> None:
@@ -34,7 +26,7 @@ def left_behind(run: Run) -> None:
 
 @pytest.mark.parametrize("trainer", ["none", "without weights", "of the server before its restart"])
 def test_an_allowance_of_before_ends_with_the_takeover_of_a_leader_that_knows_no_trainer(
-    run: Run, trainer: str
+    run: Run, served: Served, trainer: str
 ) -> None:
     if trainer != "none":
         number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
@@ -43,7 +35,6 @@ def test_an_allowance_of_before_ends_with_the_takeover_of_a_leader_that_knows_no
             run.store.announce(number, PolicyVersion(version=0))
             run.client.hset(run.store.keys.trainer, "server", "another")
     left_behind(run)
-    served = Served(run)
     served.serve(CONFIG)
     tickets = run.store.keys.tickets("a")
     served.wait_for(lambda: run.client.zcard(tickets) == 3)  # the one whose group is read is closed
@@ -53,14 +44,13 @@ def test_an_allowance_of_before_ends_with_the_takeover_of_a_leader_that_knows_no
     assert run.store.take_tickets("a", 4, ttl_seconds=60.0) == []
 
 
-def test_what_is_too_old_for_the_open_step_goes_while_the_trainer_is_away(run: Run) -> None:
+def test_what_is_too_old_for_the_open_step_goes_while_the_trainer_is_away(run: Run, served: Served) -> None:
     for step in (1, 2, 3):
         run.step(f"a.{step}")
     number = run.train(2)
     run.client.delete(run.store.keys.state)  # of a test, and none that a batcher wrote
     run.store.announce(number, PolicyVersion(version=2))
     run.store.release_lease()
-    served = Served(run)
     served.serve(CONFIG)
     served.wait_for(lambda: allowances(run.store))
     run.push("a.10", version=1)  # of weights of before: step 4 trains versions 2 and 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,6 @@ from rlbuffer.testing import make_group
 pytest_plugins = ("store_fixtures",)
 
 THRICE = rlbuffer.BatcherConfig(64, step_groups=2, max_uses=3, replay_fraction=1.0, max_age=8)
-
-
-@pytest.fixture
-def served(run: Run) -> Iterator[Served]:
-    made = Served(run)
-    yield made
-    made.close()
 
 
 def reusing(plan: StepPlan, uses: int, *, kept: bool) -> StepPlan:

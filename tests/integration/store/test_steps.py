@@ -8,7 +8,7 @@ import time
 import pytest
 from store_runs import Run, plan_of, rollouts_of
 
-from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
+from rlbuffer.errors import LeaseLost, NotFound, StepRetired
 from rlbuffer.records.step_plan import PlannedRollouts
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -200,7 +200,7 @@ def test_commit_of_more_groups_than_one_command_takes_consumes_them_all(run):
     assert run.store.ledger().envs["a"].packed[0] == 1003
 
 
-def test_pin_names_what_is_missing_or_of_another_size(run):
+def test_pin_names_what_is_missing_or_of_another_size(run, monkeypatch):
     for i in range(5):
         run.push(f"a.{i}")
     entries = run.pool()
@@ -211,6 +211,8 @@ def test_pin_names_what_is_missing_or_of_another_size(run):
     run.client.hset(entries[2].payload_key, "1", b"short")
     run.client.hdel(entries[3].payload_key, "0")
     run.client.set(entries[4].payload_key, b"no hash")
+    assert run.store.pin(refs, used) == [e.entry_id for e in entries[1:]]
+    monkeypatch.setattr("rlbuffer.store.leader.PIN_ROLLOUTS", 3)  # of two rollouts each: in several calls
     assert run.store.pin(refs, used) == [e.entry_id for e in entries[1:]]
     assert run.store.pin(rollouts_of(entries[:1]), used) == []
 
@@ -228,41 +230,6 @@ def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
     assert run.store.pin(refs, used) == []
     run.client.hset(entries[1].payload_key, "1", b"short")
     assert run.store.pin(refs, used) == [entries[1].entry_id]
-
-
-def test_pin_asks_for_many_payloads_at_once_and_for_those_of_a_huge_step_in_several_calls(run, monkeypatch):
-    if run.is_cluster:
-        pytest.skip("a pipeline of each shard in place of the script")
-    for i in range(5):
-        run.push(f"a.{i}")
-    entries = run.pool()
-    used = {e.entry_id: e for e in entries}
-    refs = plan_of(entries, 1).rollouts
-    run.client.hset(entries[1].payload_key, "1", b"short")
-    run.client.delete(entries[4].payload_key)
-    move, asked = run.store.move, []
-
-    def heard(script, keys, args, **options):
-        asked.append((script, len(args) // 2))
-        return move(script, keys, args, **options)
-
-    monkeypatch.setattr(run.store, "move", heard)
-    assert run.store.pin(refs, used) == [entries[1].entry_id, entries[4].entry_id]
-    assert asked == [("pin", 5)]
-    asked.clear()
-    monkeypatch.setattr("rlbuffer.store.leader.PIN_ROLLOUTS", 3)  # of two rollouts each
-    assert run.store.pin(refs, used) == [entries[1].entry_id, entries[4].entry_id]
-    assert asked == [("pin", 2), ("pin", 2), ("pin", 1)]
-
-
-def test_pin_reads_no_reply_that_is_not_one_size_for_each_payload(run, monkeypatch):
-    if run.is_cluster:
-        pytest.skip("a pipeline of each shard in place of the script")
-    run.push("a.0")
-    (entry,) = run.pool()
-    monkeypatch.setattr(run.store, "move", lambda *args, **options: [1, 2, 3])
-    with pytest.raises(RlbufferError, match=r"script pin answered \['1', '2', '3'\] for run"):
-        run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry})
 
 
 def test_waiting_reader_is_woken_by_the_commit(run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlbuffer.errors import EnvDone, SchemaMismatch
+from rlbuffer.errors import EnvDone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Asked
 
@@ -16,13 +16,6 @@ def test_opening_again_changes_nothing_but_the_time(run):
     assert run.again().open_run() == run.meta
     assert run.control_keys() == before
     assert abs(run.store.runs()[run.store.run] - run.store.now()) < 5
-
-
-def test_run_of_another_schema_is_refused(run):
-    run.client.hset(run.store.keys.meta, "schema", 99)
-    with pytest.raises(SchemaMismatch) as caught:
-        run.store.open_run()
-    assert "schema 99" in str(caught.value)
 
 
 def test_heartbeats_carry_the_servers_time(run):
@@ -123,9 +116,3 @@ def test_history_is_newest_first_with_the_time_of_the_event(run):
     assert records[1]["step"] == 1
     assert abs(records[0]["at"] - run.store.now()) < 5
     assert run.store.history(1) == records[:1]
-
-
-def test_server_is_described(run):
-    facts = run.store.server()
-    assert {"name", "version", "address", "embedded", "used_memory", "maxmemory", "policy"} <= facts.keys()
-    assert facts["policy"] == "noeviction"

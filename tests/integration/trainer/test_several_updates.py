@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,7 @@ from rlbuffer.weights.model import TINY_QWEN3
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Several threads only wait for each other in a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEVERAL = {"passes": 2, "updates_per_pass": 2, "schedule": "linear"}
 
 

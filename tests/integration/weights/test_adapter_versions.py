@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,14 +35,7 @@ from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
 from rlbuffer.worker.samplers.selfcheck import check_sampler, logprobs_of, model_of
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """A tiny model on several threads spends its time waiting for them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worker_stage import Stage, eventually, hurry
+from worker_stage import Stage, eventually
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.worker.envs import make_env
@@ -16,14 +15,6 @@ LIMIT = 6
 LENGTHS = [3, 7, 5, 6, 2, 9]
 """Tokens of the prompts in the file: the second, the fourth and the sixth leave no room."""
 FITTING = ["env.0", "env.2", "env.4"]
-
-
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    hurry(monkeypatch)
-    made = Stage()
-    yield made
-    made.finish()
 
 
 def written(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,7 @@ from rlbuffer.worker.samplers.decoding import Decoder
 EOS = 12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """A tiny model on several threads spends its time waiting for them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 UNEQUAL = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]

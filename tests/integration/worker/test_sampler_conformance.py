@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sampler_ratios import RATIO_TOLERANCE, SETTINGS, check_name, ratios_to_the_trainer
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.conformance import CHECKS, PLAIN, Check, Stage, policies
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """A tiny model on several threads spends its time waiting for them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
-
-
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    hurry(monkeypatch)
-    stage = Stage()
-    yield stage
-    stage.finish()
-    stage.buffer.close()
+from worker_stage import PATIENCE_SECONDS, Stage, eventually
 
 
 def start(stage: Stage, tickets: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from worker_stage import Counting, Stage, eventually, hurry
+from worker_stage import Counting, Stage, eventually
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
@@ -17,15 +16,6 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Wait
 from rlbuffer.worker import difficulty
 from rlbuffer.worker.envs import Prompt, Score, Skip
-
-
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    hurry(monkeypatch)
-    stage = Stage()
-    yield stage
-    stage.finish()
-    stage.buffer.close()
 
 
 def published(stage: Stage, directory: Path, *, vocab_size: int) -> Any:

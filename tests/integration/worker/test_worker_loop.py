@@ -6,7 +6,6 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from every_role import stands_in
-from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
+from worker_stage import PATIENCE_SECONDS, Stage, eventually
 
 from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull, WrongLogprobs
 from rlbuffer.process import heartbeat
@@ -28,15 +27,6 @@ from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers import SamplerTraits
 from rlbuffer.worker.samplers.transformers import Batched
-
-
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    hurry(monkeypatch)
-    stage = Stage()
-    yield stage
-    stage.finish()
-    stage.buffer.close()
 
 
 class Full:
