@@ -74,8 +74,6 @@ def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(parent
     told = train(parent, tmp_path)
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     trainees = {dtype: Trainee(dtype, 1) for dtype in TOLERANCE}
     for number, (dtype, loss, optimizer) in enumerate(JOBS):
         name = f"{loss} {optimizer} {dtype}"
@@ -94,4 +92,3 @@ def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(parent
             assert relative(ours[f"gradient{i}"], gradient) <= 1e-8, name
         if dtype == "float64":
             assert relative(ours["parameters"], expected["parameters"]) <= 1e-9, name
-    torch.set_num_threads(threads)

@@ -53,17 +53,6 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     return address
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """A tiny model on several threads spends its time waiting for them."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def run_name() -> str:
     """A run that no other test uses."""

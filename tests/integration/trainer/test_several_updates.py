@@ -20,7 +20,6 @@ from rlbuffer.weights.model import TINY_QWEN3
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SEVERAL = {"passes": 2, "updates_per_pass": 2, "schedule": "linear"}
 
 

@@ -35,8 +35,6 @@ from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
 from rlbuffer.worker.samplers.selfcheck import check_sampler, logprobs_of, model_of
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
 def test_the_transformers_sampler_with_adapters(check: Check, tmp_path: Path) -> None:

@@ -24,9 +24,6 @@ from rlbuffer.worker.samplers.decoding import Decoder
 EOS = 12
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 UNEQUAL = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]
 EQUAL = [np.array(p, np.int32) for p in ([1, 2, 11], [3, 7, 11])]
 

@@ -15,8 +15,6 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.conformance import CHECKS, PLAIN, Check, Stage, policies
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
 def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:

@@ -20,12 +20,10 @@ from rlbuffer.worker.envs import Prompt, Score, Skip
 
 def published(stage: Stage, directory: Path, *, vocab_size: int) -> Any:
     """Announces a fresh tiny model of as many tokens; -> the model."""
-    import torch
 
     from rlbuffer.weights.files import publish
     from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 
-    torch.set_num_threads(1)
     model = build_model(ModelSettings(config={**TINY_QWEN3, "vocab_size": vocab_size}), seed=0).eval()
     stage.announce(publish(directory, 0, state=model.state_dict(), config=config_of(model), keep=2))
     return model
