@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import Parent
-from homes import Home
+from homes import Home, a_home
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
@@ -61,13 +60,8 @@ name = "branches"
 
 @pytest.fixture
 def home(parent: Parent) -> Iterator[Home]:
-    path = Path(tempfile.mkdtemp(prefix="rlb-"))  # short: the server's unix socket must fit 108 bytes
-    place = Home(path, parent)
-    try:
+    with a_home(parent) as place:
         yield place
-    finally:
-        place.stop()
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def test_an_agents_trees_are_trained_on_two_ranks_each_token_once_and_shown_as_trees(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from forked import Parent
-from homes import Home
+from homes import Home, a_home
 
 
 @pytest.fixture
 def home(parent: Parent) -> Iterator[Home]:
-    # A short path: the server's unix socket must fit 108 bytes.
-    path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    place = Home(path, parent)
-    try:
+    with a_home(parent) as place:
         yield place
-    finally:
-        place.stop()
-        shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from forked import Parent
-from homes import Home
+from homes import Home, a_home
 from own_server import OwnServer
 
 from rlbuffer.client.scrapes import READ_SECONDS
@@ -129,18 +128,17 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(parent: Parent) -> Iterator[Live]:
-    path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    (path / "users.acl").write_text(f"{USERS.read_text().rstrip()}\n{ADMIN}\n")
-    home = Home(path, parent)
-    options = {"aclfile": str(path / "users.acl")}
-    with OwnServer(path / "own", options=options, program=str(find_binary().path)) as server:
-        run = Live(home, server)
-        try:
-            run.begin()
-            yield run
-        finally:
-            home.stop()
-    shutil.rmtree(path, ignore_errors=True)
+    with a_home(parent) as home:
+        users = home.path / "users.acl"
+        users.write_text(f"{USERS.read_text().rstrip()}\n{ADMIN}\n")
+        options = {"aclfile": str(users)}
+        with OwnServer(home.path / "own", options=options, program=str(find_binary().path)) as server:
+            run = Live(home, server)
+            try:
+                run.begin()
+                yield run
+            finally:
+                home.stop()
 
 
 def test_every_metric_of_the_page_is_answered_with_its_kind_and_a_sensible_value(live: Live) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def home(parent: Parent) -> Iterator[Home]:
-    from homes import Home
+    from homes import a_home
 
-    # A short path: the server's unix socket must fit 108 bytes.
-    path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    place = Home(path, parent)
-    try:
+    with a_home(parent) as place:
         yield place
-    finally:
-        place.stop()
-        shutil.rmtree(path, ignore_errors=True)

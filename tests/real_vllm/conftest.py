@@ -75,12 +75,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def home() -> Iterator[Home]:
     """A home folder with its own embedded server, as the end-to-end tests have it."""
-    from homes import Home
+    from homes import a_home
 
-    path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    place = Home(path)
-    try:
+    with a_home() as place:
         yield place
-    finally:
-        place.stop()
-        shutil.rmtree(path, ignore_errors=True)
