@@ -54,7 +54,8 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     )
     with pytest.raises(RunGone):
         made.store.attempt(uuid="t", world_size=1, resume_step=3)
-    assert made.store.attempt(uuid="t", world_size=1, resume_step=2).checkpoint == 2
+    made.store.attempt(uuid="t", world_size=1, resume_step=2)
+    assert made.store.trainer().checkpoint == 2
     made.client.hset(made.store.keys.trainer, "seen", 1)
     newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
     newer.mkdir(parents=True)

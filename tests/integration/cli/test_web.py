@@ -15,10 +15,7 @@ from pathlib import Path
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
-import redis
-from own_server import OwnServer
 from store_runs import Run
-from test_browser_reads_only import written
 from test_html import Page
 
 import rlbuffer
@@ -190,21 +187,6 @@ def test_a_server_that_is_away_is_a_sentence(visitor: Visitor, monkeypatch: pyte
     status, _, body = visitor.get("steps")
     assert status == 503
     assert "✕ cannot reach Redis" in body
-
-
-def test_a_walk_through_every_page_sends_no_command_that_writes(tmp_path: Path) -> None:
-    with OwnServer(tmp_path / "server") as server, redis.Redis(port=server.port, decode_responses=True) as client:
-        run = Run(server.url, tmp_path)
-        try:
-            fill(run)
-            content, before = run.control_keys(), written(client)
-            with rlbuffer.connect(server.url, run=run.store.run) as buffer:
-                for visitor in served(buffer):
-                    assert len(visitor.walk()) > 10
-            assert written(client) == before
-            assert run.control_keys() == content
-        finally:
-            run.close()
 
 
 @pytest.mark.server
