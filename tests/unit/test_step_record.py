@@ -73,7 +73,8 @@ def test_what_anybody_wrote_is_read_field_by_field() -> None:
 
 
 EMBEDDING = SimpleNamespace(weight=torch.zeros(1))
-WORK = SimpleNamespace(config=None, get_input_embeddings=lambda: EMBEDDING, get_output_embeddings=lambda: EMBEDDING)
+CONFIG = SimpleNamespace(get_text_config=lambda: None)
+WORK = SimpleNamespace(config=CONFIG, get_input_embeddings=lambda: EMBEDDING, get_output_embeddings=lambda: EMBEDDING)
 
 
 class Halves(Ranks):

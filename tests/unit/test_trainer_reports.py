@@ -63,6 +63,7 @@ def test_waiting_for_data_is_said_with_its_share_and_the_slow_side() -> None:
 
 def test_flops_are_six_per_parameter_and_token_and_attention_by_the_square() -> None:
     config = SimpleNamespace(num_attention_heads=4, hidden_size=64, head_dim=32, num_hidden_layers=2)
+    config.get_text_config = lambda: config
     embedding = SimpleNamespace(weight=torch.zeros(10, 64))
     tied = SimpleNamespace(
         config=config, get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: embedding

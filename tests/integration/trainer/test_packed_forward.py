@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from model_families import (
     GPT_NEO,
     GRANITE,
     HYBRIDS,
-    LENGTHS,
     LLAMA,
     LOOKS_AHEAD,
     MISTRAL,
@@ -30,7 +28,6 @@ from model_families import (
 from torch import Tensor
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.model import attention
 from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import LogitShape
 from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
@@ -264,36 +261,3 @@ def test_windows_and_soft_caps_are_those_of_the_definition(window: int, softcap:
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[seen].repeat_interleave(2, dim=1))
         torch.testing.assert_close(ours[t], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_short_segments_take_the_kernel_that_makes_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU in 16 bit, where a plan for each new shape cost more than half of a step."""
-    calls: list[int] = []
-
-    def kernel(
-        query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float | None, window: Any
-    ) -> Tensor:
-        calls.append(plan.longest)
-        return plan.attend(query, key, value, scale=scale, window=window)
-
-    monkeypatch.setattr(attention, "can_use_varlen", lambda query, value: True)
-    monkeypatch.setattr(attention, "_varlen", kernel)
-    for config, layers in ((QWEN3, 0), (MISTRAL, 2)):
-        calls.clear()
-        policy = prepare(made(config))
-        calls.clear()
-        packed_forward(policy)(*row())
-        assert len(calls) == 2
-        with monkeypatch.context() as patch:
-            patch.setattr(attention, "SHORTEST_PLANNED", max(LENGTHS))
-            calls.clear()
-            packed_forward(policy)(*row())
-        assert len(calls) == layers  # long ones are worth a plan, unless a window acts
-
-
-def test_batches_of_short_segments_leave_cudnn_out() -> None:
-    with attention._without_plans(attention.SHORTEST_PLANNED - 1, SimpleNamespace(is_cuda=True)):  # type: ignore[arg-type]
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.flash_sdp_enabled()
-    with attention._without_plans(attention.SHORTEST_PLANNED, SimpleNamespace(is_cuda=True)):  # type: ignore[arg-type]
-        assert torch.backends.cuda.cudnn_sdp_enabled()
