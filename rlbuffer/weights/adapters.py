@@ -77,7 +77,8 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
     """The tensors of a version, on the CPU; an adapter's are merged into those of its base.
 
     Args:
-        base: the base's tensors, where they have been read already; they are left as they are.
+        base: the base's tensors, where they have been read already; they are left as they are. An adapter has the
+            names of the model's own modules: where checkpoints have others, so must these.
 
     Raises:
         WeightsError: a file is missing or damaged; the adapter does not fit its base, or is more than LoRA.

@@ -6,13 +6,15 @@ Imports torch and transformers: import this module lazily.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from rlbuffer.config.models import NO_MODEL_TYPE, which_model
 from rlbuffer.config.settings import ModelSettings
@@ -143,7 +145,7 @@ def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None
             checked first: the model is then as it was.
     """
     own = model.state_dict()
-    state = state if state.keys() <= own.keys() else _in_own_names(model, state)
+    state = in_own_names(model, state)
     needed = unaliased(own)
     missing = [name for name in needed if name not in state]
     unknown = [name for name in state if name not in own]
@@ -170,22 +172,39 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
-def _in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """A checkpoint's tensors as the library puts them into such a model; as they are where they are not all of it."""
+def in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """A checkpoint's tensors as the library puts them into such a model; as they are where they have its names, or are
+    not all of it. The global random state is left as it was."""
+    if state.keys() <= model.state_dict().keys():
+        return state
     dtype, make = next(model.parameters()).dtype, cast(Any, type(model))  # its methods carry no types
     try:
-        loaded, told = make.from_pretrained(
-            None,
-            config=model.config,
-            state_dict=dict(state),
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        with torch.random.fork_rng(devices=[]), _without_progress():
+            loaded, told = make.from_pretrained(
+                None,
+                config=model.config,
+                state_dict=dict(state),
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
     except (RuntimeError, ValueError, KeyError, TypeError):
         return state
     return state if any(told.values()) else unaliased(loaded.state_dict())
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """No bar on stderr, where workers would show one at every version."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _some(names: list[str]) -> str:

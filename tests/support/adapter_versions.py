@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,16 +17,17 @@ from rlbuffer.config.settings import ModelSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
+from rlbuffer.weights.state import model_state
 from rlbuffer.worker.samplers.conformance import CONFIG
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def published_base(directory: Path) -> tuple[PreTrainedModel, PolicyVersion]:
+def published_base(directory: Path, config: Mapping[str, Any] = CONFIG) -> tuple[PreTrainedModel, PolicyVersion]:
     """A model and where it lies: what adapters are for."""
-    model = build_model(ModelSettings(config=dict(CONFIG)), seed=0).eval()
-    return model, publish_base(directory, state=model.state_dict(), config=config_of(model))
+    model = build_model(ModelSettings(config=dict(config)), seed=0).eval()
+    return model, publish_base(directory, state=model_state(model), config=config_of(model))
 
 
 def write_adapter(
@@ -62,9 +65,11 @@ def drawn_factors(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
     return factors
 
 
-def adapters(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
+def adapters(
+    directory: Path, count: int = 4, *, config: Mapping[str, Any] = CONFIG
+) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
     """Versions that differ in every adapted matrix, and for each the model that it is together with its base."""
-    base, where = published_base(directory)
+    base, where = published_base(directory, config)
     models, versions = [], []
     for version in range(count):
         factors = drawn_factors(base, version)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.trainer.model.packed_policy import text_model
 from rlbuffer.weights.adapters import beyond_lora
 
 _ADAPTER = "default"
@@ -49,6 +50,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=_linear_layers(model) if targets == ["all-linear"] else targets,
+        exclude_modules=_beside_texts(model) or None,
         lora_dropout=0.0,
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's linear layers
         bias="none",
@@ -90,6 +92,13 @@ def _linear_layers(model: PreTrainedModel) -> str | list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not blocks & set(name.split("."))
     ]
+
+
+def _beside_texts(model: PreTrainedModel) -> list[str]:
+    """Modules that no text goes through, such as those of a tower for images: nothing would train there."""
+    parts = (text_model(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    used = {id(module) for part in parts if part is not None for module in part.modules()}
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in used]
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

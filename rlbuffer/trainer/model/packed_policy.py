@@ -192,7 +192,7 @@ def packed_forward(policy: PackedPolicy) -> PackedForward:
     return forward
 
 
-def _text_model(model: PreTrainedModel) -> nn.Module:
+def text_model(model: PreTrainedModel) -> nn.Module:
     """The part that texts go through: a model of images has towers beside it."""
     decoder: nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call]
     text: nn.Module = backbone_of(model) if decoder is None or decoder is model else decoder
@@ -201,7 +201,7 @@ def _text_model(model: PreTrainedModel) -> nn.Module:
 
 def freeze_what_texts_leave_out(model: PreTrainedModel) -> None:
     """Lets nothing wait for gradients that no text brings: ranks would wait for them, and DDP fails."""
-    parts = (_text_model(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    parts = (text_model(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     used = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:
@@ -210,7 +210,7 @@ def freeze_what_texts_leave_out(model: PreTrainedModel) -> None:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that the model stacks, in order: what is recomputed, or sharded, as one."""
-    base = _text_model(model)
+    base = text_model(model)
     stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
     stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
     return max(stacks, key=len, default=[])

@@ -13,7 +13,7 @@ Imports torch: :mod:`rlbuffer.worker.samplers.transformers` does so when it make
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.weights.model import load_into, model_from_config
+from rlbuffer.weights.model import in_own_names, load_into, model_from_config
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
 
@@ -42,7 +42,7 @@ class Decoder:
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._model: PreTrainedModel | None = None
         self._version = -1
-        self._base: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._base: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
         """Checksum and tensors of the model that adapters are merged into."""
 
     @property
@@ -60,24 +60,24 @@ class Decoder:
 
     def load(self, policy: PolicyVersion) -> None:
         directory = open_weights(policy)
-        state = self._state(directory)
-        if self._model is None:
-            with torch.random.fork_rng(devices=[]):
-                model = model_from_config(read_config(model_directory(directory)))
-            load_into(model, state)
-            model.train(False).requires_grad_(False)
-            torch.nn.Module.to(model, self._device)
-            self._model = model
-        else:
-            load_into(self._model, state)
-        self._version = policy.version
+        model = self._made(directory) if self._model is None else self._model
+        load_into(model, self._state(model, directory))
+        self._model, self._version = model, policy.version
 
-    def _state(self, directory: Path) -> dict[str, torch.Tensor]:
+    def _made(self, directory: Path) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            model = model_from_config(read_config(model_directory(directory)))
+        model.train(False).requires_grad_(False)
+        torch.nn.Module.to(model, self._device)
+        return model
+
+    def _state(self, model: PreTrainedModel, directory: Path) -> Mapping[str, torch.Tensor]:
         if not is_adapter(directory):
             return load_state(directory)
         checksum = base_of(directory).checksum
         if self._base[0] != checksum:
-            self._base = checksum, load_state(model_directory(directory))
+            # An adapter names the model's own modules, which checkpoints may name otherwise.
+            self._base = checksum, in_own_names(model, load_state(model_directory(directory)))
         return state_of(directory, base=self._base[1])
 
     @torch.inference_mode()

@@ -50,7 +50,7 @@ def model_of(directory: Path) -> PreTrainedModel:
         base, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     if base != directory:
-        load_into(model, state_of(directory))
+        load_into(model, state_of(directory, base=model.state_dict()))
     return model
 
 

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rlbuffer.config.trainer import LoraSettings
+from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import decoder_layers, prepare
 from rlbuffer.trainer.ranks.parallel import exchanging
 
@@ -54,6 +56,20 @@ def test_a_model_of_images_is_trained_where_texts_go(alone: None) -> None:
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
     assert all("vision" not in name and "projector" not in name for name in trained)
+
+
+def test_an_adapter_goes_where_texts_go(alone: None) -> None:
+    """One in a tower of images gets no gradient, for which ranks wait."""
+    policy = prepare(made(GEMMA3_SEES))
+    add_adapter(policy.model, LoraSettings(rank=4), seed=0)
+    shared = DistributedDataParallel(policy)
+    ids, positions, cu_seqlens = row()
+    chosen = torch.nonzero(positions > 0)[:, 0]
+    for _ in range(2):
+        shared(ids, positions, cu_seqlens, chosen)[0].sum().backward()
+    factors = {name: parameter for name, parameter in policy.named_parameters() if ".lora_" in name}
+    assert factors
+    assert all(parameter.grad is not None for parameter in factors.values())
 
 
 def test_every_parameter_of_a_model_of_texts_is_trained() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_versions import adapters, changed, drawn_factors, published_base, write_adapter
+from model_families import GEMMA3_SEES
 from sampler_ratios import check_name
 
 from rlbuffer.config.settings import WorkerSettings
@@ -31,6 +32,7 @@ from rlbuffer.worker.samplers.conformance import (
     Stage,
     policies,
 )
+from rlbuffer.worker.samplers.decoding import Decoder
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
 from rlbuffer.worker.samplers.selfcheck import check_sampler, logprobs_of, model_of
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
@@ -66,6 +68,16 @@ def test_the_self_check_merges_an_adapter_too(tmp_path: Path) -> None:
             await sampler.close()
 
     assert asyncio.run(run()) < TOLERANCE
+
+
+def test_an_adapter_is_merged_where_checkpoints_have_other_names_than_the_model(tmp_path: Path) -> None:
+    models, published = adapters(tmp_path, 2, config=GEMMA3_SEES)
+    decoder, prompt = Decoder(seed=0), np.arange(9, dtype=np.int32)
+    for model, version in zip(models, published, strict=True):
+        decoder.load(version)
+        told = decoder.sample([prompt], n=1, sampling=PLAIN)[0][0]
+        for same in (model, model_of(Path(version.location))):
+            assert np.abs(told.logprobs - logprobs_of(same, prompt, told.tokens, PLAIN)).max() < TOLERANCE
 
 
 def test_the_base_is_left_as_it_is_by_a_merge(tmp_path: Path) -> None:

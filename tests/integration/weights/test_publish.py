@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_families import GEMMA3_SEES, LLAMA, QWEN3, QWEN3_MOE, made
+from model_families import GEMMA3_SEES, HYBRIDS, LLAMA, QWEN3, QWEN3_MOE, made
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers.base import opened
 from rlbuffer.worker.samplers.decoding import Decoder
 
+QWEN3_NEXT = HYBRIDS[1]
 MIXTRAL = MappingProxyType(dict(LLAMA) | {"model_type": "mixtral", "num_local_experts": 4})
 
 
@@ -101,9 +102,9 @@ def test_a_wrapped_model_is_published_as_the_model_inside(buffer: Buffer, wrappe
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE, MIXTRAL, GEMMA3_SEES], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE, QWEN3_NEXT, MIXTRAL, GEMMA3_SEES], ids=lambda c: c["model_type"])
 def test_weights_are_published_as_the_library_saves_them_and_load_again(
-    buffer: Buffer, tmp_path: Path, config: Mapping[str, Any]
+    buffer: Buffer, tmp_path: Path, capfd: pytest.CaptureFixture[str], config: Mapping[str, Any]
 ) -> None:
     """The library's models stack experts and rename parts; engines know the names of published checkpoints."""
     model = made(config)
@@ -121,9 +122,12 @@ def test_weights_are_published_as_the_library_saves_them_and_load_again(
     load_into(other, load_state(directory))
     assert all(torch.equal(tensor, same[name]) for name, tensor in other.state_dict().items())
     assert opened(policy).vocab_size == config.get("text_config", config)["vocab_size"]
-    decoder = Decoder(seed=0)
+    decoder, random_state = Decoder(seed=0), torch.get_rng_state()
+    capfd.readouterr()
     decoder.load(policy)
     decoder.load(policy)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert "\r" not in capfd.readouterr().err  # no progress bar at every version
     assert (decoder.vocab_size, decoder.context > 0) == (config.get("text_config", config)["vocab_size"], True)
 
 
