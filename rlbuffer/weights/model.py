@@ -197,14 +197,15 @@ def in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> M
 @contextmanager
 def _without_progress() -> Iterator[None]:
     """No bar on stderr, where workers would show one at every version."""
-    if not logging.is_progress_bar_enabled():
+    bars: Any = logging  # its functions carry no types
+    if not bars.is_progress_bar_enabled():
         yield
         return
-    logging.disable_progress_bar()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        bars.enable_progress_bar()
 
 
 def _some(names: list[str]) -> str:
