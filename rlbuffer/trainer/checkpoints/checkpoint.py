@@ -15,6 +15,7 @@ At another world size rank r goes on with those of rank r mod W, of the W ranks 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import secrets
@@ -172,19 +173,23 @@ def newest(directory: Path, ranks: Ranks = ALONE) -> tuple[int, list[str]]:
     than the others wait for it. What rank 0 finds in the directory counts.
 
     Raises:
-        CheckpointError: one is of another format. It may be whole, and saving would remove it.
+        CheckpointError: one is of another format, or not there for a rank. It may be whole, and saving would remove it.
     """
     problems: list[str] = []
-    for step in reversed(json.loads(ranks.gather_text(json.dumps(steps(directory)))[0])):
-        wrong, is_other = "", False
+    listed = steps(directory) if ranks.rank == 0 else []
+    for step in reversed(json.loads(ranks.gather_text(json.dumps(listed))[0])):
+        path, wrong, is_final = path_of(directory, step), "", False
         try:
-            _verify(path_of(directory, step), ranks)
+            _verify(path, ranks)
         except CheckpointError as error:
-            wrong, is_other = str(error), isinstance(error, OtherFormat)
-        found = [json.loads(text) for text in ranks.gather_text(json.dumps([is_other, wrong]))]
-        for is_other, wrong in found:
-            if is_other:
-                raise OtherFormat(wrong)
+            # Whole elsewhere, it would be passed over, and removed by the first save after an older one.
+            is_missing = not os.access(path / _META, os.R_OK)
+            wrong = f"rank {ranks.rank} does not see it: {error}" if is_missing else str(error)
+            is_final = is_missing or isinstance(error, OtherFormat)
+        found = [json.loads(text) for text in ranks.gather_text(json.dumps([is_final, wrong]))]
+        for is_final, wrong in found:
+            if is_final:
+                raise CheckpointError(wrong)
         problem = next((wrong for _, wrong in found if wrong), "")
         if not problem:
             return step, problems

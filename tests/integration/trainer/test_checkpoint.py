@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -146,6 +147,24 @@ def test_each_rank_verifies_its_share_and_all_agree(
     assert {step for step, _ in found} == {1}
     assert all(str(damaged) in problems[0] for _, problems in found)
     assert read == {f"rank-{rank}.safetensors": 2 for rank in range(3)}
+
+
+@pytest.mark.parametrize("other", ["nothing there", "another format"])
+def test_what_one_rank_alone_does_not_see_ends_all_of_them(tmp_path: Path, policy: Trained, other: str) -> None:
+    """Training would begin again, and its first save remove a checkpoint that is whole."""
+    save(tmp_path / "0", made(3), *policy, keep=1)
+    if other == "another format":
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+        meta = path_of(tmp_path / "1", 3) / "meta.json"
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 1}))
+    said: dict[int, str] = {}
+    meeting = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [threads.submit(newest, tmp_path / str(r), Together(r, said, meeting)) for r in range(2)]
+    for rank in ranks:
+        with pytest.raises(CheckpointError) as refused:
+            rank.result()
+        assert str(path_of(tmp_path / "1", 3)) in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [{"run": "other"}, {"format": 1}])
