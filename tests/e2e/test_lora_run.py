@@ -16,8 +16,8 @@ def test_a_run_that_trains_an_adapter_samples_with_its_versions(home: Home) -> N
     assert home.ended(run, 240) == 0, home.logs()
     log = (home.path / "run.log").read_text()
     differences = re.findall(r"worker vcopy .*logprobs are those of the published weights \(to (\S+)\)", log)
-    assert len(differences) == 1
-    assert float(differences[0]) < 1e-4
+    assert len(differences) == 2, "the base that the engine starts with, and the first version that takes its place"
+    assert max(map(float, differences)) < 1e-4
     assert not re.search("Traceback|weights do not fit|goes on sampling", log), home.logs()
 
     records = home.metrics()
