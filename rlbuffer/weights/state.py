@@ -39,9 +39,9 @@ def model_state(
         state = model.state_dict()
     tied = tied_names(model)
     kept = {name: tensor for name, tensor in state.items() if name not in tied}
-    if dtype is not None:
-        # On the CPU one by one: a GPU that trains has no room for all of them once more.
-        kept = {name: t.to("cpu", dtype) if t.is_floating_point() else t for name, t in kept.items()}
+    if dtype is not None or not only_trained:
+        # To the CPU one by one: a GPU that trains has no room for all of them once more, nor for experts in pieces.
+        kept = {name: t.to("cpu", dtype if dtype and t.is_floating_point() else t.dtype) for name, t in kept.items()}
     return kept if only_trained else _as_published(model, kept)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import QWEN3_MOE, made
 from parameters import load_parameters
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.trainer.session import device_of
 from rlbuffer.weights.layout import versions
 from rlbuffer.weights.model import TINY_QWEN3
+from rlbuffer.weights.state import model_state
 
 LAUNCH = """
 import sys
@@ -82,6 +84,16 @@ def test_a_job_in_bfloat16_that_is_resumed_ends_with_the_bits_of_one_that_is_not
     (resumed,) = launched(half)
     assert [r["parameters_sha256"] for r in resumed] == [r["parameters_sha256"] for r in records]
     assert resumed[-1]["resumed_from"] == 2
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_what_is_published_is_converted_beside_the_gpu(dtype: torch.dtype | None) -> None:
+    """Experts are published one by one, which copies all of them."""
+    model = made(QWEN3_MOE).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert {tensor.device.type for tensor in model_state(model, dtype=dtype).values()} == {"cpu"}
+    assert torch.cuda.max_memory_allocated() == before
 
 
 def test_versions_are_the_trained_parameters_in_bfloat16(tmp_path: Path) -> None:
