@@ -34,7 +34,7 @@ FOUND_IN = {
     "reuse-in-the-ledger": 2,
     "reuse-swept-early": 2,
     "tombstones-by-time-alone": 4,
-    "uses-not-checked": 305,
+    "uses-not-checked": 116,
     "void-leaves-the-policy": 18,
     "void-loses-a-part": 41,
     "void-of-packed-alone": 18,
