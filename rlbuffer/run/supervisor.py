@@ -326,7 +326,8 @@ class Supervisor:
             for child in stage:
                 while child.process is not None and child.exit_code() is None:
                     if time.monotonic() > said_at and patience > DRAIN_SECONDS:
-                        self.log.say("run", f"{child.name} finishes its step and a checkpoint; ctrl-C again: at once")
+                        has = f"has {patience:.0f} s for its step and a checkpoint; ctrl-C again ends it at once"
+                        self.log.say("run", f"{child.name} {has}")
                         said_at = math.inf
                     if time.monotonic() > deadline:
                         self.log.say("run", f"{child.name} did not stop within {patience:.0f} s: killed")

@@ -242,8 +242,8 @@ class Viewer(Session):
 
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
         """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
-        if step < 1:
-            raise NotFound(f"steps start at 1, there is no step {step}")
+        if not 1 <= step <= MAX_COUNT:
+            raise NotFound(f"steps go from 1 to {MAX_COUNT}, there is no step {step}")
         deadline = time.monotonic() + block_seconds
         after = f"{step - 1}-{LAST_IN_STEP}"
         left = 0.0

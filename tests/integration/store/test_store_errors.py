@@ -159,6 +159,12 @@ ROWS: dict[str, Row] = {
     "pushes into another epoch": (nothing, lambda run: push(run, 1, epoch=7), EpochChanged, ("epoch 7",)),
     "pushes into no run": (gone, lambda run: push(run, 1), RunGone, (":meta",)),
     "waits for step 0": (nothing, lambda run: run.store.wait_step(0, block_seconds=0.0), NotFound, ("step 0",)),
+    "waits for no number of a step": (
+        nothing,
+        lambda run: run.store.wait_step(10**25, block_seconds=0.0),
+        NotFound,
+        (f"step {10**25}",),
+    ),
     "voids step 0": (nothing, lambda run: run.store.void_from(0), NotFound, ("step 0",)),
     "voids a step to come": (step, lambda run: run.store.void_from(4), NotFound, ("step 4", "is 1")),
     "voids a retired step": (retired, lambda run: run.store.void_from(1), StepRetired, ("up to 1",)),
