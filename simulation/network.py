@@ -68,7 +68,8 @@ class Network:
         self.generation = 0
         """Grows when the server goes away: connections of before are broken."""
         self.too_large: set[bytes] = set()
-        """Groups whose payloads the server takes from nobody: it closes the connection in the middle of them."""
+        """Groups whose payloads the server takes from nobody until all heals: it closes the connection in the middle of
+        them. A run that begins anew has groups of the same names."""
         self._connected: dict[Process, int] = {}
         self.primary = 0
         """Grows when another server becomes the primary: connections of before stay, and lead to the old one."""
@@ -125,7 +126,8 @@ class Network:
             raise Reset("simulated: connection refused")
         if self._leads_to.setdefault(process, self.primary) != self.primary and (refused := self._demoted(commands)):
             return [error(refused)] * len(commands)
-        if self.too_large and any(c[0] == b"HSET" and c[1].rpartition(b":")[0] in self.too_large for c in commands):
+        cut_off = set() if self.is_healed else self.too_large
+        if any(c[0] == b"HSET" and c[1].rpartition(b":")[0] in cut_off for c in commands):
             raise Reset("simulated: connection closed by server")
         if fault == "lost request":
             raise Reset("simulated: connection reset")
