@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ def busy_rank(folder: str, seconds: float) -> None:
     """Ends its step and writes its checkpoint once it was asked to stop."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    Path(folder, "works").touch()
+    Path(folder, f"works-{os.environ['RANK']}").touch()
     asked.wait()
     time.sleep(seconds)
     Path(folder, "checkpoint").touch()
@@ -29,10 +30,11 @@ def busy_rank(folder: str, seconds: float) -> None:
 
 def failing_rank(folder: str, seconds: float) -> None:
     """Fails instead."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    Path(folder, "works").touch()
-    signal.pause()
-    if processes.os.environ["RANK"] == "0":
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    Path(folder, f"works-{os.environ['RANK']}").touch()
+    asked.wait()
+    if os.environ["RANK"] == "0":
         raise SystemExit(1)
     time.sleep(seconds)
 
@@ -48,9 +50,8 @@ def asked_to_leave(main: Any, folder: Path, seconds: float, leave: float, world_
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not (folder / "works").exists():
+    while len([*folder.glob("works-*")]) < world_size:
         time.sleep(0.02)
-    time.sleep(0.5)
     began = time.monotonic()
     stop.set()
     thread.join()
