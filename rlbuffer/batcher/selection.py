@@ -3,6 +3,7 @@
 The env whose deficit would reach a whole group soonest goes first. Envs whose deficit would be at or below 0 after the
 credit for their next group do not compete. Simply taking the largest deficit drifts by up to 1.7 groups among eight
 envs of unequal shares (simulated); with deadlines no env is ever further than one group from its share.
+While some have nothing ready, each of them may be owed its mean group, and another one be ahead by all of these.
 Source: Baruah, Cohen, Plaxton and Varvel 1996, Proportionate progress (earliest pseudo-deadline first).
 
 Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended.
