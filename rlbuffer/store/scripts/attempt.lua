@@ -23,7 +23,7 @@ local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest',
   'recovered')
 if not meta[1] then return {'GONE'} end
 local trainer = redis.call('HMGET', trainer_key, 'number', 'uuid', 'server', 'newest', 'epoch')
-if trainer[2] == uuid then return {'OK', trainer[1], trainer[4] or '0', trainer[5]} end
+if trainer[1] and trainer[2] == uuid and trainer[5] then return {'OK', trainer[1], trainer[4] or '0', trainer[5]} end
 local resume, step = tonumber(resume_step), tonumber(meta[2] or '0')
 local refusal
 if resume > step then

@@ -36,6 +36,15 @@ def test_each_attempt_has_a_larger_number_and_a_repeated_one_the_same(run):
     assert 0 <= there.seen_seconds_ago < 5
 
 
+@pytest.mark.parametrize("lost", ["number", "uuid", "epoch"])
+def test_an_attempt_whose_record_lost_a_field_is_made_anew(run, lost):
+    attempt(run)
+    run.client.hdel(run.store.keys.trainer, lost)
+    again = attempt(run)
+    there = run.store.trainer()
+    assert (again.number, again.epoch, there.world_size) == (there.number, there.epoch, 2)
+
+
 def test_an_attempt_that_another_one_follows_at_once_is_fenced(run, monkeypatch):
     """Not given the other one's number: two trainers would be one to the server."""
     move = run.store.move
