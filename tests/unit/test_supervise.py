@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,27 @@ def test_a_process_whose_python_is_gone_is_started_again_later(tmp_path: Path) -
     child.restart_at = 0.0
     supervisor._look_after(child, None)  # type: ignore[arg-type]
     assert child.process is not None
+
+
+def test_a_trainer_has_longer_to_end_than_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.run.supervisor.DRAIN_SECONDS", 0.2)
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    children, processes = [], []
+    for name in ("serve", "worker a", "train"):
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        processes.append(process)
+        children.append(Child(name=name, start=_Alive, process=process))
+    Supervisor(RunSettings(home=tmp_path), say=lambda name, line: None)._drain(children)
+    for process in processes:
+        process.communicate()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, -signal.SIGKILL, 7]
 
 
 class _Alive:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +29,14 @@ from model_families import (
 )
 from torch import Tensor
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import PackedForwardError
+from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import LogitShape
-from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
 from rlbuffer.trainer.model.selftest import TOLERANCES, acting_window, self_test, separate_logprobs
+from rlbuffer.trainer.reports.reports import Reports
 
 
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c["model_type"])
@@ -148,12 +153,30 @@ def test_a_forward_pass_that_ignores_the_window_fails_the_self_test(config: Mapp
         self_test(model, packed_forward(policy), longest=40)  # no rollout exceeds the window: it cannot act
 
 
-def test_a_policy_says_why_it_got_a_dearer_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not prepare(made(QWEN3)).refused
+def test_a_policy_says_why_it_got_a_dearer_attention(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def warnings_at_start(policy: PackedPolicy) -> list[str]:
+        session: Any = SimpleNamespace(
+            is_first=True,
+            policy=policy,
+            settings=RunSettings(home=tmp_path),
+            ranks=SimpleNamespace(device=torch.device("cpu"), world_size=1),
+            buffer=SimpleNamespace(store=SimpleNamespace(meta=lambda: SimpleNamespace(created=0))),
+        )
+        with Reports(session) as reports:
+            reports.start(Place())
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    policy = prepare(made(QWEN3))
+    assert not policy.refused
+    assert not warnings_at_start(policy)
     monkeypatch.setattr(SegmentPlan, "attend", lambda self, query, key, value, **_: torch.zeros_like(query))
     policy = prepare(made(QWEN3))
     assert policy.attention != ATTENTION
     assert ATTENTION in policy.refused
+    [warning] = warnings_at_start(policy)
+    assert policy.refused in warning
 
 
 def test_a_window_that_the_self_test_cannot_see_is_refused() -> None:
