@@ -68,7 +68,7 @@ class Fences:
             group, reason, closes = args[at].decode(), args[at + 2].decode(), args[at + 3] == b"1"
             own = args[at + 6 : at + 6 + int(args[at + 5])]
             at += 6 + len(own)
-            if closes != (reason in CLOSING_REASONS) and closes:
+            if closes and reason not in CLOSING_REASONS:
                 self.fail("I6", f"a drop for {reason} closes group {group}")
             if left.isdisjoint(own):
                 self._outlived.add(group)

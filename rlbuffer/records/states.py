@@ -28,29 +28,41 @@ class State(StrEnum):
 
 
 class Reason(StrEnum):
-    """The rule by which rollouts are dropped, in the order of tables and metrics."""
+    """The rule by which rollouts are dropped, in the order of tables and metrics.
 
-    STALE = "stale"
-    """It is older than its env's `max_age` or `max_age_seconds` allow."""
-    FUTURE = "future"
+    Behind its value stands :attr:`closes`.
+    """
+
+    closes: bool
+    """It ends a group as a whole, which leaves a tombstone. The others concern rollouts or parts of one: the group may
+    still be trained with the rest, so a tombstone would lose it at the next takeover."""
+
+    def __new__(cls, value: str, closes: bool) -> Reason:
+        made = str.__new__(cls, value)
+        made._value_, made.closes = value, closes
+        return made
+
+    STALE = "stale", True
+    """It is older than its env's `max_age` or `max_age_seconds` allow, or the run ends and no step can hold it."""
+    FUTURE = "future", True
     """A version newer than the step could train has sampled it."""
-    SMALL = "small"
+    SMALL = "small", True
     """Too few of its rollouts came in time, or a scorer did not."""
-    FLAT = "flat"
+    FLAT = "flat", True
     """It teaches nothing, and no more of such groups are wanted."""
-    OVERSIZED = "oversized"
+    OVERSIZED = "oversized", False
     """It is longer than a row."""
-    INVALID = "invalid"
+    INVALID = "invalid", False
     """It is malformed, has no reward, or holds a number that cannot be trained."""
-    FAILED = "failed"
+    FAILED = "failed", False
     """It is an attempt that failed, and has no reward."""
-    LATE = "late"
+    LATE = "late", False
     """Its group was whole or closed when it arrived."""
-    DUPLICATE = "duplicate"
+    DUPLICATE = "duplicate", False
     """The same rollout came before."""
-    VOID = "void"
+    VOID = "void", True
     """Its step was taken back, or it cannot be trained again."""
-    OPERATOR = "operator"
+    OPERATOR = "operator", True
     """An operator dropped it while it was pending."""
 
 

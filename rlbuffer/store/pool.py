@@ -24,9 +24,7 @@ NAMED_PUSHES = 64
 """Pushes of a dropped group that its record names one by one: the server keeps :data:`HISTORY_ENTRIES` of them."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
-CLOSING_REASONS = frozenset({Reason.STALE, Reason.FUTURE, Reason.SMALL, Reason.FLAT, Reason.VOID, Reason.OPERATOR})
-"""Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
-still be trained with the rest, so a tombstone would lose it at the next takeover."""
+CLOSING_REASONS = frozenset(reason for reason in Reason if reason.closes)
 _UnfrozenEntry = unfrozen(PoolEntry)
 
 
