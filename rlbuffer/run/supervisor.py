@@ -248,8 +248,8 @@ class Supervisor:
             embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
             if embedded is not None:
                 seen["server"] = int(embedded.pid)
-            for name in sorted(seen.keys() - self._seen.keys()):
-                self.log.say("run", f"{name} has pid {seen[name]}")
+            for name, pid in sorted(seen.items() - self._seen.items()):
+                self.log.say("run", f"{name} has pid {pid}")
             self._seen = seen
 
     def _look_after(self, child: Child, buffer: Buffer) -> int | None:

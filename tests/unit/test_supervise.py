@@ -3,7 +3,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +77,23 @@ def test_a_trainer_has_longer_to_end_than_the_others(tmp_path: Path, monkeypatch
     for process in processes:
         process.communicate()
     assert [process.returncode for process in processes] == [-signal.SIGKILL, -signal.SIGKILL, 7]
+
+
+def test_who_the_server_is_is_said_whenever_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.run.supervisor.OBSERVE_SECONDS", 0.0)
+    said: list[str] = []
+    pids, ended = [11, 11, 12], threading.Event()
+
+    class Store:
+        def heartbeats(self, kind: str) -> dict[str, Any]:
+            self.connection = SimpleNamespace(embedded=SimpleNamespace(pid=pids.pop(0)))
+            if not pids:
+                ended.set()
+            return {}
+
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: said.append(line))
+    supervisor._observe(SimpleNamespace(store=Store()), ended)  # type: ignore[arg-type]
+    assert [line.split()[-1] for line in said] == ["11", "12"]
 
 
 class _Alive:
