@@ -106,12 +106,12 @@ class Writer:
         terms = terms or Terms()
         self._config = terms.config
         self.ticket_seconds = TICKET_SECONDS if terms.ticket_seconds is None else terms.ticket_seconds
+        """How long tickets stay out without renewal."""
         if not 0 < self.ticket_seconds <= LONGEST_TICKET_SECONDS:
             raise ValueError(
                 f"Writer: ticket_seconds = {self.ticket_seconds:g} must be above 0 and at most "
                 f"{LONGEST_TICKET_SECONDS:g}: renew tickets (`renew`) while you sample for longer"
             )
-        """How long tickets stay out without renewal."""
         self._section = terms.section
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""

@@ -22,7 +22,7 @@ checkpoint does not fill the machine."""
 WORTH_SHARE = 0.10
 """Share of maxmemory that a checkpoint must be able to free: it is not asked for when less could be freed."""
 STORED_BYTES = 350
-"""The same beyond its payload, which has the details in it."""
+"""Bytes that a sequence of a committed step takes on the server beyond its payload, which has the details in it."""
 WATCH_SHARE = 0.30
 """Share of maxmemory from which the server is looked at more often. A quick run fills a small one by 15 % a second."""
 CAUTION = 0.75

@@ -1,4 +1,4 @@
-"""The parts of a step: the plan that the batcher commits, and the micro-batches that a rank trains on.
+"""The micro-batches that a rank trains on.
 
 A step's life: the batcher makes a :class:`StepPlan`, the store commits it, each rank's reader turns its part into a
 :class:`Step` of :class:`MicroBatch` es.

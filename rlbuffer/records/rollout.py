@@ -1,4 +1,4 @@
-"""The records that move through the buffer: rollouts, groups, and their form without payload for the batcher.
+"""The rollout, and how one is made from completions, turns or sequences.
 
 A rollout is a small table: one row per token, one column per quantity; an agent's may have several of them. A group
 holds the rollouts of one prompt. A :class:`GroupInfo` is a group (or a part of one) without its payload: all that a

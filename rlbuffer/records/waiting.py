@@ -282,7 +282,7 @@ def _sentence(w: Waiting) -> str:
         case Wait.NO_BATCHER:
             return _without_batcher(w)
         case Wait.STOPPED:
-            return "The batcher was stopped. Start `rlbuffer serve` again; what is pending is still there."
+            return "The batcher was stopped. What is pending is still there: `rlbuffer serve` goes on with it."
         case Wait.ENDED:
             return f"The run has ended after step {w.step}."
         case Wait.FAILED:

@@ -5,8 +5,8 @@
 A crash anywhere in between loses nothing: until the checkpoint that contains it is written, a step can be pulled and
 trained again with the same bytes; what was announced before is not announced again.
 
-Each word is a room: `session` (device, ranks, policy), `pulls` (one step that all ranks hold), `update` and `losses`,
-`publishing` (versions for the workers), `reports` (metrics, lines), `resuming` (checkpoints).
+Where each is made: `session` (device, ranks, policy), `pulls` (one step that all ranks hold), `update` and `losses`,
+`publishing` (versions for the workers), `reports` (metrics, lines), `checkpoints`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!lua flags=allow-cross-slot-keys
 -- PUSH, phase 2: the group whose payload was stored by phase 1 becomes pending. Exactly once per producer sequence.
--- Phase 1 (a plain transaction, `ProducerStore` in producer.py) stored it under a name of its own, where it lapses.
+-- Phase 1 (a plain transaction, `ProducerStore` in store/producer.py) stored it under a name of its own, where it lapses.
 -- Here it gets the name that steps refer to, for good, in the same move that makes it pending: so nothing pending can
 -- lapse, and a phase 1 that is delivered late touches nothing in use. Payload keys are not declared, because they lie in
 -- other slots of a (one-shard) cluster. In a cluster of several shards this script touches none: phase 1 has given the

@@ -38,9 +38,8 @@ def loss_of(
     Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
     tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
     by and whichever tokens it leaves out. `counts` are the update's counts over all ranks; `longest` is the
-    constant of dr_grpo, in tokens, used where its option `max_length` is 0. `per_token` is
-    :func:`per_token_of`, where it
-    is known.
+    constant of dr_grpo, in tokens, used where its option `max_length` is 0. `per_token` is :func:`per_token_of`, where
+    it is known.
     """
     loss = get_loss(choice.name)
     per_token = per_token_of(tokens, choice) if per_token is None else per_token

@@ -1,4 +1,4 @@
-"""One optimizer update: slices of a step, schedules, gradients, ratios and times of the passes.
+"""One optimizer update: slices of a step, gradients, ratios and times of the passes.
 
 Open first: `update`.
 """
