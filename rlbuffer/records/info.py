@@ -235,6 +235,16 @@ class GroupInfo(_Unpacked):
     created: float | None = None
     """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
 
+    @classmethod
+    def unpacked_by(cls, unpack: Callable[[], tuple[RolloutInfo, ...]], **fields: Any) -> GroupInfo:
+        """One whose `rollouts` are made by `unpack` when they are asked for; every other field is given."""
+        made = object.__new__(cls)
+        put = object.__setattr__
+        put(made, "_unpack", unpack)
+        for name, value in fields.items():
+            put(made, name, value)
+        return made
+
     @property
     def tokens(self) -> int:
         """Tokens of all rollouts in this push."""
@@ -331,12 +341,3 @@ def check_producer(worker: str, incarnation: str) -> None:
     for name, value, pattern in (("worker name", worker, WORKER_NAME), ("incarnation", incarnation, INCARNATION)):
         if not isinstance(value, str) or not pattern.match(value):
             raise ConfigError(f"the {name} must match {pattern.pattern[:-2]}, got {shown(value)}")
-
-
-def unfrozen(record: type[Any]) -> type[Any]:
-    """A class with the slots of a frozen record: an object of it becomes that record when its ``__class__`` is set so.
-
-    The constructor of a frozen record sets every field by a call, which is most of the time of a decoder that has
-    checked the values already.
-    """
-    return type(f"Unfrozen{record.__name__}", record.__bases__, {"__slots__": record.__slots__})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import GroupInfo, unfrozen
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped
@@ -25,7 +25,6 @@ NAMED_PUSHES = 64
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
 CLOSING_REASONS = frozenset(reason for reason in Reason if reason.closes)
-_UnfrozenEntry = unfrozen(PoolEntry)
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:
@@ -36,20 +35,17 @@ def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:
 
 def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadError) -> PoolEntry:
     if isinstance(info, GroupInfo) and _agrees(fields, info):
-        made = _UnfrozenEntry()
-        made.entry_id = entry_id
-        made.info = info
-        made.payload_key = keys.payload(info.group_id, text(fields.get(b"key", b"")))
-        made.env = info.env
-        made.group_id = info.group_id
-        made.rollouts = info.totals.rollouts
-        made.tokens = info.totals.tokens
-        made.error = ""
-        made.replaces = text(fields.get(b"replaces", b""))
-        made.first_ms = _first_ms(fields, entry_id)
-        made.__class__ = PoolEntry
-        entry: PoolEntry = made
-        return entry
+        return PoolEntry(
+            entry_id=entry_id,
+            info=info,
+            payload_key=keys.payload(info.group_id, text(fields.get(b"key", b""))),
+            env=info.env,
+            group_id=info.group_id,
+            rollouts=info.totals.rollouts,
+            tokens=info.totals.tokens,
+            replaces=text(fields.get(b"replaces", b"")),
+            first_ms=_first_ms(fields, entry_id),
+        )
     # Cut to what is allowed: an entry that somebody wrote by hand must not fill the history.
     env, group_id = text(fields.get(b"env", b"")[:64]), text(fields.get(b"group", b"")[:128])
     rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
@@ -77,8 +73,9 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
 
 
 def _first_ms(fields: Fields, entry_id: str) -> int:
-    """The time when the rollouts were first pushed; not later than the entry itself says."""
-    return min(_count(fields, b"pushed"), int(entry_id.partition("-")[0]))
+    """The time when the rollouts were first pushed, not later than the entry itself says; 0 where no other push was."""
+    first = _count(fields, b"pushed")
+    return first and min(first, int(entry_id.partition("-")[0]))
 
 
 def _agrees(fields: Fields, info: GroupInfo) -> bool:

@@ -41,7 +41,6 @@ from rlbuffer.records.info import (
     Totals,
     records_of,
     totals_of,
-    unfrozen,
 )
 from rlbuffer.wire.checksum import crc32
 
@@ -84,7 +83,6 @@ class _PushWithFailures(_Push, array_like=True, frozen=True, forbid_unknown_fiel
 _ENCODE = msgspec.msgpack.Encoder().encode
 _DECODE: Callable[[bytes], _Push] = msgspec.msgpack.Decoder(_Push | _PushWithFailures).decode
 _DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
-_UnfrozenGroup = unfrozen(GroupInfo)
 _NONE: Mapping[str, float] = {}
 _FLAGS = 0, HAS_REWARD, IS_TRUNCATED, HAS_REWARD | IS_TRUNCATED, FURTHER, FURTHER | IS_TRUNCATED
 _NUMBER_NAMES = [number.name for number in NUMBERS]
@@ -191,7 +189,7 @@ def _read(data: Any) -> _Push | PayloadError:
         return PayloadError(f"invalid metadata: {error}")
     if len(push.rows) % ROW.size:
         return PayloadError(f"invalid metadata: {len(push.rows)} bytes of rows, each has {ROW.size}")
-    if any(name in REQUIRED_COLUMNS or dtype not in _DTYPES for name, dtype, _ in push.columns):
+    if push.columns and any(name in REQUIRED_COLUMNS or dtype not in _DTYPES for name, dtype, _ in push.columns):
         return PayloadError("invalid metadata: columns")
     return push
 
@@ -205,23 +203,22 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
         return PayloadError(f"invalid metadata: {count} rollouts, planned_size = {push.planned_size}")
     if push.ids is not None and (len(push.ids) != count or len(set(push.ids)) != count):
         return PayloadError(f"invalid metadata: ids: not one of its own for each of {count} rollouts")
-    if any(len(its) != count for its in push.rewards.values()):
+    if push.rewards and any(len(its) != count for its in push.rewards.values()):
         return PayloadError(f"invalid metadata: rewards: not one for each of {count} rollouts")
-    made: Any = _UnfrozenGroup()
-    made.group_id = push.group_id
-    made.env = envs.setdefault(push.env, push.env)
-    made.prompt_id = push.group_id if push.prompt_id == push.group_id else push.prompt_id
-    made.adapter = push.adapter
-    made.planned_size = push.planned_size
-    made.columns = tuple([(name, dtype, tuple(shape)) for name, dtype, shape in push.columns])
-    made.needs = tuple(push.needs)
-    made.worker = push.worker
-    made.created = push.created
-    made.rows = push.rows
-    made.totals = totals
-    made._unpack = partial(_rollouts, push, totals.rollouts)
-    made.__class__ = GroupInfo
-    info: GroupInfo = made
+    info = GroupInfo.unpacked_by(
+        partial(_rollouts, push, totals.rollouts),
+        group_id=push.group_id,
+        env=envs.setdefault(push.env, push.env),
+        prompt_id=push.group_id if push.prompt_id == push.group_id else push.prompt_id,
+        adapter=push.adapter,
+        planned_size=push.planned_size,
+        columns=tuple([(name, dtype, tuple(shape)) for name, dtype, shape in push.columns]),
+        needs=tuple(push.needs),
+        worker=push.worker,
+        created=push.created,
+        rows=push.rows,
+        totals=totals,
+    )
     if isinstance(push, _PushWithFailures):
         if any(its.failure and (its.reward is not None or its.rewards) for its in info.rollouts):
             return PayloadError("invalid metadata: failures: a rollout that failed has a reward")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import resources
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from store_runs import rollouts_of
@@ -242,7 +243,7 @@ def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     its = [replace(r, rewards={"format": float(i)}) for i, r in enumerate(group.rollouts)]
     push = payload.encode_push(replace(group, rollouts=tuple(its)))
     info = payload.decode_infos([push.metadata])[0] if is_read else push.info
-    entries["1-0"] = replace(entries["1-0"], info=info, tokens=info.tokens)
+    entries["1-0"] = msgspec.structs.replace(entries["1-0"], info=info, tokens=info.tokens)
     first, second = map(decode_part, parts_of(plan, entries))
     assert [(r.info.reward, dict(r.info.rewards)) for r in first.rollouts] == [
         (0.0, {}),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from store_runs import Run, changed, plan_of
@@ -236,4 +236,4 @@ def test_an_entry_that_changed_since_it_was_read_stops_a_recovery(bare: Run) -> 
     claim = encode_claim(Claim(step=1, epoch=bare.meta.epoch, digest="d", steps=(lost,)))
     bare.client.hset(bare.store.keys.trainer, mapping={"number": 1, "claim": claim})
     with pytest.raises(RlbufferError, match=f"entry {entry.entry_id} holds 2 rollouts"):
-        bare.store.recover(bare.store.trainer(), [replace(entry, rollouts=5)])
+        bare.store.recover(bare.store.trainer(), [msgspec.structs.replace(entry, rollouts=5)])
