@@ -169,7 +169,7 @@ def _sequence(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
     try:
         return cls(**values)
     except InvalidRollout as error:
-        raise InvalidRollout(_located(path, str(error))) from None
+        raise InvalidRollout(f"{path}: {error}") from None
 
 
 def _record(record: type[VersionSpan] | type[Turn] | type[Failure], item: Any, path: str) -> Any:
@@ -269,16 +269,6 @@ def _with_bytes(value: Any) -> Any:
 
 def _is_like_bytes(value: Mapping[Any, Any]) -> bool:
     return len(value) == 1 and all(isinstance(key, str) and _LIKE_BYTES.match(key) for key in value)
-
-
-def _located(path: str, message: str) -> str:
-    """A record's message with the path of its field: ``column x: ...`` -> ``rollouts[2].columns.x: ...``."""
-    match = re.match(r"(column|attachment) (\w+): (.*)", message, re.DOTALL)
-    if match is None:
-        return f"{path}.{message}" if re.match(r"[a-z_]+[\w.\[\]]*: ", message) else f"{path}: {message}"
-    kind, name, rest = match.groups()
-    table = "" if kind == "column" and name in REQUIRED_COLUMNS else f"{kind}s."
-    return f"{path}.{table}{name}: {rest}"
 
 
 def _shown(value: Any) -> str:

@@ -99,22 +99,22 @@ def test_spans_may_be_objects() -> None:
         ({"tokens": [1, "2", 3]}, 'tokens[1]: expected a number, got "2"'),
         ({"tokens": [1, 2**70, 3]}, f"tokens[1]: expected a number, got {2**70}"),
         ({"tokens": [[1, 2], [3]]}, "tokens: nested lists of unequal length"),
-        ({"loss_mask": [True, True, True]}, "loss_mask: the first token cannot be trained"),
+        ({"loss_mask": [True, True, True]}, ": column loss_mask: the first token cannot be trained"),
         ({"version_spans": "4"}, 'version_spans: expected a list, got "4"'),
         ({"version_spans": [{"version": 4}]}, "version_spans[0].version: unknown field; did you mean policy_version?"),
         ({"version_spans": [{"policy_version": 4, "start": 1}]}, "version_spans[0].end: missing"),
         ({"turns": {"role": "user"}}, 'turns: expected a list, got {"role": "user"}'),
         ({"columns": [1, 2, 3]}, "columns: expected an object, got [1, 2, 3]"),
-        ({"columns": {"entropy": [1, 2]}}, "columns.entropy: [2] rows do not match 3 tokens"),
+        ({"columns": {"entropy": [1, 2]}}, ": column entropy: [2] rows do not match 3 tokens"),
         ({"columns": {"experts": [[1, 2], [3, None], [4, 5]]}}, "columns.experts[1][1]: expected a number, got null"),
-        ({"columns": {"who is": [1, 2, 3]}}, "column name 'who is' is not allowed"),
-        ({"attachments": {"image": [float("nan")]}}, "attachments.image: not finite at position 0"),
+        ({"columns": {"who is": [1, 2, 3]}}, ": column name 'who is' is not allowed"),
+        ({"attachments": {"image": [float("nan")]}}, ": attachment image: not finite at position 0"),
         ({"tokns": [1]}, "tokns: unknown field; did you mean tokens?"),
     ],
 )  # fmt: skip
 def test_a_bad_rollout_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:
-    place = ": " if message.startswith("column name") else "."
-    assert refusal(group(rollout(), rollout(**changes))) == f"rollouts[1]{place}{message}"
+    dot = "" if message.startswith(":") else "."
+    assert refusal(group(rollout(), rollout(**changes))) == f"rollouts[1]{dot}{message}"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_line_that_is_no_group_is_refused_with_the_reason(line: str | bytes) -
 def test_nan_written_as_json_is_refused_and_not_stored_as_none() -> None:
     line = json.dumps(group(rollout(reward=float("nan"))))
     assert "NaN" in line
-    with pytest.raises(InvalidRollout, match=r"^rollouts\[0\]\.reward: expected a finite number, got nan$"):
+    with pytest.raises(InvalidRollout, match=r"^rollouts\[0\]: reward: expected a finite number, got nan$"):
         group_from_line(line)
 
 
