@@ -145,7 +145,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
     closed: list[str] = []
     own = dict.fromkeys(NAMES, 0)
     gathered = Counter[str]()
-    totals = Counter[str]()
+    totals, tokens = Counter[str](), Counter[str]()
     for number, (name, env, lengths) in enumerate(arrivals):
         if number in restarts:
             batcher = Batcher(config, msgpack.unpackb(msgpack.packb(state)))
@@ -180,6 +180,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
                 assert 0 <= own[ref.adapter] - ref.min_version <= config.max_age
                 gathered[ref.adapter] += 1
                 totals[ref.adapter] += 1
+                tokens[ref.adapter] += ref.length
             for use in plan.entries:
                 info, uses = kept.pop(use.entry_id, (pool.pop(use.entry_id, None), 0))
                 assert info is not None
@@ -195,7 +196,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
                 is_ready = gathered[name] >= config.batch_size(name)
                 if told is not None:
                     assert (told.ready_to_update, told.gathered) == (is_ready, gathered[name])
-                    assert told.samples == totals[name]
+                    assert (told.samples, told.tokens) == (totals[name], tokens[name])
                 if is_ready:
                     own[name] += 1
                     gathered[name] = 0

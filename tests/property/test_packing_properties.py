@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import sample_of
 
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import fewest_rows, plan, redeal
-from rlbuffer.records.micro_batch import MicroBatch, Sample
+from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers, Plan
@@ -174,18 +175,7 @@ def test_a_whole_step_assembled_on_all_ranks_adds_up(
     made = plan(lengths, row_tokens=24, world_size=world_size, rows_per_micro_batch=deep, pad_to_multiple_of=pad)
     items = []
     for number, rollout in enumerate(given_rollouts):
-        sample = Sample(
-            rollout_id=str(number),
-            group_id="g",
-            env="a",
-            reward=0.0,
-            rewards={},
-            advantage=1.0,
-            policy_versions=(1, 1),
-            answer=None,
-            prompt_tokens=1,
-            length=rollout.length,
-        )
+        sample = sample_of(str(number), length=rollout.length, advantage=1.0)
         items.append(PackItem(None if number in damaged else rollout, rollout.length, sample))
     counts = Normalizers(loss_tokens=sum(r.loss_tokens for r in given_rollouts), rollouts=len(items), groups=1)
     trained, seen = 0, []

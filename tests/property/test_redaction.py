@@ -42,7 +42,7 @@ def may_stand(password: str) -> bool:
 
 
 @pytest.mark.parametrize(("form", "shown"), FORMS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(password=PASSWORDS.filter(may_stand))
 @example(password="//secret")
 def test_the_password_of_a_user_is_hidden_however_it_is_written(form: str, shown: str, password: str) -> None:
@@ -52,7 +52,7 @@ def test_the_password_of_a_user_is_hidden_however_it_is_written(form: str, shown
 
 
 @pytest.mark.parametrize(("form", "shown"), OPTIONS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(password=PASSWORDS.filter(may_stand))
 def test_the_password_among_the_options_is_hidden(form: str, shown: str, password: str) -> None:
     for written in (password, quote(password, safe="")):
@@ -60,13 +60,13 @@ def test_the_password_among_the_options_is_hidden(form: str, shown: str, passwor
 
 
 @pytest.mark.parametrize(("form", "shown"), SENTINELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(password=PASSWORDS.filter(may_stand))
 def test_the_passwords_of_sentinels_are_hidden_when_they_are_quoted(form: str, shown: str, password: str) -> None:
     assert redacted(form.format(f"x{quote(password, safe='')}x")) == shown
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(password=st.text(st.characters(codec="utf-8"), min_size=1), host=st.sampled_from(["h", "h/0", "h:1/0?db=2"]))
 def test_a_password_that_looks_like_an_option_hides_the_rest(password: str, host: str) -> None:
     secret = f"\N{SNOWMAN}{password}?password={password}\N{SNOWMAN}"
@@ -74,7 +74,7 @@ def test_a_password_that_looks_like_an_option_hides_the_rest(password: str, host
 
 
 @pytest.mark.parametrize("url", ["redis://user:{}", "redis://:{}", "localhost:{}"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(password=PASSWORDS.filter(may_stand))
 def test_a_password_without_a_host_is_hidden(url: str, password: str) -> None:
     assert f"x{password}x" not in redacted(url.format(f"x{password}x"))

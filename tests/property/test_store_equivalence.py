@@ -228,7 +228,7 @@ def address() -> Iterator[str]:
     shutil.rmtree(home, ignore_errors=True)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_memory_and_server_answer_alike_and_the_run_stays_in_order(address: str, seed: int) -> None:
     home = Path("unused")
     memory, real = World(f"memory://{uuid.uuid4().hex}", home), World(address, home)

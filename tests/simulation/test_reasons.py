@@ -48,7 +48,7 @@ def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
         (says_nothing, (30, 34, 59)),
         (says_nothing_of_groups, (43, 34, 50)),
         (says_the_first_for_ever, (43, 59, 29)),
-        (calls_the_trainer_gone, (25, 28, 42)),
+        (calls_the_trainer_gone, (24, 29, 49)),
         (waits_for_a_version_that_is_there, (43, 25, 59)),
     ],
 )
