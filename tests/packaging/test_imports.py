@@ -8,8 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 LIST = "import sys; print('\\n'.join(sorted(sys.modules)))"
 
 
@@ -26,20 +24,21 @@ def test_help_loads_click_and_nothing_heavy() -> None:
     assert loaded & {"torch", "transformers", "numpy", "pydantic", "redis", "rich"} == set()
 
 
-@pytest.mark.parametrize("name", ["serve", "push", "inspect", "verify", "config", "run", "demo", "train", "worker"])
-def test_no_command_loads_torch_before_it_runs(name: str) -> None:
-    loaded = loaded_after(f"from rlbuffer_cli.main import main; assert main([{name!r}, '--help']) == 0")
-    assert loaded & {"torch", "transformers"} == set()
+def test_no_command_loads_torch_before_it_runs() -> None:
+    code = "from rlbuffer_cli.main import COMMANDS, main; assert [main([name, '--help']) for name in COMMANDS] == "
+    assert loaded_after(f"{code}[0] * len(COMMANDS)") & {"torch", "transformers"} == set()
 
 
-def test_the_library_and_its_server_side_load_neither_torch_nor_the_screen() -> None:
-    modules = ("", ".daemon", ".client", ".run.members", ".run.supervisor", ".checks.server", ".checks.loading")
-    code = "".join(f"import rlbuffer{name}\n" for name in modules)
-    assert loaded_after(code) & {"torch", "transformers", "click", "rich", "rlbuffer_cli"} == set()
+def test_the_library_its_server_side_and_envs_load_neither_torch_nor_the_screen() -> None:
+    modules = ("daemon", "client", "run.members", "run.supervisor", "checks.server", "checks.loading", "worker.loop")
+    code = "".join(f"import rlbuffer.{name}\n" for name in modules)
+    code += "from rlbuffer.worker.envs import make_env; make_env('vcopy').prompt(0)"
+    assert loaded_after(code) & {"torch", "transformers", "safetensors", "click", "rich", "rlbuffer_cli"} == set()
 
 
-def test_the_public_package_itself_loads_nothing() -> None:
+def test_the_public_package_itself_loads_nothing_and_made_groups_need_no_server() -> None:
     assert loaded_after("import rlbuffer") & {"numpy", "redis", "pydantic", "torch"} == set()
+    assert loaded_after("import rlbuffer.testing") & {"pytest", "fakeredis", "redis", "torch"} == set()
 
 
 def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_numpy(tmp_path: Path) -> None:

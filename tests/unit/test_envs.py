@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -138,12 +135,3 @@ def test_an_env_that_cannot_be_made_is_refused_with_the_reason(name: str, option
 def test_a_factory_whose_signature_cannot_be_read_is_called_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constant, "__signature__", "none", raising=False)
     assert make_env(f"{__name__}:Constant", token=7).name == "constant"
-
-
-def test_envs_import_no_torch() -> None:
-    code = (
-        "import sys, rlbuffer.worker.envs as e, rlbuffer.worker.loop; e.make_env('vcopy').prompt(0); "
-        "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
