@@ -6,6 +6,7 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
 from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.records.waiting import Wait, Waiting
 
 HALVES = {"step_groups": 4, "budgets": {"math": 0.5, "code": 0.5}, "max_age": 99}
@@ -240,8 +241,6 @@ def test_what_exceeds_the_share_of_flat_groups_gives_its_place_back():
 
 @pytest.mark.parametrize(("seconds", "env", "stale"), [(10.0, "a", False), (10.1, "a", True), (10.1, "b", False)])
 def test_max_age_seconds_counts_from_the_push_and_has_overrides(seconds, env, stale):
-    from rlbuffer.config.batcher import EnvConfig
-
     made = batcher(step_groups=1, max_age_seconds=10.0, envs={"b": EnvConfig(max_age_seconds=99.0)})
     put(made, "g", env=env, now=5.0, pushed=0.0)
     decision = ask(made, now=seconds)
@@ -258,10 +257,10 @@ def test_an_env_that_its_schedule_leaves_out_is_neither_waited_for_nor_dead():
     assert decision.allowances["math"] == 0
 
 
-@pytest.mark.parametrize("spillover", ["partial", "borrow"])
-def test_steps_that_go_out_without_a_silent_env_do_not_hide_that_it_is_dead(spillover):
+@pytest.mark.parametrize("patience", [{"spillover": "partial"}, {"spillover": "borrow"}, {"fill_timeout_seconds": 5.0}])
+def test_steps_that_go_out_without_a_silent_env_do_not_hide_that_it_is_dead(patience):
     """Its time to be missed is shorter than its time to be dead, so many steps come before that."""
-    made = batcher(**HALVES, spillover=spillover, spill_after_seconds=5.0)
+    made = batcher(**HALVES, **patience, spill_after_seconds=5.0)
     step, died = 1, None
     for second in range(200):
         put(made, f"c{second}", env="code", now=float(second))

@@ -124,20 +124,6 @@ def test_a_group_too_old_or_too_small_does_not_train_because_a_step_waited():
     assert [d.group_id for d in decision.drops] == ["old"]
 
 
-def test_an_env_that_is_silent_while_steps_no_longer_wait_for_it_is_dead_in_the_end():
-    made = batcher(step_groups=4, max_age=99, fill_timeout_seconds=10.0, budgets={"math": 0.5, "code": 0.5}, max_uses=1)
-    step, dead = 1, {}
-    for now in range(0, 200, 5):
-        put(made, f"c{now}", env="code", now=float(now), pushed=float(now))
-        decision = ask(made, step, now=float(now))
-        dead = decision.dead
-        if decision.plan is not None:
-            made.committed(decision.plan)
-            step += 1
-    assert step > 10
-    assert list(dead) == ["math"]
-
-
 # -- nothing more comes ------------------------------------------------------------------------------------------------
 def run_out(made, step=1, *, now=0.0, confirm=True):
     """Commits and drops until nothing more is decided. -> (steps, drops)."""

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import sample_of
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing import further_columns
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import register_column
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import MicroBatch, Sample
+from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers
@@ -35,26 +36,12 @@ def make_rollout(length: int, *, first: int = 10, prompt: int = 1, name: str = "
     )
 
 
-def make_sample(name: str, *, length: int, advantage: float = 1.0) -> Sample:
-    return Sample(
-        rollout_id=name,
-        group_id="g",
-        env="a",
-        reward=None,
-        rewards={},
-        advantage=advantage,
-        policy_versions=(3, 3),
-        answer=None,
-        prompt_tokens=1,
-        length=length,
-    )
-
-
 def make_item(
     length: int, *, name: str = "r", advantage: float = 1.0, damaged: bool = False, adapter: str = "", **fields: Any
 ) -> PackItem:
     rollout = None if damaged else make_rollout(length, **fields)
-    return PackItem(rollout, length, make_sample(name, length=length, advantage=advantage), adapter)
+    sample = sample_of(name, length=length, advantage=advantage, policy_versions=(3, 3))
+    return PackItem(rollout, length, sample, adapter)
 
 
 def one_step(rows: Any, items: Any, **options: Any) -> tuple[MicroBatch, ...]:
@@ -125,19 +112,6 @@ def test_column_advantages_wins_and_is_masked() -> None:
     batch = one([(0, 1)], [make_item(3, advantages=[9.0, 0.25, 0.5]), make_item(2, advantage=3.0)])
     assert batch.advantages.tolist() == [0, 0.25, 0.5, 0, 3]
     assert "advantages" not in batch.columns
-
-
-def test_damaged_rollout_becomes_masked_padding_of_its_length_and_keeps_its_sample() -> None:
-    items = [make_item(2), make_item(3, name="lost", damaged=True, advantage=5.0), make_item(2, weights=[2.0, 2.0])]
-    batch = one([(0, 1, 2)], items, pad_token_id=9)
-    assert batch.input_ids.tolist() == [10, 11, 9, 9, 9, 10, 11]
-    assert batch.loss_mask.tolist() == [False, True, False, False, False, False, True]
-    assert batch.targets.tolist() == [11, -100, -100, -100, -100, 11, -100]
-    assert batch.advantages.tolist() == [0, 1, 0, 0, 0, 0, 1]
-    assert batch.columns["weights"].tolist() == [1, 1, 1, 1, 1, 2, 2]
-    assert batch.sample_index.tolist() == [0, 0, 1, 1, 1, 2, 2]
-    assert batch.samples[1].rollout_id == "lost"
-    assert not batch.is_dummy
 
 
 def test_dummy_is_a_short_masked_segment_with_all_columns() -> None:
@@ -230,24 +204,10 @@ def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:
     assert packed.normalizers == Normalizers(loss_tokens=3, rollouts=3, groups=2)
 
 
-def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
-    rows: list[list[tuple[int, ...]]] = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
-    together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
-    monkeypatch.setattr("rlbuffer.packing.assembly.SLAB_TOKENS", 1)
-    apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
-    for left, right in zip(together, apart, strict=True):
-        for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask", "advantages", "logprobs", "targets"):
-            assert np.array_equal(getattr(left, name), getattr(right, name)), name
-        assert np.array_equal(left.sample_index, right.sample_index)
-        assert np.array_equal(left.columns["mine"], right.columns["mine"])
-        assert (left.samples, left.is_dummy) == (right.samples, right.is_dummy)
-
-
 def test_every_token_names_the_policy_version_that_sampled_it() -> None:
     spans = (VersionSpan(4, 1, 3), VersionSpan(6, 3, 4))
     mixed = PackItem(
-        replace(make_rollout(5, prompt=4), version_spans=(*spans, VersionSpan(7, 4, 5))), 5, make_sample("m", length=5)
+        replace(make_rollout(5, prompt=4), version_spans=(*spans, VersionSpan(7, 4, 5))), 5, sample_of("m", length=5)
     )
     packed = one([(0, 1, 2)], [mixed, make_item(2, damaged=True), make_item(2)], pad_to_multiple_of=4)
     assert packed.policy_versions.tolist() == [-1, 4, 4, 6, 7, -1, -1, 3, 3, -1, -1, -1]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import sample_of
 
 from rlbuffer.batcher.advantages import advantage
 from rlbuffer.errors import InvalidRollout, PackingError
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.columns import as_column
-from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.wire.payload import (
@@ -29,19 +29,7 @@ def rollout(**fields: Any) -> Rollout:
 
 
 def item(name: str, *, length: int = 4, adapter: str = "", **fields: Any) -> PackItem:
-    sample = Sample(
-        rollout_id=name,
-        group_id="g",
-        env="a",
-        reward=0.0,
-        rewards={},
-        advantage=0.0,
-        policy_versions=(0, 0),
-        answer=None,
-        prompt_tokens=2,
-        length=length,
-    )
-    return PackItem(rollout=rollout(**fields), length=length, sample=sample, adapter=adapter)
+    return PackItem(rollout=rollout(**fields), length=length, sample=sample_of(name, length=length), adapter=adapter)
 
 
 def assembled(rows: Any, items: list[PackItem], **options: Any) -> Any:

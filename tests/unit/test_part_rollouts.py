@@ -13,7 +13,6 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import ROW_DTYPE
 from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source
 from rlbuffer.store.step_format import decode_part
-from rlbuffer.wire.payload import Announced
 
 SOURCES = [
     Source("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
@@ -47,28 +46,6 @@ def rollouts() -> PartRollouts:
     its = table((1, 0), (0, 1), (1, 3))
     its["flags"], its["reward"], its["length"] = [0, 3, 1], [0.0, 0.5, 2.0], [9, 10, 11]
     return PartRollouts(its, SOURCES, rewards=[{"format": 1.0}, {}, {}])
-
-
-def test_columns_hold_what_the_records_hold() -> None:
-    part = rollouts()
-    records = list(part)
-    assert (len(part), part[1], part[1:]) == (3, records[1], tuple(records[1:]))
-    assert [record.info.rollout_id for record in records] == ["a.0/0", "b.1/1", "a.0/3"]
-    assert [record.info.reward for record in records] == [None, 0.5, 2.0]
-    assert [record.info.is_truncated for record in records] == part.are_truncated == [False, True, False]
-    assert [record.info.rewards for record in records] == [{"format": 1.0}, {}, {}]
-    for name in Source._fields:
-        assert part.of_push(name) == [getattr(record, name) for record in records]
-    for name in ("index", "advantage"):
-        assert part.table[name].tolist() == [getattr(record, name) for record in records]
-    for name in Announced._fields:
-        assert [getattr(its, name) for its in part.announced] == [getattr(record.info, name) for record in records]
-
-
-def test_parts_are_joined_one_behind_the_other() -> None:
-    one, other = rollouts(), PartRollouts(table((0, 7)), SOURCES[1:], ["own"])
-    assert list(PartRollouts.joined([one, other, one])) == [*one, *other, *one]
-    assert list(PartRollouts.joined([])) == []
 
 
 def encoded(**changes: Any) -> bytes:

@@ -26,19 +26,6 @@ def waits(made: Plan, lengths: Any) -> list[int]:
     return [max(sum(cost_of(lengths, row) for row in mb) for mb in step) for step in made.rows]
 
 
-def test_one_rollout_leaves_dummies_on_the_other_ranks() -> None:
-    made = plan([5], row_tokens=10, world_size=3)
-    assert sorted(made.rows[0]) == [((),), ((),), ((0,),)]
-
-
-@pytest.mark.parametrize(("n", "dummies"), [(1, 7), (3, 5), (7, 1), (8, 0)])
-def test_fewer_rollouts_than_ranks_are_split_into_rows_before_there_are_dummies(n: int, dummies: int) -> None:
-    made = plan([2] * n, row_tokens=100, world_size=8)
-    assert made.micro_steps == 1
-    assert rows_of(made).count(()) == dummies
-    assert all(len(row) <= 1 for row in rows_of(made))
-
-
 def test_costliest_row_is_split_first() -> None:
     # Best fit makes the rows of 9 + 1, 8 + 1 and 8 tokens; the fourth rank gets what the costliest one gives up.
     made = plan([9, 8, 8, 1, 1], row_tokens=10, world_size=4)

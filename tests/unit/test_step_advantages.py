@@ -11,8 +11,7 @@ from batcher_calls import ask, batcher, put
 
 from rlbuffer.batcher.advantages import over_batch
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.config.batcher import BatcherConfig, EnvConfig
-from rlbuffer.errors import ConfigError
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.records.step_plan import Normalizers, StepPlan
 from rlbuffer.testing import make_group
 
@@ -86,16 +85,6 @@ def test_a_batch_whose_rewards_are_equal_is_divided_by_nothing(advantage: str) -
     plan = ask(made).plan
     assert plan is not None
     assert plan.advantages.tolist() == [0.0 if advantage == "dr_grpo" else 0.5] * 4
-
-
-@pytest.mark.parametrize("where", ["advantage", "envs.a.advantage"])
-def test_two_deviations_at_once_are_refused(where: str) -> None:
-    own: dict[str, Any] = (
-        {"advantage": "grpo"} if where == "advantage" else {"envs": {"a": EnvConfig(advantage="grpo")}}
-    )
-    with pytest.raises(ConfigError) as refused:
-        BatcherConfig(100, advantage_scale="batch", **own)
-    assert refused.value.setting == "batcher.advantage_scale"
 
 
 def with_truncated(**settings: Any) -> StepPlan:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import struct
+import tracemalloc
 import weakref
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from store_runs import Run
+from store_runs import Run, plan_of
+from wounds import resealed
 
 from rlbuffer.client import step_pull
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.step_pull import StepPull
 from rlbuffer.packing import assembly
+from rlbuffer.packing.planner import redeal
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
@@ -143,11 +146,6 @@ def test_a_pull_of_sound_payloads_makes_the_same_tensors_however_they_are_read(
         (s.is_truncated, m.any()) for mb in step for s, m in zip(mb.samples, mb.unpack(mb.loss_mask), strict=True)
     ]
     assert any(is_trained for is_truncated, is_trained in trained if is_truncated) is not masks
-
-
-def resealed(data: bytearray) -> bytes:
-    struct.pack_into("<I", data, 20, zlib.crc32(bytes(data[24:]), zlib.crc32(bytes(data[:20]))))
-    return bytes(data)
 
 
 def array_at(data: bytes, rollout: Rollout, name: str) -> int:
@@ -277,29 +275,6 @@ def test_a_trainer_of_all_weights_trains_no_rollout_of_an_adapter(run: Run) -> N
     assert not any(mb.loss_mask.any() for mb in step)
 
 
-def test_a_payload_with_bytes_between_its_arrays_is_none_of_ours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = payload.encode_push
-
-    def marked(group: Group) -> payload.EncodedPush:
-        push = encode(group)
-        data = bytearray(push.payloads[1])
-        rollout = group.rollouts[1]
-        end = array_at(push.payloads[1], rollout, "loss_mask") + rollout.length
-        assert end % 8
-        data[end] = 7
-        false = resealed(data)
-        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
-        infos = replace(push.info, rollouts=(push.info.rollouts[0], info, *push.info.rollouts[2:]))
-        its = (push.payloads[0], false, *push.payloads[2:])
-        return replace(push, payloads=its, metadata=payload.encode_info(infos))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(payload, "encode_push", marked)
-        pushed(run, lambda rollout: {}, 0)
-    committed(run)
-    assert pull(run).damaged == ("a.0/1",)
-
-
 def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
     for number in range(3):
         pushed(run, lambda rollout: {"attachments": {"image": np.zeros(1000, np.uint8)}}, number)
@@ -312,3 +287,59 @@ def test_who_keeps_a_micro_batch_keeps_no_payload_of_another(run: Run) -> None:
     gc.collect()
     assert [image() is None for image in images] == [True] * 8
     assert first.samples[0].attachments["image"].tolist() == [0] * 1000
+
+
+@pytest.mark.parametrize(("groups", "group_size"), [(8, 2), (5, 3)], ids=["full", "dummies"])
+@pytest.mark.parametrize("world_size", [1, 3, 16])
+def test_a_rank_of_another_world_size_has_the_rows_that_redeal_gives_to_it(
+    run: Run, world_size: int, groups: int, group_size: int
+) -> None:
+    for n in range(groups):
+        run.push(f"a.{n}", size=group_size)
+    header = run.step(world_size=8)
+    parts = run.store.read_parts(1)
+    ids = [[tuple(p.rollouts[i].info.rollout_id for i in row) for (row,) in p.rows] for p in parts]
+    planned = Plan(
+        rows=tuple(tuple((row,) for row in step) for step in zip(*ids, strict=True)),
+        world_size=8,
+        row_tokens=parts[0].row_tokens,
+    )
+    refs = {ref.info.rollout_id: ref for part in parts for ref in part.rollouts}
+    for rank in range(world_size):
+        pull = StepPull(run.store, rank, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1)
+        part = pull.part(header)
+        assert all(ref == refs[ref.info.rollout_id] for ref in part.rollouts)
+        named = [tuple(tuple(part.rollouts[i].info.rollout_id for i in row) for row in rows) for rows in part.rows]
+        assert named == [step[rank] for step in redeal(planned, world_size).rows]
+
+
+ROLLOUTS, TOKENS, STEPS = 8, 20_000, 4
+
+
+def test_a_step_costs_a_rank_one_copy_of_it(run: Run) -> None:
+    """And pulling one costs one more for a while. Pulled in this thread: each connection of a reader, and each of its
+    threads, has a buffer of 1 MiB."""
+    run.lead()
+    for n in range(STEPS):
+        run.push(f"a.{n}", lengths=[TOKENS] * ROLLOUTS, version=n)
+        plan = plan_of(run.pool(), n + 1, world_size=1)
+        run.commit(world_size=1, plan=replace(plan.plan, row_tokens=TOKENS))
+    size = 9 * TOKENS * ROLLOUTS
+    store = run.again()
+    source = StepPull(store, 0, 1, Trainable(), pad_token_id=0, pad_to_multiple_of=1)
+
+    def pulled(number: int) -> Step:
+        header = store.wait_step(number, block_seconds=0.0)
+        assert header is not None
+        return source.step(header, source.part(header))[0]
+
+    kept = [pulled(1)]  # connections, and the block that payloads are received into
+    tracemalloc.start()
+    try:
+        kept += [pulled(n) for n in range(2, STEPS + 1)]
+        grown, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(micro_batch.length for step in kept for micro_batch in step) == STEPS * ROLLOUTS * TOKENS
+    assert grown <= 1.3 * size * (STEPS - 1)  # blocks are a quarter larger at most, so that the next step fits, too
+    assert peak <= grown + 1.3 * size
