@@ -1,9 +1,10 @@
-"""Headers of steps that were never committed."""
+"""Steps that were never committed, and headers of such."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 
@@ -31,3 +32,10 @@ def header_of(**fields: object) -> StepHeader:
         columns={},
     )
     return replace(empty, **fields)  # type: ignore[arg-type]
+
+
+def step_of(*micro_batches: MicroBatch, **fields: object) -> Step:
+    """Step 1 of one rank, counted as its first micro-batch is, or with other values."""
+    values: dict[str, object] = {"number": 1, "epoch": 1, "digest": "", "world_size": 1, "rollouts": 2, "groups": 1}
+    counts = micro_batches[0].normalizers if micro_batches else None
+    return Step(**{**values, "micro_batches": micro_batches, "normalizers": counts, **fields})  # type: ignore[arg-type]

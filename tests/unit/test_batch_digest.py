@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from step_headers import step_of
 
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.step_digest import HASHED_ARRAYS, digest_step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
@@ -24,18 +25,7 @@ def micro_batch() -> MicroBatch:
 
 
 def digest(*micro_batches: MicroBatch) -> str:
-    counts = Normalizers(loss_tokens=1, rollouts=1, groups=1)
-    step = Step(
-        number=1,
-        epoch=1,
-        digest="",
-        world_size=1,
-        micro_batches=micro_batches,
-        normalizers=counts,
-        rollouts=2,
-        groups=1,
-    )
-    return digest_step(step)
+    return digest_step(step_of(*micro_batches, normalizers=Normalizers(loss_tokens=1, rollouts=1, groups=1)))
 
 
 def with_array(micro_batch: MicroBatch, name: str, array: Any) -> MicroBatch:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from step_headers import step_of
 from test_packing import make_item, one
 from torch import Tensor, nn
 
 from rlbuffer.config.losses import LossChoice
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import loss_of
@@ -49,21 +50,7 @@ def test_a_micro_batch_says_which_tokens_came_without_a_column() -> None:
 def test_the_digest_of_a_step_does_not_depend_on_it() -> None:
     batch = mixed(mine=[1.0, 2.0, 3.0])
     values = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
-
-    def digest(micro_batch: MicroBatch) -> str:
-        step = Step(
-            number=1,
-            epoch=0,
-            digest="",
-            world_size=1,
-            micro_batches=(micro_batch,),
-            normalizers=COUNTS,
-            rollouts=2,
-            groups=1,
-        )
-        return digest_step(step)
-
-    assert digest(MicroBatch(**(values | {"lacking": {}}))) == digest(batch)
+    assert digest_step(step_of(MicroBatch(**(values | {"lacking": {}})))) == digest_step(step_of(batch))
 
 
 def test_a_rollout_without_temperatures_is_divided_by_the_trainers_own() -> None:
@@ -79,12 +66,8 @@ def test_a_rollout_without_reference_logprobs_is_refused_with_its_env_and_not_tr
     None
 ):
     tokens = trained_tokens(Policy(), mixed(ref_logprobs=[0.0, -1.5, -1.5]).to("cpu"))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"trainer\.loss\.kl_beta .* of env a .* ref_logprobs"):
         loss_of(tokens, LossChoice(kl_beta=0.1), COUNTS, longest=1)
-    assert str(refused.value) == (
-        "trainer.loss.kl_beta is above 0, but the rollouts of env a carry no column ref_logprobs: push it with them, "
-        "or set trainer.loss.kl_beta = 0"
-    )
     loss_of(tokens, LossChoice(), COUNTS, longest=1)
 
 
@@ -101,12 +84,8 @@ def test_a_loss_gets_every_column_and_the_age_of_each_token() -> None:
 def test_a_column_that_some_tokens_lack_is_refused_where_a_loss_needs_it() -> None:
     tokens = trained_tokens(Policy(), mixed(mine=[1.0, 2.0, 3.0]).to("cpu"))
     for name, whose in (("mine", " of env a"), ("theirs", "")):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=f"column {name}, .* the rollouts{whose} carry none"):
             tokens.column(name)
-        assert str(refused.value) == (
-            f"the loss reads column {name}, but the rollouts{whose} carry none: push it with them, and name it in "
-            "trainer.loss.columns, so that a rollout without it is left out"
-        )
     whole = trained_tokens(Policy(), one([(0,)], [make_item(3, mine=[1.0, 2.0, 3.0])]).to("cpu"))
     assert whole.column("mine").tolist() == [2.0, 3.0]
     nothing = trained_tokens(Policy(), one([()], []).to("cpu"))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from trained_tokens import tokens
 
 from rlbuffer.config.losses import ClipCovOptions, LossChoice
 from rlbuffer.trainer.losses import TrainedTokens
@@ -78,20 +79,13 @@ def test_equal_scores_at_the_border_are_all_chosen() -> None:
     assert [part.tolist() for part in largest(scores, 4, alone)] == [[True, True], [True, True, True]]
 
 
-def tokens(policy: list[float], advantages: list[float], **fields: Tensor) -> TrainedTokens:
-    logprobs = torch.tensor(policy, dtype=torch.float64).log()
-    return TrainedTokens(
-        logprobs=logprobs,
-        entropy=-logprobs,
-        inference_logprobs=torch.full_like(logprobs, -1.0),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        rollout=torch.zeros(len(policy), dtype=torch.int64),
-        **fields,
-    )
+def weighed(policy: list[float], advantages: list[float], **fields: Tensor) -> TrainedTokens:
+    sampled = torch.full((len(policy),), -1.0, dtype=torch.float64)
+    return tokens(policy, inference_logprobs=sampled, advantages=torch.tensor(advantages).double(), **fields)
 
 
 def test_means_are_those_of_all_parts() -> None:
-    parts = [tokens([0.5, 0.25], [1.0, -1.0]), tokens([0.5], [3.0])]
+    parts = [weighed([0.5, 0.25], [1.0, -1.0]), weighed([0.5], [3.0])]
     means = means_of(parts, alone)
     assert (means.tokens, means.advantage) == (3, 1.0)
     assert means.logprob == pytest.approx(float(torch.tensor([0.5, 0.25, 0.5]).double().log().mean()))
@@ -100,7 +94,7 @@ def test_means_are_those_of_all_parts() -> None:
 
 def test_only_tokens_of_some_covariance_that_are_not_clipped_are_drawn() -> None:
     policy, advantages = [0.9, 0.8, 0.1, 0.36], [1.0, -1.0, -1.0, 0.1]
-    made = tokens(policy, advantages, draws=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
+    made = weighed(policy, advantages, draws=torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
     means = Means(tokens=4, advantage=0.0, logprob=-1.0)
     told = ClipCovOptions(cov_low=0.1, cov_high=10.0)
     # Covariances: 0.89, -0.78, 1.30, -0.002; token 0 is clipped (ratio 2.4, A > 0), token 2 too (ratio 0.27, A < 0).
@@ -113,7 +107,7 @@ def test_only_tokens_of_some_covariance_that_are_not_clipped_are_drawn() -> None
 def test_the_share_of_uncertain_tokens_is_rounded_and_at_least_one() -> None:
     from rlbuffer.trainer.update.token_choice import choose
 
-    made = tokens([0.1, 0.2, 0.3, 0.4, 0.5], [1.0] * 5)
+    made = weighed([0.1, 0.2, 0.3, 0.4, 0.5], [1.0] * 5)
     for share, expected in ((0.5, 2), (0.01, 1), (0.7, 4)):
         [chosen] = choose([made], LossChoice(top_entropy=share), alone)
         assert int(chosen["is_uncertain"].sum()) == expected

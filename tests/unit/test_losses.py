@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from trained_tokens import ADVANTAGES, INFERENCE, POLICY, tokens
 
 from rlbuffer.config.losses import BUILT_IN_LOSSES, LOSSES, LossChoice
 from rlbuffer.errors import ConfigError
@@ -21,22 +22,6 @@ from rlbuffer.trainer.losses import (
     loss_of,
 )
 from rlbuffer.trainer.update.token_choice import choose
-
-POLICY = [0.5, 0.9, 0.3, 0.1]
-INFERENCE = [0.4, 0.5, 0.35, 0.6]
-ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
-
-
-def tokens(policy: list[float] = POLICY, rollout: list[int] | None = None, **fields: Any) -> TrainedTokens:
-    logprobs = torch.tensor(policy, dtype=torch.float64).log()
-    values = {
-        "logprobs": logprobs,
-        "entropy": -logprobs,
-        "inference_logprobs": torch.tensor(INFERENCE, dtype=torch.float64).log(),
-        "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
-        "rollout": torch.tensor([0] * len(policy) if rollout is None else rollout),
-    }
-    return TrainedTokens(**(values | fields))
 
 
 def settings(**values: Any) -> LossChoice:

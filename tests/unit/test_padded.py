@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from step_headers import step_of
 from test_packing import make_item, one
 
 from rlbuffer.packing.assembly import assemble
-from rlbuffer.records.micro_batch import MicroBatch, Step
-
-
-def step_of(*micro_batches: MicroBatch) -> Step:
-    counts = micro_batches[0].normalizers
-    return Step(
-        number=1,
-        epoch=1,
-        digest="",
-        world_size=1,
-        micro_batches=micro_batches,
-        normalizers=counts,
-        rollouts=3,
-        groups=1,
-    )
 
 
 def test_a_step_is_one_rollout_a_row() -> None:

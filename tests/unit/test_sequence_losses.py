@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import trees
+from samples import sample_of
 from torch import Tensor
 
 from rlbuffer.config.losses import BUILT_IN_LOSSES, LossChoice
-from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, per_token_of
@@ -43,16 +43,8 @@ def tokens_of(weights: Tensor, rollouts: Sequence[Rollout], places: Sequence[Pla
         advantages.append(torch.full((len(trained),), (rollout.reward or 0.0) - 0.5, dtype=torch.float64))
         owner.append(torch.full((len(trained),), n, dtype=torch.int64))
         samples.append(
-            Sample(
-                rollout_id=str(r),
-                group_id="g",
-                env="a",
-                reward=rollout.reward,
-                rewards={},
-                advantage=0.0,
-                policy_versions=(0, 0),
-                answer=None,
-                prompt_tokens=its.prompt_tokens,
+            sample_of(
+                str(r),
                 length=len(its.tokens),
                 sequence=s,
                 sequences=len(rollout.sequences),

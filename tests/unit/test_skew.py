@@ -11,12 +11,6 @@ def beats(step: int, ago: float = 0.5) -> dict[str, dict[str, float]]:
     return {"0": {"step": 0, "seconds_ago": 0.0}, "1": {"step": step, "seconds_ago": ago}}
 
 
-SAID = (
-    "their passes do not match, so they wait for each other or exchange gradients of different steps. Every rank makes "
-    "one forward and backward pass of the wrapped model (DDP, FSDP) per micro-batch, dummies too"
-)
-
-
 @pytest.mark.parametrize(
     ("own", "theirs", "said"),
     [
@@ -30,7 +24,7 @@ SAID = (
 def test_ranks_that_are_two_steps_apart_for_three_looks_are_told_once(own: int, theirs: int, said: str) -> None:
     skew = Skew(0, 2)
     told = [skew.look(own, beats(theirs), now=float(now)) for now in range(10, 20)]
-    assert [text for text in told if text] == ([f"{said}: {SAID}"] if said else [])
+    assert [text.partition(":")[0] for text in told if text] == [said] * bool(said)
 
 
 def test_an_old_heartbeat_is_compared_with_what_this_rank_had_then() -> None:

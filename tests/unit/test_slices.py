@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import trees
+from step_headers import step_of
 
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
@@ -27,16 +28,7 @@ def micro_batch(seed: int, size: int = 2) -> MicroBatch:
 
 
 def step(count: int) -> Step:
-    return Step(
-        number=3,
-        epoch=0,
-        digest="",
-        world_size=1,
-        micro_batches=tuple(micro_batch(seed) for seed in range(count)),
-        normalizers=WHOLE,
-        rollouts=100,
-        groups=10,
-    )
+    return step_of(*(micro_batch(seed) for seed in range(count)))
 
 
 def test_a_step_in_one_piece_keeps_the_counts_that_were_committed() -> None:

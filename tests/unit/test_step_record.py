@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from step_headers import step_of
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
-from rlbuffer.records.micro_batch import Step
-from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.metric import metric
 from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.testing import make_group
@@ -98,7 +97,7 @@ def test_a_record_is_of_the_rollouts_of_all_ranks() -> None:
         replace(rollout, reward=reward, rewards={"proof": reward / 2}, is_truncated=reward > 1001)
         for rollout, reward in zip(make_group(env="math", size=6).rollouts, rewards, strict=True)
     ]
-    steps = [_step(rollouts[:2], world_size=2), _step(rollouts[2:], world_size=2)]
+    steps = [step_of(pack(half, row_tokens=4096), world_size=2) for half in (rollouts[:2], rollouts[2:])]
     ranks = Halves()
     for step in steps:
         tally = Tally(ranks, step)
@@ -112,17 +111,3 @@ def test_a_record_is_of_the_rollouts_of_all_ranks() -> None:
     assert [rank["tokens"] for rank in record.ranks] == [
         sum(r.length for r in half) for half in (rollouts[:2], rollouts[2:])
     ]
-
-
-def _step(rollouts: list[Rollout], *, world_size: int) -> Step:
-    batch = pack(rollouts, row_tokens=4096)
-    return Step(
-        number=1,
-        epoch=1,
-        digest="d",
-        world_size=world_size,
-        normalizers=batch.normalizers,
-        rollouts=len(rollouts),
-        groups=1,
-        micro_batches=(batch,),
-    )
