@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ConfigError
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
@@ -33,6 +34,12 @@ def connect(url: str, home: Path) -> Connection:
 )
 def test_the_name_is_what_follows_the_scheme(url: str, name: str | None) -> None:
     assert memory_name(url) == name
+
+
+def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "fakeredis", None)
+    with pytest.raises(ConfigError, match=r"rlbuffer\[memory\]"):
+        connect("memory://", tmp_path)
 
 
 def test_threads_that_come_first_and_at_once_find_one_database() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
-from rlbuffer.errors import InvalidRollout, NotFound
+from rlbuffer.errors import BatchTimeout, InvalidRollout, NotFound, RlbufferError
 
 
 @pytest.fixture
@@ -181,6 +181,14 @@ def test_a_trainer_may_announce_its_first_weights_before_it_reads(url: str) -> N
         assert not buffer.policy().announce(0, location="/other", size=3, checksum="abc")
 
 
+def test_a_version_is_announced_by_a_trainer_and_waited_for_by_anybody(url: str) -> None:
+    with rlbuffer.connect(url) as buffer:
+        with pytest.raises(RlbufferError, match=r"reader\.start"):
+            buffer.policy().announce(0, location="", size=0, checksum="")
+        with pytest.raises(BatchTimeout, match=r"version 3 .* -1"):
+            buffer.policy().wait(3, timeout_seconds=0.0)
+
+
 @pytest.mark.parametrize(
     ("config", "setting", "value"),
     [
@@ -241,6 +249,8 @@ def test_an_argument_of_a_reader_that_cannot_be_meant_is_refused(url: str, argum
 
 def test_a_reader_takes_numbers_of_numpy_and_waits_without_end_where_told(url: str) -> None:
     with rlbuffer.connect(url) as buffer:
+        with pytest.raises(ValueError, match="rank 2 "):
+            buffer.reader(2, 2)
         reader = buffer.reader(np.int64(1), np.int32(2), timeout_seconds=float("inf"), columns=["ref_logprobs"])
         assert (reader.rank, type(reader.rank), reader.world_size) == (1, int, 2)
 

@@ -191,12 +191,9 @@ def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str,
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_does_not_push_under_an_incarnation_that_its_parent_was_given(redis_url: str) -> None:
     def is_refused() -> bool:
-        with pytest.raises(RlbufferError) as caught:
+        with pytest.raises(RlbufferError, match=r"the incarnation of writer 'w' .* forked from"):
             writer.push(group(0))
-        return str(caught.value) == (
-            "the incarnation of writer 'w' was given in the process that this one was forked from, and is that one's: "
-            "make a writer here, with an incarnation of its own"
-        )
+        return True
 
     with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as buffer:
         writer = buffer.writer("w", incarnation="mine")

@@ -148,8 +148,8 @@ def test_the_last_user_stops_the_server_and_its_data_are_there_next_time(home: P
     again.release()
 
 
-def test_eight_processes_at_once_start_exactly_one(home: Path) -> None:
-    users = [User(home) for _ in range(8)]
+def test_four_processes_at_once_start_exactly_one(home: Path) -> None:
+    users = [User(home) for _ in range(4)]
     for user in users:
         user.begin()
     told = [json.loads(user.read()) for user in users]
@@ -388,8 +388,11 @@ def test_a_home_that_the_filesystem_refuses_is_a_setting_to_change(
     def refused(*args: Any) -> None:
         raise OSError(number, os.strerror(number))
 
+    (home / "file").write_text("")
+    with pytest.raises(ConfigError) as below:
+        ensure(home / "file" / "home", SETTINGS)
     monkeypatch.setattr("fcntl.flock", refused)
     with pytest.raises(ConfigError) as caught:
         ensure(home, SETTINGS)
-    assert caught.value.setting == "home"
+    assert below.value.setting == caught.value.setting == "home"
     assert str(home) in str(caught.value)

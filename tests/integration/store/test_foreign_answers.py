@@ -113,12 +113,6 @@ def test_an_answer_that_passes_is_waited_out(talking: TalkingServer, connection:
     assert connection.call(get, patience_seconds=30) == b"value"
 
 
-def test_a_login_that_was_never_taken_is_not_waited_for(tmp_path: Path) -> None:
-    refused = pytest.raises(ServerUnsuitable, match="does not allow this: invalid username-password pair")
-    with TalkingServer(b"-WRONGPASS invalid username-password pair or user is disabled.\r\n") as talking, refused:
-        Connection(talking.url, home=tmp_path, server=ServerSettings(), name="test", patience_seconds=30)
-
-
 def test_a_server_that_asks_for_a_password_is_told_without_the_words_of_its_protocol(tmp_path: Path) -> None:
     answer = b"-NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO <proto> AUTH\r\n"
     with TalkingServer(answer) as talking, pytest.raises(ServerUnsuitable, match="password") as refused:

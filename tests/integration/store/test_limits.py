@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
-from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
 
@@ -69,21 +67,3 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     own.client.config_set("maxmemory", 0)
     assert store.verify().findings == ()
     assert own.push("a.3", version=2)
-
-
-def test_producers_at_once_lose_and_double_nothing(own):
-    def produce(name: str) -> None:
-        for sequence in range(1, 21):
-            group = make_group(env=name, size=2, group_id=f"{name}.{sequence}")
-            for _ in range(2):  # each push twice, as after a lost reply
-                own.store.push(group, producer=name, incarnation=name, sequence=sequence, epoch=own.meta.epoch)
-
-    threads = [threading.Thread(target=produce, args=(f"p{i}",)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    groups = [entry.group_id for entry in own.pool()]
-    assert sorted(groups) == sorted(f"p{i}.{n}" for i in range(6) for n in range(1, 21))
-    assert own.store.ledger().total().pushed[0] == 240
-    assert own.store.verify().findings == ()

@@ -9,7 +9,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.client.writer import Writer
-from rlbuffer.errors import ConfigError, ProducerGap, ServerRefused
+from rlbuffer.errors import ConfigError, ServerRefused
 from rlbuffer.store.producer import _Push, _Source
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
@@ -114,15 +114,6 @@ def test_changed_group_of_fewer_rollouts_may_be_pushed_under_the_sequence_that_w
     run.client.hset(run.store.keys.unnamed_payload("a.0", "u.1"), "7", b"of another")
     assert send(run, 1)[0] == "stored"
     assert set(run.client.hkeys(run.pool()[0].payload_key)) == {b"0", b"1"}
-
-
-def test_missing_push_is_answered_with_the_last_one_that_the_server_has(run):
-    send(run, 1)
-    before = run.control_keys()
-    with pytest.raises(ProducerGap) as caught:
-        send(run, 3, group_id="a.2")
-    assert caught.value.last == 1
-    assert run.control_keys() == before
 
 
 def test_push_whose_payload_was_lost_before_it_became_pending_is_sent_whole_again(run):

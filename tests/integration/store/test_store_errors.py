@@ -27,9 +27,9 @@ from rlbuffer.errors import (
     TrainerAhead,
 )
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import EntryUse, StepPlan
+from rlbuffer.records.step_plan import Drop, EntryUse, StepPlan
 from rlbuffer.store.claim import encode_claim
-from rlbuffer.store.records import Claim, TrainedStep
+from rlbuffer.store.records import Claim, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -121,6 +121,8 @@ def half_of_an_entry(plan: StepPlan) -> StepPlan:
 
 
 OTHER = Claim(step=1, epoch=1, digest="other", steps=())
+DROP = Drop("a.0", "a", "operator", 2, 16, entry_ids=("1-0",))
+ENTRY = PoolEntry(entry_id="1-0", info=None, payload_key="k", env="a", group_id="a.0", rollouts=2, tokens=16)
 Row = tuple[Callable[[Run], object], Callable[[Run], object], type[RlbufferError], tuple[str, ...]]
 ROWS: dict[str, Row] = {
     "resumes beyond the end": (nothing, lambda run: attempt(run, resume_step=3), RunGone, ("step 3", "step 0")),
@@ -177,6 +179,10 @@ ROWS: dict[str, Row] = {
     ),
     "rewinds before the beginning": (nothing, lambda run: run.store.rewind(-1), NotFound, ("-1",)),
     "rewinds no run": (gone, lambda run: run.store.rewind(0), RunGone, (":meta",)),
+    "asks settings of no run": (gone, lambda run: run.store.ask_config({}, "d", seen=run.meta), RunGone, ()),
+    "drains no run": (gone, lambda run: run.store.ask_drain(), RunGone, ()),
+    "undrains no run": (gone, lambda run: run.store.ask_undrain(), RunGone, ()),
+    "drops from no run": (gone, lambda run: run.store.drop_pending([(DROP, [ENTRY])]), RunGone, ()),
 }
 
 

@@ -97,10 +97,5 @@ def test_a_server_that_is_not_checked_is_warned_of(
         url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}&{loose}"
         with caplog.at_level(logging.WARNING), pytest.raises(RlbufferError):  # the endpoint hangs up
             Connection(url, home=home, server=ServerSettings(), name="test", patience_seconds=0.0)
-    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.store.server.connection"]
-    sentence = (
-        f"Warning: the server at {url} is taken without a check of who it is ({loose}): whoever stands between reads "
-        "the password and writes what is trained. Leave that out, and name a certificate that is its own or its CA's: "
-        "ssl_ca_certs=/path/ca.crt"
-    )
-    assert said == [sentence]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.store.server.connection"]
+    assert (url in said, f"({loose})" in said) == (True, True)

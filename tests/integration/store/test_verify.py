@@ -127,6 +127,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
     "tombstone": ("I6", lambda r: r.client.zrem(r.store.keys.closed, "a.2")),
     "trained ahead": ("I8", lambda r: r.client.hset(r.store.keys.trainer, "trained", 9)),
     "retired ahead": ("I8", lambda r: r.client.hset(r.store.keys.meta, "retired", 3)),
+    "settings of a revision to come": ("I8", lambda r: r.client.hset(r.store.keys.meta, "revision", 0)),
     "payload damaged": ("I2", _damage),
     "payload gone": ("I11", lambda r: r.client.delete(_payload(r))),
     "pending is garbage": ("I11", lambda r: r.client.zadd(r.store.keys.garbage, {r.pool()[0].payload_key: 4})),
