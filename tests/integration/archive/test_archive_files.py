@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import trees
@@ -275,3 +276,16 @@ def test_the_sequences_of_a_rollout_come_back_as_it(run: Run, tmp_path: Path) ->
     assert [member.rollout for member in members] == list(group.rollouts)
     write_groups(tmp_path / "groups.parquet", [group], run="r")
     assert list(read_group_file(tmp_path / "groups.parquet")) == [group]
+
+
+def test_a_row_group_that_unpacks_to_much_is_never_in_memory_whole(tmp_path: Path) -> None:
+    rows, tokens = 128, 2**14
+    groups = [make_group(env="a", group_id=f"a.{n}", lengths=[tokens] * 4) for n in range(rows // 4)]
+    file = tmp_path / "groups.parquet"
+    write_groups(file, groups, run="r")
+    pq.write_table(pq.read_table(file), file, row_group_size=rows)
+    assert pq.ParquetFile(file).num_row_groups == 1
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in read_group_file(file)]
+    assert len(held) == len(groups)
+    assert max(held) < rows * tokens * 9  # all of it is nine bytes a token

@@ -144,12 +144,7 @@ def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, 
     code, _, err = call("push", "archive/settings-00000001.parquet", "--run", "another")
     assert code == 1
     lacking = ", ".join(name for name in ROLLOUTS.names if name != "left_out")
-    assert (
-        err == f"Error: archive/settings-00000001.parquet  it lacks the columns {lacking}: it is no file of rollouts\n"
-    )
+    assert f"it lacks the columns {lacking}:" in err
     code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        "Error: -o takes FILE.jsonl, FILE.parquet, FILE.html or -, got 'out.csv'",
-    )
+    assert (code, "got 'out.csv'" in err) == (2, True)
     run.close()

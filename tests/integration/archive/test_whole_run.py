@@ -73,10 +73,8 @@ def test_a_retired_step_without_an_archive_says_where_it_could_come_from(run: Ru
     for where in (("step:2",), ("step:2", "--json")):
         code, out, err = call("inspect", *where)
         assert (code, out) == (1, "")
-        assert " ".join(err.split()) == (
-            f"Error: step 2 of run '{run.store.run}' was trained and has left the server, and no archive is known "
-            "here: --archive DIR names one, `rlbuffer serve --archive DIR` keeps steps"
-        )
+        assert "step 2 " in err
+        assert "--archive DIR" in err
     assert "has no step 9: the last committed one is 6." in call("inspect", "step:9", "--archive", "archive")[2]
 
 

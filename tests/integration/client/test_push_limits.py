@@ -70,10 +70,7 @@ def test_a_push_above_the_servers_query_buffer_is_refused_before_anything_is_sen
         with pytest.raises(InvalidRollout) as caught:
             writer.push(group(1, size=MIB))
         size = sum(len(payload) for payload in payload.encode_push(group(1, size=MIB)).payloads)
-        assert str(caught.value) == (
-            f"group a.1 cannot be pushed to {server.url}: it takes {size} bytes, above the server's "
-            f"client-query-buffer-limit of {MIB}. Push it in parts, or raise the server's limit"
-        )
+        assert f"takes {size} bytes, above the server's client-query-buffer-limit of {MIB}." in str(caught.value)
         assert "cmdstat_pexpire" not in buffer.store.client.info("commandstats")  # type: ignore[attr-defined]
         assert writer.push(group(2)).status == "stored"
         assert pending(buffer) == ["a.2"]

@@ -16,7 +16,7 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RunGone
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Trouble, Wait, Waiting
+from rlbuffer.records.waiting import FINAL, Trouble, Wait, Waiting
 from rlbuffer.state.run_state import Amount, RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import HEARTBEATS
@@ -140,24 +140,27 @@ def test_a_leader_that_was_killed_says_nothing_more(mixed: Run) -> None:
     assert (waiting.kind, waiting.detail) == (Wait.NO_BATCHER, "out of luck")
 
 
-@pytest.mark.parametrize("value", STRANGE)
-def test_whatever_stands_in_heartbeats_the_account_is_the_same(mixed: Run, value: Any) -> None:
-    beat = dict.fromkeys(("waiting", "problems", "envs", "env", "gives", "step", "left", "rollouts_per_second"), value)
-    for kind in HEARTBEATS:
-        said = str(round(1000 * mixed.store.now())).encode() + b" " + msgpack.packb(beat)
-        raw = dict.fromkeys(("leader", "\x1b[2J\u202e", "0"), said) | {
-            "raw": b"\xff\x00",
-            "empty": b"",
-            "old": b"12 ",
-            "list": b"12 " + payload.dumps([1]),
-            "late": b"9" * 40,
-        }
-        mixed.client.hset(mixed.store.keys.heartbeats(kind), mapping=raw)
-    state = read_run_state(mixed.store)
-    assert accounted(state, mixed)
-    assert len(state.processes) in (0, 3 * len(HEARTBEATS)), "what cannot be decoded is no heartbeat"
-    json.dumps(state.as_object(), allow_nan=False)
-    assert all(map(str, state.problems))
+def test_a_batcher_that_ended_says_so_for_ever(mixed: Run) -> None:
+    mixed.store.release_lease()
+    for kind in FINAL:
+        mixed.store.heartbeat("batcher", "leader", {"waiting": Waiting(kind=kind, step=3).record()})
+        mixed.age("batcher", "leader", 100.0)
+        assert read_run_state(mixed.store).waiting == Waiting(kind=kind, step=3)
+
+
+def test_whatever_stands_in_heartbeats_the_account_is_the_same(mixed: Run) -> None:
+    junk = {"raw": b"\xff\x00", "empty": b"", "old": b"12 ", "list": b"12 " + payload.dumps([1]), "late": b"9" * 40}
+    names = ("waiting", "problems", "envs", "env", "gives", "step", "left", "rollouts_per_second")
+    for value in STRANGE:
+        for kind in HEARTBEATS:
+            said = str(round(1000 * mixed.store.now())).encode() + b" " + msgpack.packb(dict.fromkeys(names, value))
+            raw = dict.fromkeys(("leader", "\x1b[2J\u202e", "0"), said) | junk
+            mixed.client.hset(mixed.store.keys.heartbeats(kind), mapping=raw)
+        state = read_run_state(mixed.store)
+        assert accounted(state, mixed), value
+        assert len(state.processes) in (0, 3 * len(HEARTBEATS)), "what cannot be decoded is no heartbeat"
+        json.dumps(state.as_object(), allow_nan=False)
+        assert all(map(str, state.problems))
 
 
 def test_a_step_that_somebody_else_wrote_has_the_numbers_of_it(mixed: Run) -> None:

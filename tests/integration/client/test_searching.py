@@ -114,11 +114,7 @@ def test_a_search_that_reads_too_much_says_so_after_what_it_has_seen(
     problems: list[RlbufferError] = []
     matches = searching.list_groups(buffer.store, where="stop:length", problems=problems)
     assert [view.group_id for view in matches] == ["b.3"]
-    message = (
-        "the filter reads payloads and has read 0.0 GiB of them, which is not all: narrow it, e.g. env:math "
-        "state:trained step:40"
-    )
-    assert [str(problem) for problem in problems] == [message]
+    assert ["which is not all" in str(problem) for problem in problems] == [True]
     with pytest.raises(FilterError, match="which is not all"):
         buffer.groups("stop:length")
 

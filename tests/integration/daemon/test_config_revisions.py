@@ -9,9 +9,8 @@ from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client.operations import choose
 from rlbuffer.daemon.config_changes import config_digest
-from rlbuffer.errors import ConfigChanged, ConfigError, RunGone
+from rlbuffer.errors import ConfigChanged, ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
@@ -199,28 +198,3 @@ def test_a_smaller_age_limit_drops_what_is_too_old_by_it_and_each_step_is_judged
     served.wait_for(lambda: served.said("drop", reason="stale"), 20)
     assert [header.revision for header in run.store.headers()] == [1, 1]
     assert run.store.verify().ok  # step 2 trained age 1, which its own rule allowed
-
-
-def test_verify_finds_a_step_that_says_a_newer_revision_than_the_run_has(run: Run) -> None:
-    run.lead()
-    run.store.set_config(OLD.as_dict(), config_digest(OLD))
-    run.store.set_config(NEW.as_dict(), config_digest(NEW))
-    run.push("a.0")
-    run.commit()
-    run.client.hset(run.store.keys.meta, "revision", 1)
-    assert [finding.invariant for finding in run.store.verify().findings] == ["I8"]
-
-
-def test_nothing_is_asked_of_a_run_that_is_gone(run: Run) -> None:
-    run.push("a.0")
-    seen, chosen = run.store.meta(), choose(run.store, "env:a")
-    run.store.delete_run()
-    for call in (
-        lambda: run.store.ask_config(OLD.as_dict(), "d", seen=seen),
-        run.store.ask_drain,
-        run.store.ask_undrain,
-        lambda: run.store.drop_pending(chosen.drops),
-    ):
-        with pytest.raises(RunGone):
-            call()
-    assert run.control_keys() == {}

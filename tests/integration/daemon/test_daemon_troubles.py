@@ -180,11 +180,8 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     assert first.damaged == again.damaged == ("a.0/0",)
     said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.client.reader"]
     assert said == 2 * said[:1]
-    assert said[0] == (
-        "rank 0 leaves out 1 of its rollouts of step 1, whose payloads it cannot train. The first is a.0/0 of group "
-        "a.0, env a: column x is float32 [T, 3], and float32 [T, 2] is what its step has, or what this "
-        "process has declared"
-    )
+    assert "1 of its rollouts of step 1" in said[0]
+    assert "a.0/0 of group a.0, env a: column x is float32 [T, 3]" in said[0]
     assert digest_step(first) == digest_step(again)
     assert all(mb.columns["x"].shape[1:] == (2,) for mb in first)
     reader.close()

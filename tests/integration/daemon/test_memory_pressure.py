@@ -19,7 +19,6 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.memory_rules import stored_bytes
 from rlbuffer.errors import RlbufferError, ServerFull, StepRetired
 from rlbuffer.records.group import Group
@@ -27,7 +26,6 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
-from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
 pytest_plugins = ("store_fixtures",)
@@ -235,20 +233,3 @@ def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -
     make(3, 32)
     said = sum(stored_bytes(payload_bytes=h.bytes, sequences=h.sequences) for h in run.store.headers(first=3))
     assert run.store.server()["used_memory"] - before == pytest.approx(said, rel=0.15)
-
-
-def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
-    served: Served, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A trainer that never writes a checkpoint, on a server that refuses nothing; its machine is taken to be small."""
-    run = served.run
-    run.client.config_set("maxmemory", 0)
-    monkeypatch.setattr(memory_rules, "MACHINE_SHARE", (16 << 20) / run.store.server()["machine"])
-    served.serve(CONFIG)
-    for step in range(1, 61):
-        heavy_step(run, trainer, step)
-    served.wait_for(lambda: bool(served.said("memory", state="retired early")))
-    assert run.store.meta().retired == run.store.meta().early > 0
-    assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
-    assert "server memory: no limit (maxmemory 0), " in capsys.readouterr().out
-    assert run.store.verify().findings == ()

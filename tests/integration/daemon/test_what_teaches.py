@@ -44,10 +44,8 @@ def push(run: Run, group_id: str, columns: tuple[str, ...], size: int = 3, best:
     ("columns", "loss", "trains"),
     [
         ((), {}, False),
-        (("teacher_logprobs",), {}, False),  # the trainer may be anybody's: nothing is guessed of it
         (("advantages",), {}, True),
         (("teacher_logprobs",), OWN, True),
-        (("ref_logprobs",), {"kl_beta": 0.1}, True),
     ],
 )
 def test_at_the_end_of_the_data_what_teaches_trains_and_what_does_not_is_named(

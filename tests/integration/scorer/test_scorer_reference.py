@@ -128,10 +128,7 @@ def test_a_rollout_longer_than_a_row_is_scored_too_and_a_token_that_the_model_do
     stage.writer.push(strange)
     stage.start()
     eventually(lambda: stage.told("scored"))
-    trouble = eventually(lambda: stage.told("trouble"))[0].text
-    assert trouble == (
-        "group a.2 cannot be scored: rollout a.2/0: token 5000 is outside the model's vocabulary of 1024"
-    )
+    assert "rollout a.2/0: token 5000 is outside" in eventually(lambda: stage.told("trouble"))[0].text
     assert stage.waiting_groups() == ["a.2"]
     assert stage.pool()["a.1"][1][0].columns["ref_logprobs"].shape == (100,)
 

@@ -212,9 +212,7 @@ def test_the_extension_looks_at_an_adapter_before_it_touches_the_engine(tmp_path
     assert worker.rlbuffer_load_adapter(directory, {"q": [1]}).startswith(
         "the weights do not fit the model: base_model."
     )
-    assert worker.rlbuffer_load_adapter(directory, shapes) == (
-        "the engine has 0 LoRA adapters; one is what rlbuffer loads in place of another"
-    )
+    assert worker.rlbuffer_load_adapter(directory, shapes).startswith("the engine has 0 LoRA adapters")
     model, base = published_base(tmp_path)
     broken = {name: torch.full_like(factor, torch.nan) for name, factor in drawn_factors(model, 0).items()}
     directory = write_adapter(tmp_path, 1, base, broken).location

@@ -20,11 +20,6 @@ from rlbuffer.weights import download
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.layout import parse_list, write_list
 
-ADVICE = (
-    "\n  Is a server of weights running there (weights.listen at the trainer, or `rlbuffer weights serve`), "
-    "and can this host reach it?"
-)
-
 
 def at(policy: PolicyVersion, url: str) -> PolicyVersion:
     """The version as a trainer with weights.url announces it."""
@@ -151,7 +146,7 @@ def test_a_bad_place_is_named_with_its_reason_and_the_next_one_is_asked(
             VersionCache(tmp_path / "alone").localized(at(policy, mirror.url))
         text = str(caught.value)
         assert text.startswith(f"{name} could not be downloaded:\n  {mirror.url}: {reason.replace('NAME', name)}")
-        assert text.endswith(ADVICE)
+        assert "weights.listen" in text
         assert not (tmp_path / "alone" / name).exists()
 
         local = VersionCache(tmp_path / "cache", mirror=mirror.url).localized(at(policy, trainer.url))
