@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import click
 import pytest
 
 import rlbuffer
+from rlbuffer_cli.commands.push import read_groups
 from rlbuffer_cli.main import COMMANDS
 
 Run = Callable[..., tuple[int, str, str]]
@@ -40,13 +42,6 @@ def test_help_and_version(run: Run) -> None:
     code, out, _ = run("inspect", "--help")
     assert code == 0
     assert "Changes nothing." in out
-
-
-def test_the_example_of_a_config_is_one_that_runs(run: Run) -> None:
-    code, out, _ = run("config", "example")
-    assert code == 0
-    Path("rlbuffer.toml").write_text(out, encoding="utf-8")
-    assert run("config", "check")[:1] == (0,)
 
 
 def test_what_an_error_tells_to_type_is_there(run: Run) -> None:
@@ -148,3 +143,8 @@ def test_a_file_with_a_bad_line_is_refused_with_its_place(run: Run, tmp_path: Pa
 
 def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Run) -> None:
     assert run("demo", "--deterministic", "--config", "mine.toml")[0] == 2
+
+
+def test_a_file_of_groups_that_begins_with_a_byte_order_mark_is_read() -> None:
+    groups = read_groups(io.BytesIO(line().encode("utf-8-sig")), "groups.jsonl")
+    assert [group.group_id for group in groups] == ["g1"]

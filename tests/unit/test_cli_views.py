@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from looks import lines_of
 
+from rlbuffer.state.run_state import RunState, ServerState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli import look
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import rank_line, trainer_view
+from rlbuffer_cli.view import rank_line, run_view, trainer_view
 
 
 def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> StepRecord:
@@ -114,3 +115,8 @@ def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", piped)
     look.show(Printed(TABLE, [ROW]))
     assert "\x1b" not in piped.getvalue()
+
+
+def test_a_server_without_a_limit_is_said_to_have_none() -> None:
+    state = RunState(run="r", at=0.0, server=ServerState(address="a", name="valkey", memory=2**20))
+    assert any("maxmemory 0" in line for line in lines_of(run_view(state)))

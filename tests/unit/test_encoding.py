@@ -49,14 +49,6 @@ def test_what_would_be_written_and_never_read_is_refused_wherever_it_came_into_a
     assert str(caught.value) == f"rollout a.0/0: metadata cannot be encoded: {in_turn}"
 
 
-def test_metadata_above_64_kib_is_refused_before_any_payload_is_made() -> None:
-    group = make_group(size=2000, lengths=[4] * 2000)
-    no_payload = spoiled(object())  # its payload would be refused, with another message
-    group = replace(group, rollouts=(no_payload, *group.rollouts[1:]))
-    with pytest.raises(InvalidRollout):
-        encode_push(group)
-
-
 def test_the_bytes_of_a_push_are_those_that_stored_runs_hold() -> None:
     long = rollout(
         tokens=[1, 5, 7, 9, 2],

@@ -44,12 +44,8 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert str(error.value).startswith(f"tokenizer = {str(tmp_path)!r} cannot be loaded: ")
 
 
-def test_a_tokenizer_without_a_template_or_an_end(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
-    with pytest.raises(ConfigError):
-        Text(str(tmp_path), chat=True)
-    with pytest.raises(ConfigError, match=r"^a system prompt needs a chat template$"):
-        Text(str(tmp_path), system="Be brief.")
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
     with pytest.raises(ConfigError):

@@ -131,12 +131,8 @@ def test_tokens_that_the_model_does_not_have_never_reach_the_sampler(token: int)
     sampler: Any = Scripted(completion([3]))
     prompt = Prompt(prompt_id="p", tokens=np.array([1, token], np.int32))
     maker = GroupMaker(Tools(), sampler, WorkerSettings(env="tools", group_size=1), worker="w")
-    with pytest.raises(GroupFailed) as failed:
+    with pytest.raises(GroupFailed, match=f"token 1 of a prompt is {token}, .* 13 ids"):
         asyncio.run(maker.make(TICKET, prompt))
-    assert str(failed.value) == (
-        f"InvalidRollout: token 1 of a prompt is {token}, and the model's vocabulary has 13 ids: is it of another "
-        "tokenizer?"
-    )
     assert sampler.prompts == []
 
 

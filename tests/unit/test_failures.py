@@ -13,13 +13,14 @@ import pytest
 from logged import Logged
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import GroupFailed, InvalidRollout
+from rlbuffer.errors import GroupFailed, InvalidRollout, SamplerBusy
 from rlbuffer.process.threads import places_of_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.worker import failures, heartbeat
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, RunningCalls, place_of, traceback_of
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Patience
 from rlbuffer.worker.group_maker import GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.samplers.base import Completion
@@ -229,3 +230,10 @@ def test_an_env_that_calls_exit_fails_and_ends_nobody(is_async: bool) -> None:
 
 class Deaf:
     def heartbeat(self, kind: str, name: str, record: dict) -> None: ...
+
+
+def test_a_request_that_fails_during_the_pause_of_another_waits_too_where_a_third_has_worked_meanwhile() -> None:
+    patience = Patience()
+    for error in (SamplerBusy("429", seconds=20.0), SamplerBusy("503", seconds=0.0), SamplerBusy("503", seconds=0.0)):
+        assert patience.pause(error) >= FIRST_PAUSE_SECONDS
+        patience.works()

@@ -16,7 +16,7 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces import read
 from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
-from rlbuffer.traces.formats import FORMATS, recognised
+from rlbuffer.traces.formats import recognised
 from rlbuffer.traces.values import Value
 
 FIXTURES = Path(__file__).parent / "fixtures" / "traces"
@@ -387,16 +387,6 @@ def test_a_format_may_be_asked_for_and_an_unknown_one_names_those_that_are() -> 
     assert read(row(0), "prime-rl", policy_version=1).format == "prime-rl"
     with pytest.raises(InvalidRollout, match="known are verifiers"):
         read(row(0), "primerl")
-
-
-def test_every_format_is_told_by_its_own_fields() -> None:
-    for one in FORMATS:
-        fields: dict[str, Any] = {}
-        for name in one.fields:
-            outer, _, inner = name.partition(".")
-            fields[outer] = {inner: []} if inner else 1
-        if not one.lacks:
-            assert recognised(Value(fields), None).is_called == one.is_called
 
 
 def test_more_sequences_than_a_rollout_may_have_leave_one_attempt_out() -> None:

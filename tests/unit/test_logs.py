@@ -8,28 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from step_headers import step_of
 
 from rlbuffer.daemon.teller import step_line
 from rlbuffer.packing.pack import pack
 from rlbuffer.process import logs
 from rlbuffer.process.logs import fields
-from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped, RetiredEarly
 from rlbuffer.testing import make_group
 
 BATCH = pack(make_group(size=2).rollouts, row_tokens=64)
-HEADER = Step(
-    number=7,
-    epoch=1,
-    digest="d",
-    world_size=1,
-    normalizers=BATCH.normalizers,
-    rollouts=2,
-    groups=1,
-    micro_batches=(BATCH,),
-).header
+HEADER = step_of(BATCH, number=7).header
 DROP = Drop("a.1", "a", Reason.STALE, 2, 30, ("5-0",), "age 3", 4, 0.5)
 log = logging.getLogger("rlbuffer.somewhere")
 

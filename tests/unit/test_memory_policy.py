@@ -187,12 +187,13 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
     assert [problem.kind for problem in said[-1]] == [Trouble.MEMORY] * is_said
 
 
+@pytest.mark.parametrize("maxmemory", [LIMIT, 0])
 def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_steps(
-    monkeypatch: pytest.MonkeyPatch,
+    maxmemory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlbuffer.daemon.memory_watch.HURRY_SECONDS", 0.0)
     store: Any = Machine()
-    store.used = store.maxmemory = LIMIT
+    store.used, store.maxmemory = LIMIT, maxmemory
     logged = Logged("rlbuffer.daemon")
     watch = MemoryWatch(store)
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)

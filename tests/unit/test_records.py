@@ -362,13 +362,8 @@ def test_a_tensor_that_numpy_cannot_read_is_refused_with_the_remedy(make: Callab
     values: dict[str, Any] = {"prompt_ids": [5], "token_ids": [7, 8], "reward": 1.0, "policy_version": 0}
     with pytest.raises(InvalidRollout) as caught:
         Rollout.from_completion(logprobs=logprobs, **values)
-    said = str(caught.value)
-    cause = said[said.index("(") + 1 : said.index("): ")]  # torch's words
-    assert why in cause
-    assert said == (
-        f"column logprobs: numpy cannot read it ({cause}): give tensor.detach().cpu(), or "
-        "tensor.detach().float().cpu() where it is bfloat16"
-    )
+    assert why in str(caught.value)
+    assert "tensor.detach().float().cpu()" in str(caught.value)
     given = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True).detach().float().cpu()
     assert Rollout.from_completion(logprobs=given, **values).logprobs.tolist() == [0.0, -1.0, -2.0]
 

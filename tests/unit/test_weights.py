@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config
-from rlbuffer.weights.layout import versions
+from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, versions
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
 
 CONFIG = {"model_type": "qwen3"}
@@ -116,13 +117,6 @@ def tiny(**changes: object) -> ModelSettings:
     return ModelSettings(config={**TINY_QWEN3, **changes})
 
 
-def test_the_tiny_model_has_the_size_it_is_said_to_have() -> None:
-    model = build_model(tiny(), seed=0)
-    assert sum(p.numel() for p in model.parameters()) == 83_136
-    assert model.training
-    assert model.dtype == torch.float32
-
-
 def test_the_seed_alone_decides_fresh_weights_and_the_global_state_stays() -> None:
     before = torch.random.get_rng_state()
     one, same, other = (build_model(tiny(), seed=seed).state_dict() for seed in (1, 1, 2))
@@ -191,3 +185,38 @@ def test_settings_that_make_no_model_are_refused(settings: ModelSettings, settin
 def test_a_config_that_makes_no_causal_lm_is_refused(config: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"^model\.config: "):
         build_model(ModelSettings(config=config), seed=0)
+
+
+# -- lists of files ---------------------------------------------------------------------------------------------------
+NAME = "v00000005-0123456789ab"
+GOOD = "0123456789ab" + "0" * 52
+WEIGHTS = {"model.safetensors": {"size": 3, "sha256": GOOD}}
+
+
+def test_a_list_gives_every_file_with_size_and_checksum() -> None:
+    text = json.dumps({"files": WEIGHTS | {"config.json": {"size": 2, "sha256": "f" * 64}}})
+    assert parse_list(text, name=NAME) == (
+        ListedFile(name="model.safetensors", size=3, sha256=GOOD),
+        ListedFile(name="config.json", size=2, sha256="f" * 64),
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '{"files": 3}',
+        "\xff",
+        {"config.json": {"size": 2, "sha256": "f" * 64}},
+        {"model.safetensors": {"size": 3, "sha256": "f" * 64}},
+        WEIGHTS | {f"f{n}": {"size": 2, "sha256": "f" * 64} for n in range(MAX_FILES)},
+        WEIGHTS | {"../config.json": {"size": 2, "sha256": "f" * 64}},
+        WEIGHTS | {".lock": {"size": 2, "sha256": "f" * 64}},
+        WEIGHTS | {"config.json": {"size": -1, "sha256": "f" * 64}},
+        WEIGHTS | {"files.json": {"size": 1, "sha256": "f" * 64}},
+    ],
+)
+def test_a_list_that_cannot_be_is_refused(content: object) -> None:
+    text = content if isinstance(content, str) else json.dumps({"files": content})
+    with pytest.raises(WeightsError):
+        parse_list(text, name=NAME)

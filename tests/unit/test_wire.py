@@ -10,12 +10,14 @@ import msgpack
 import numpy as np
 import pytest
 import trees
+from wounds import HEADER, resealed
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
+from rlbuffer.wire import checksum
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 from rlbuffer.wire.metadata import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, decode_info, decode_infos, encode_info
 from rlbuffer.wire.payload import (
@@ -29,18 +31,10 @@ from rlbuffer.wire.payload import (
     payload_checksum,
 )
 
-HEADER = struct.Struct("<4sHHIIII")
-
 
 def rollout(**changes: Any) -> Rollout:
     base = make_group(size=1, lengths=[8]).rollouts[0]
     return replace(base, **changes)
-
-
-def resealed(data: bytes) -> bytes:
-    head, body = bytearray(data[:20]), data[24:]
-    struct.pack_into("<I", head, 16, len(data))
-    return bytes(head) + struct.pack("<I", zlib.crc32(body, zlib.crc32(bytes(head)))) + body
 
 
 def with_header(data: bytes, **changes: Any) -> bytes:
@@ -85,9 +79,13 @@ def test_another_number_of_arrays_is_refused(arrays: int) -> None:
     assert refusal(data) == f"invalid rollout payload: {arrays} arrays in the header, others in the table"
 
 
-def test_a_gap_that_is_not_zero_is_refused() -> None:
-    data = bytearray(encode_rollout(rollout(columns={"x": np.zeros(8, np.uint8), "y": np.zeros((8, 0))}, text="abc")))
-    at = HEADER.size + HEADER.unpack_from(bytes(data))[3]
+@pytest.mark.parametrize("where", ["details", "tokens", "marks", "column"])
+def test_a_gap_that_is_not_zero_is_refused(where: str) -> None:
+    columns = {"x": np.zeros(9, np.uint8), "y": np.zeros(9)}
+    data = bytearray(encode_rollout(replace(make_group(size=1, lengths=[9]).rollouts[0], columns=columns)))
+    details = HEADER.size + HEADER.unpack_from(bytes(data))[3]
+    tokens = details + -details % 8
+    at = {"details": details, "tokens": tokens + 36, "marks": tokens + 40 + 9, "column": len(data) - 8 * 9 - 7}[where]
     assert at % 8
     data[at] = 1
     assert refusal(resealed(bytes(data))) == "payload has bytes between its arrays"
@@ -365,3 +363,20 @@ def test_a_rollout_is_read_of_all_of_its_sequences_in_order_and_of_nothing_else(
     assert [*decode_rollouts(damaged)] == [None, second]
     lost = [*its[: count - 1], None, *its[count:]]
     assert [*decode_rollouts(lost)] == [None, second]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes(24),
+        np.arange(3000, dtype=np.float32).reshape(30, 100),
+        np.array([True, False]),
+        np.array(7),
+        memoryview(bytes(range(256)) * 500)[3:],
+    ],
+    ids=["no bytes", "a header", "a column", "a mask", "a scalar", "a part of a message"],
+)
+@pytest.mark.parametrize("start", [0, 1, 0xFFFFFFFF])
+def test_the_checksum_is_crc32_over_all_that_the_wire_holds(data: object, start: int) -> None:
+    assert checksum.crc32(data, start) == zlib.crc32(memoryview(data).tobytes(), start)  # type: ignore[arg-type]
