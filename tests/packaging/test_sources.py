@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for base in (ROOT / "rlbuffer", ROOT / "cli") for path in sorted(base.rglob("*.py"))]
 
 
+@cache
+def nodes(path: Path) -> list[ast.Attribute | ast.Call | ast.ImportFrom]:
+    found = ast.walk(ast.parse(path.read_text()))
+    return [node for node in found if isinstance(node, ast.Attribute | ast.Call | ast.ImportFrom)]
+
+
 def test_nobody_imports_another_files_private_names() -> None:
     private = [
         f"{path}:{node.lineno}: {node.module}.{alias.name}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlbuffer")
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")
@@ -35,7 +42,7 @@ def test_nothing_draws_from_the_generators_of_the_process() -> None:
             continue
         draws += [
             f"{path}:{node.lineno}: {ast.unparse(node)}"
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes(path)
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name | ast.Attribute)
             and ast.unparse(node.value) in ("random", "np.random", "numpy.random", "torch.random")
@@ -43,7 +50,7 @@ def test_nothing_draws_from_the_generators_of_the_process() -> None:
         ]
         draws += [
             f"{path}:{node.lineno}: from {node.module}"
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes(path)
             if isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random")
         ]
     assert draws == []
@@ -59,7 +66,7 @@ def test_no_model_and_no_tokenizer_brings_code_of_its_own() -> None:
     """Nor does transformers ask on the terminal whether it may."""
     lacking = []
     for path in (*SOURCES, *sorted((ROOT / "docs" / "examples").glob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             if node.func.attr not in ("from_pretrained", "from_config"):
@@ -79,7 +86,7 @@ def test_nothing_is_pickled() -> None:
     calls = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr in {"load", "loads", "dump", "dumps", "Pickler", "Unpickler"}
         and isinstance(node.value, ast.Name)

@@ -25,16 +25,13 @@ def run(typed: Run) -> Run:
 
 # -- init --------------------------------------------------------------------------------------------------------------
 def test_init_writes_the_example_and_replaces_no_file(run: Run) -> None:
-    assert run("config", "init") == (0, "", "wrote rlbuffer.toml. Next: rlbuffer config check\n")
+    assert run("config", "init")[:2] == (0, "")
     assert Path("rlbuffer.toml").read_text() == run("config", "example")[1]
     Path("rlbuffer.toml").write_text("mine")
     code, out, err = run("config", "init")
-    assert (code, out) == (3, "")
-    assert err == "Error: rlbuffer.toml is there already: name another file, or move it away\n"
+    assert (code, out, "rlbuffer.toml is there already" in err) == (3, "", True)
     assert Path("rlbuffer.toml").read_text() == "mine"
-    assert (
-        run("config", "init", "other.toml")[2] == "wrote other.toml. Next: rlbuffer config check --config other.toml\n"
-    )
+    assert "rlbuffer config check --config other.toml" in run("config", "init", "other.toml")[2]
     assert run("config", "check", "--config", "other.toml")[0] == 0
     assert "cannot write no/folder.toml: No such file or directory" in run("config", "init", "no/folder.toml")[2]
 
@@ -44,15 +41,12 @@ def test_a_setting_is_explained_with_its_value_and_where_that_comes_from(run: Ru
     Path("rlbuffer.toml").write_text(f"[batcher]\nmin_group_size = 4\n{WORKER}group_size = 8\n")
     code, out, err = run("config", "explain", "batcher.min_group_size")
     assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    name, *said = out.splitlines()
+    assert (name, [line.split()[0] for line in said[1:]]) == (
         "batcher.min_group_size",
-        "  Rollouts with which a group may still be trained after the timeout.",
-        "  values    integer, from 1",
-        "  default   1",
-        "  value     4   (rlbuffer.toml:2)",
-        "  variable  RLBUFFER_BATCHER__MIN_GROUP_SIZE",
-        "  checked   A worker's group_size is at least 2, and the min_group_size of its env   (group-size)",
-    ]
+        ["values", "default", "value", "variable", "checked"],
+    )
+    assert all(word in out for word in ("from 1", "4   (rlbuffer.toml:2)", "RLBUFFER_BATCHER__MIN_GROUP_SIZE"))
     for key in ("worker.a.group_size", "worker.NAME.group_size"):
         assert "  value     worker.a.group_size = 8   (rlbuffer.toml:5)" in run("config", "explain", key)[1]
     assert "value" not in run("config", "explain", "worker.b.group_size")[1].replace("  values ", "")
@@ -61,16 +55,11 @@ def test_a_setting_is_explained_with_its_value_and_where_that_comes_from(run: Ru
 def test_the_last_part_of_a_name_is_enough_where_it_is_unique(run: Run) -> None:
     assert run("config", "explain", "lookahead")[1].startswith("batcher.lookahead\n")
     code, out, err = run("config", "explain", "gpus")
-    assert (code, out) == (3, "")
-    assert err == (
-        "Error: 'gpus' is the last part of several settings: trainer.gpus, worker.NAME.gpus, score.NAME.gpus. "
-        "Write one of them.\n"
-    )
-    code, out, err = run("config", "explain", "batcher.max_agee")
-    assert (code, err) == (3, "Error: batcher.max_agee is not a setting. Did you mean batcher.max_age?\n")
-    assert "Did you mean " in run("config", "explain", "trainer.max_agee")[2]
-    assert "Did you mean batcher?" in run("config", "explain", "batch")[2]
-    assert "Did you mean batcher.lookahead?" in run("config", "explain", "lookahed")[2]
+    assert (code, out, "trainer.gpus, worker.NAME.gpus, score.NAME.gpus" in err) == (3, "", True)
+    meant = {"batcher.max_agee": "batcher.max_age?", "trainer.max_agee": "", "batch": "batcher?"}
+    for written, name in (meant | {"lookahed": "batcher.lookahead?"}).items():
+        code, _, err = run("config", "explain", written)
+        assert (code, f"Did you mean {name}" in err) == (3, True)
     assert "`rlbuffer config show` lists all settings." in run("config", "explain", "qqqqqq")[2]
 
 

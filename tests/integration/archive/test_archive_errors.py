@@ -1,9 +1,10 @@
-"""What is wrong with an archive, word for word."""
+"""What is wrong with an archive, said of its file, step or rollout."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,10 @@ def archive(run: Run, tmp_path: Path) -> Archive:
 
 
 def test_what_is_not_there(archive: Archive) -> None:
-    with pytest.raises(NotFound) as step:
+    with pytest.raises(NotFound, match="no step 7"):
         next(archive.rollouts(7))
-    assert str(step.value) == f"the archive {archive.folder} has no step 7"
-    with pytest.raises(NotFound) as settings:
+    with pytest.raises(NotFound, match="revision 9"):
         archive.settings(9)
-    assert str(settings.value) == f"the archive {archive.folder} has no settings of revision 9"
     assert archive.settings(1)["config"] == '{"max_age": 4}'
 
 
@@ -56,13 +55,11 @@ def test_a_file_that_is_torn_or_of_another_format_is_neither_read_nor_added_to(a
         other = {**table.schema.metadata, FORMAT_KEY: str(number).encode()}
         pq.write_table(table.replace_schema_metadata(other), file)
         for use in (lambda: Archive(archive.folder).steps, lambda: ArchiveWriter(archive.folder, archive.run)):
-            with pytest.raises(ArchiveError) as refused:
+            with pytest.raises(ArchiveError, match=f"{re.escape(str(file))} is of format {number}, .* format 3"):
                 use()
-            assert str(refused.value) == f"{file} is of format {number}, and this version reads format 3"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ArchiveError) as torn:
+    with pytest.raises(ArchiveError, match=f"{re.escape(str(file))} cannot be read: "):
         _ = Archive(archive.folder).steps
-    assert str(torn.value).startswith(f"{file} cannot be read: ")
 
 
 def test_what_a_writer_that_died_has_left_is_swept_and_written_again(run: Run, archive: Archive) -> None:
@@ -92,9 +89,8 @@ def test_an_archive_without_pyarrow_says_what_to_install(monkeypatch: pytest.Mon
     for name in [name for name in sys.modules if name.startswith("rlbuffer.archive")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=r"pip install 'rlbuffer\[archive\]'"):
         importlib.import_module("rlbuffer.archive")
-    assert str(refusal.value) == "archives and Parquet files need pyarrow: pip install 'rlbuffer[archive]'"
 
 
 def payload() -> bytes:
@@ -154,7 +150,6 @@ def test_a_leader_that_has_lost_the_lead_writes_nothing_more(run: Run, tmp_path:
     with pytest.raises(ValueError, match="lost"), archiving:
         raise ValueError("the lead is lost")
     writer = ArchiveWriter(folder, run.store.run, archiving._check)
-    with pytest.raises(LeaseLost) as lost:
+    with pytest.raises(LeaseLost, match="another batcher leads this run"):
         copy_steps(run.store, writer, unwritten(run.store, writer))
-    assert str(lost.value) == "another batcher leads this run, and writes its archive"
     assert list(folder.iterdir()) == []
