@@ -40,7 +40,7 @@ from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.process.logs import fields
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.heartbeats import Process, processes, worker_problems
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Look
@@ -52,8 +52,6 @@ BURST_SECONDS = 0.002
 """Time that a turn leaves to what is pushed together with what woke it: another look costs less than another turn."""
 KINDS = ("worker", "scorer", "rank")
 """Processes whose heartbeats the leader looks at, once a second."""
-WAITS_FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
-"""While an operator drains the run, none of these is worth a word."""
 
 
 class Tenure:
@@ -209,7 +207,7 @@ class Leadership:
             return
         self._is_idle = True
         why = self._end_of(trainer) or decision.why
-        is_draining = self._wishes.is_draining and why is not None and why.kind in WAITS_FOR_GROUPS
+        is_draining = self._wishes.is_draining and why is not None and why.kind in FOR_GROUPS
         self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
 
     def _end_of(self, trainer: Attempt) -> Waiting | None:

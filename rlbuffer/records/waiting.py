@@ -54,6 +54,8 @@ NORMAL = frozenset(
 """Nobody need do anything unless a problem stands beside it."""
 FINAL = frozenset({Wait.STOPPED, Wait.ENDED, Wait.FAILED})
 """True although no batcher is at work."""
+FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
+"""Of a step for more groups: while an operator drains the run, none of these is worth a word."""
 
 
 def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
