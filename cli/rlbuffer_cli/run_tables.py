@@ -74,6 +74,7 @@ def _of_state(
 ENVS = View(
     name="envs",
     press="v",
+    answers="Who gets which share of the tokens, against its target?",
     read=_of_state(env_rows, lambda row: (row.name,)),
     key=lambda row: row.env.name,
     record=lambda row: {"schema": "rlbuffer.env/1", **asdict(row.env)},
@@ -218,6 +219,7 @@ def _groups_of(row: ProcessRow) -> Target | None:
 PROCESSES = View(
     name="processes",
     press="w",
+    answers="Who lives, at which version, and what failed last?",
     read=_of_state(process_rows, lambda row: (row.title, row.process.env)),
     key=lambda row: row.title,
     record=lambda row: {
@@ -244,6 +246,7 @@ PROCESSES = View(
 PROBLEMS = View(
     name="problems",
     press="!",
+    answers="What must somebody cure, and how?",
     read=_of_state(lambda state: state.problems, lambda problem: (str(problem), problem.kind)),
     key=lambda problem: " ".join(filter(None, problem.key)),
     record=lambda problem: {"schema": "rlbuffer.problem/1", **problem.record(), "sentence": str(problem)},

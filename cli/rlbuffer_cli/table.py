@@ -89,6 +89,8 @@ class View:
     """All that is known of an item, where that is more than its row."""
     press: str = ""
     """The key that shows it in the browser."""
+    answers: str = ""
+    """The questions that it answers, for the page of keys."""
     filter_help: str = ""
     empty: str = ""
     """What stands where nothing is."""

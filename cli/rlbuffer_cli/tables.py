@@ -133,6 +133,7 @@ def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
 
 GROUPS = View(
     name="groups",
+    answers="Who waits for whom? Which env has what, and how old is it? Which groups are there?",
     read=lambda run, where, most: group_rows(run.groups(where, most)),
     key=lambda row: row.view.group_id,
     record=lambda row: group_record(row.view),
@@ -311,6 +312,7 @@ def step_record(header: StepHeader) -> dict[str, Any]:
 STEPS = View(
     name="steps",
     press="t",
+    answers="What did a step train on, on which rank, and why was it closed?",
     read=_read_steps,
     key=lambda row: str(row.header.step),
     record=lambda row: step_record(row.header),

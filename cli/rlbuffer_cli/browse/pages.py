@@ -20,14 +20,12 @@ from rlbuffer_cli.tables import VIEWS
 from rlbuffer_cli.text import as_json, broken
 
 VIEW_KEYS = "".join(f"{view.press:<4}{view.name:<14}" for view in VIEWS.values() if view.press).rstrip()
+ANSWERS = "\n".join(f"  {view.name:<10} {view.answers}" for view in VIEWS.values())
 HELP = f"""
 What each screen answers
-  groups     Who waits for whom? Which env has what, and how old is it? Which groups are there?
+{ANSWERS}
   group      Do its rollouts differ, and which of them are good? Why was it dropped?
   rollout    What did the model write, how sure was it, which tokens are trained, and with what credit?
-  steps      What did a step train on, on which rank, and why was it closed?
-  processes  Who lives, at which version, and what failed last?
-  envs, problems   Shares against their targets; what somebody must cure, and how.
 
 Keys
   arrows j k  move            enter      open               esc    back, no filter
