@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rlbuffer.client.details import view_of
 from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import list_details, list_groups
 from rlbuffer.client.views import (
@@ -19,10 +20,11 @@ from rlbuffer.client.views import (
     StepView,
     dropped_view,
     left_out_in_words,
-    logprob_mean,
     step_view,
 )
 from rlbuffer.errors import ArchiveError, NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.group import infos_of
+from rlbuffer.records.info import RolloutInfo, RolloutNumbers, folded
 from rlbuffer.records.states import State
 
 if TYPE_CHECKING:
@@ -201,23 +203,16 @@ def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> R
         rollout = archived.rollout
     except PayloadError:
         rollout = None
-    return RolloutView(
-        rollout_id=row["rollout_id"],
-        reward=row["reward"],
-        rewards=row["rewards"],
-        advantage=row["advantage"],
-        length=sum(its["length"] for its in rows_of),
-        loss_tokens=sum(its["loss_tokens"] for its in rows_of),
-        prompt_tokens=row["prompt_tokens"],
-        min_version=min(its["min_version"] for its in rows_of),
-        max_version=max(its["max_version"] for its in rows_of),
-        is_truncated=row["is_truncated"],
+    info = infos_of([rollout])[0] if rollout is not None else folded([RolloutInfo(**_numbers(its)) for its in rows_of])
+    place = None if number is None else StepPlace(row["rank"], number)
+    return replace(
+        view_of(info, rollout, row["advantage"], row["step"], place),
         finish_reason=row["finish_reason"],
-        logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
         text=row["text"],
-        rollout=rollout,
-        step=row["step"],
-        place=None if number is None else StepPlace(row["rank"], number),
-        failure=None if rollout is None else rollout.failure,
         left_out=row.get("left_out") or "",
     )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that an archived sequence has."""
+    return {part.name: row[part.name] for part in fields(RolloutNumbers) if part.name in row}

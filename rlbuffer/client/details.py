@@ -25,7 +25,7 @@ from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, 
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, infos_of
-from rlbuffer.records.info import GroupInfo, RolloutInfo, folded
+from rlbuffer.records.info import GroupInfo, RolloutInfo, folded, numbers_of
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.state.text import several_ids
@@ -89,7 +89,7 @@ def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
     scored = tuple(info.reward for info, _ in pairs if info.reward is not None)
     return GroupDetail(
         view=replace(view, reward=fmean(scored), rewards=scored) if scored else view,
-        members=tuple(_view_of(info, rollout) for info, rollout in pairs),
+        members=tuple(view_of(info, rollout) for info, rollout in pairs),
         answer=pushes[0].answer if pushes else None,
         metadata=pushes[0].metadata if pushes else {},
     )
@@ -123,7 +123,7 @@ def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator
     for rollout in filter(None, payload.decode_rollouts(payloads)):
         if rollout.rollout_id not in seen:
             seen.add(rollout.rollout_id)
-            yield replace(_view_of(infos_of([rollout])[0], rollout), left_out=reasons[rollout.rollout_id])
+            yield replace(view_of(infos_of([rollout])[0], rollout), left_out=reasons[rollout.rollout_id])
 
 
 def stand_ins(sources: GroupSource) -> list[PartRollout]:
@@ -163,29 +163,22 @@ def rollout_view(
         rollout = payload.decode_whole(payloads, infos)
     except PayloadError:
         rollout = None
-    return _view_of(folded(infos), rollout, refs[0].advantage if step is not None else None, step, place)
+    return view_of(folded(infos), rollout, refs[0].advantage if step is not None else None, step, place)
 
 
-def _view_of(
+def view_of(
     info: RolloutInfo,
     rollout: Rollout | None,
     advantage: float | None = None,
     step: int | None = None,
     place: StepPlace | None = None,
 ) -> RolloutView:
+    """A rollout at its place, with its payload where it is there."""
     return RolloutView(
-        rollout_id=info.rollout_id,
-        reward=info.reward,
-        rewards=info.rewards,
+        **numbers_of(info),
         advantage=trained_advantage(advantage, rollout.columns, rollout.loss_mask)
         if advantage is not None and rollout is not None
         else advantage,
-        length=info.length,
-        loss_tokens=info.loss_tokens,
-        prompt_tokens=info.prompt_tokens,
-        min_version=info.min_version,
-        max_version=info.max_version,
-        is_truncated=info.is_truncated,
         finish_reason=rollout.finish_reason if rollout is not None else "",
         logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
         text=rollout.text if rollout is not None else None,

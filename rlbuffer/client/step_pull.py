@@ -256,6 +256,7 @@ def _samples(
             sequences=ref.sequences,
             rollout=ref.number,
             rollout_loss_tokens=ref.rollout_loss_tokens,
+            info=ref.info,
         )
         for item, ref in ((item, rollouts[item]) for item in items)
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.failure import Failure
+from rlbuffer.records.info import RolloutNumbers, own_numbers
 from rlbuffer.records.rollout import Rollout, TokenArrays, TokenSequence
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
@@ -89,20 +90,11 @@ class SharedBeginning(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutView:
+class RolloutView(RolloutNumbers):
     """One rollout of a group, or one of its sequences; `rollout` is its payload, None when it is gone or damaged."""
 
-    rollout_id: str
-    reward: float | None
-    rewards: Mapping[str, float]
     advantage: float | None
     """None until packed."""
-    length: int
-    loss_tokens: int
-    prompt_tokens: int
-    min_version: int
-    max_version: int
-    is_truncated: bool
     finish_reason: str
     logprob_mean: float | None
     """Mean over trained tokens; None without a payload."""
@@ -144,12 +136,8 @@ class RolloutView:
         values = {f.name: getattr(its, f.name) for f in fields(TokenSequence)}
         return replace(
             self,
+            **own_numbers(whole, its),
             rollout_id=name,
-            length=len(its.tokens),
-            loss_tokens=int(np.count_nonzero(its.loss_mask)),
-            prompt_tokens=its.prompt_tokens,
-            min_version=min(its.version_spans).policy_version,
-            max_version=max(its.version_spans).policy_version,
             logprob_mean=logprob_mean([its]),
             text=None if number else self.text,
             rollout=replace(whole, **values, rollout_id=name, text=None if number else whole.text, further=()),

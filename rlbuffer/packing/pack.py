@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.columns import trained_advantage
+from rlbuffer.records.group import infos_of
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
@@ -58,10 +60,11 @@ def pack(
     if not np.isfinite(values).all():
         worst = int(np.argmin(np.isfinite(values)))
         raise PackingError(f"pack: the advantage of rollout {worst} is {values[worst]}")
+    infos = infos_of(rollouts)
     items = [
-        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, place, number, advantage))
+        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, place, number, advantage, info))
         for place, (rollout, advantage) in enumerate(zip(rollouts, values.tolist(), strict=True))
-        for number, sequence in enumerate(rollout.sequences)
+        for number, (sequence, info) in enumerate(zip(rollout.sequences, infos[place].sequences, strict=True))
     ]
     if normalizers is None:
         normalizers = Normalizers(
@@ -81,7 +84,7 @@ def pack(
     return micro_batch
 
 
-def _sample(rollout: Rollout, place: int, number: int, advantage: float) -> Sample:
+def _sample(rollout: Rollout, place: int, number: int, advantage: float, info: RolloutInfo) -> Sample:
     sequence = rollout.sequences[number]
     return Sample(
         rollout_id=rollout.rollout_id,
@@ -100,4 +103,5 @@ def _sample(rollout: Rollout, place: int, number: int, advantage: float) -> Samp
         sequences=1 + len(rollout.further),
         rollout=place,
         rollout_loss_tokens=rollout.loss_tokens,
+        info=info,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Number(NamedTuple):
     """A number that a push says of each of its sequences."""
 
     name: str
-    """Of the field of :class:`RolloutInfo`."""
+    """Of the field of :class:`RolloutNumbers`."""
     code: str
     """``I`` | ``Q`` | ``B`` unsigned, ``d`` float."""
     most: float
@@ -66,8 +66,8 @@ NUMBERS = (
     Number("size", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: p[0]),
     Number("checksum", "I", 2**32 - 1, "first", lambda r, s, p: p[1]),
 )
-"""The numbers of a sequence, from the push to the pull: a further one is a line here, a field of :class:`RolloutInfo`,
-and the place that uses it."""
+"""The numbers of a sequence, from the push to the pull: a further one is a line here, a field of
+:class:`RolloutNumbers`, the next `SCHEMA` of rlbuffer/store/keys.py, and the place that uses it."""
 ROW = struct.Struct("<" + "".join(number.code for number in NUMBERS))
 """The numbers of a sequence, packed; the reward is 0.0 for none."""
 ROW_DTYPE = np.dtype([(n.name, {"I": "<u4", "Q": "<u8", "B": "u1", "d": "<f8"}[n.code]) for n in NUMBERS])
@@ -80,6 +80,16 @@ _FOLDS: Mapping[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.ma
 def row_of(rollout: Rollout, sequence: TokenSequence, payload: Sealed = (0, 0)) -> bytes:
     """The numbers of a sequence of a rollout as a :data:`ROW`."""
     return ROW.pack(*[number.of(rollout, sequence, payload) for number in NUMBERS])
+
+
+def own_numbers(rollout: Rollout, sequence: TokenSequence) -> dict[str, Any]:
+    """The numbers of a sequence that are not its rollout's, by name; of its payload nothing is known."""
+    return {n.name: n.of(rollout, sequence, (0, 0)) for n in NUMBERS if n.name not in ("reward", "flags")}
+
+
+def numbers_of(info: RolloutInfo) -> dict[str, Any]:
+    """The fields of :class:`RolloutNumbers`, by name."""
+    return {part.name: getattr(info, part.name) for part in fields(RolloutNumbers)}
 
 
 def sequences_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
@@ -105,8 +115,8 @@ numbers that a model gave in float32, differ by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInfo:
-    """One rollout as the batcher sees it."""
+class RolloutNumbers:
+    """What a push says of a rollout in numbers."""
 
     rollout_id: str
     """Unique in its group."""
@@ -134,6 +144,12 @@ class RolloutInfo:
     """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
     largest_token: int = 0
     """Largest token id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo(RolloutNumbers):
+    """One rollout as the batcher sees it."""
+
     failure: str = ""
     """Kind of the failure of an attempt that failed."""
     parts: tuple[RolloutInfo, ...] = ()

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.memory import empty
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
@@ -65,6 +66,8 @@ class Sample:
     """Number of the rollout in its step, from 0: the same on all ranks and for all of its sequences."""
     rollout_loss_tokens: int = 0
     """Trained tokens of the rollout, over all of its sequences, as planned."""
+    info: RolloutInfo | None = field(default=None, compare=False)
+    """Every number that its push said of it; None of a sample that is made by hand."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:

@@ -33,6 +33,8 @@ PART_ROW = np.dtype(
 sequences of the rollout and how many those are; the number of the rollout in the step, and what all of its sequences
 train; its advantage, its numbers, and the reward of
 its rollout."""
+_UNSAID = [name for name in ROW_DTYPE.names or () if name not in (*Announced._fields, "flags")]
+"""Numbers of a sequence that its payload does not say."""
 
 
 class Source(NamedTuple):
@@ -123,11 +125,11 @@ class PartRollouts(LazyRecords[PartRollout]):
     def _each(self) -> Iterator[PartRollout]:
         own = [name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}]
         columns = zip(*[self.table[name].tolist() for name in own], strict=True)
-        its = zip(self.table[["source", "largest_token"]].tolist(), columns, self.announced, strict=True)
-        for (source, largest), values, announced in its:
+        its = zip(self.table[["source", *_UNSAID]].tolist(), columns, self.announced, strict=True)
+        for (source, *unsaid), values, announced in its:
             yield PartRollout(
                 **dict(zip(own, values, strict=True)),
-                info=RolloutInfo(largest_token=largest, **announced._asdict()),
+                info=RolloutInfo(**dict(zip(_UNSAID, unsaid, strict=True)), **announced._asdict()),
                 **self._sources[source]._asdict(),
             )
 
