@@ -16,6 +16,7 @@ from rlbuffer.packing import further_columns
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import register_column
 from rlbuffer.packing.pack import pack
+from rlbuffer.records.group import infos_of
 from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
@@ -56,7 +57,8 @@ def one(rows: Any, items: Any, **options: Any) -> MicroBatch:
 
 
 def test_pack_lays_rollouts_end_to_end_with_positions_targets_and_boundaries() -> None:
-    packed = pack([make_rollout(3), make_rollout(2, first=20)], [2.0, -1.0], row_tokens=8)
+    rollouts = [make_rollout(3), make_rollout(2, first=20)]
+    packed = pack(rollouts, [2.0, -1.0], row_tokens=8)
     assert packed.input_ids.tolist() == [10, 11, 12, 20, 21]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert packed.cu_seqlens.tolist() == [0, 3, 5]
@@ -70,6 +72,7 @@ def test_pack_lays_rollouts_end_to_end_with_positions_targets_and_boundaries() -
     assert packed.adapter_tokens == {"": 5}
     assert not packed.is_dummy
     assert [s.policy_versions for s in packed.samples] == [(3, 3), (3, 3)]
+    assert [s.info for s in packed.samples] == [*infos_of(rollouts)]
 
 
 def test_padding_is_a_masked_segment_of_its_own() -> None:

@@ -7,7 +7,7 @@ import struct
 import tracemalloc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,13 @@ from store_runs import Run, plan_of
 from wounds import resealed
 
 from rlbuffer.client import step_pull
+from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.packing import assembly
 from rlbuffer.packing.planner import redeal
 from rlbuffer.records.group import Group
+from rlbuffer.records.info import RolloutNumbers, numbers_of
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
@@ -343,3 +345,15 @@ def test_a_step_costs_a_rank_one_copy_of_it(run: Run) -> None:
     assert sum(micro_batch.length for step in kept for micro_batch in step) == STEPS * ROLLOUTS * TOKENS
     assert grown <= 1.3 * size * (STEPS - 1)  # blocks are a quarter larger at most, so that the next step fits, too
     assert peak <= grown + 1.3 * size
+
+
+def test_every_number_of_a_push_stands_in_the_sample_and_in_the_view(run: Run) -> None:
+    run.push("a.0", size=4)
+    info = run.pool()[0].info
+    assert info is not None
+    committed(run)
+    samples = {sample.rollout_id: sample.info for micro_batch in pull(run) for sample in micro_batch.samples}
+    views = {member.rollout_id: member for member in find_group(run.store, "a.0").members}
+    for pushed in info.rollouts:
+        for found in (samples[pushed.rollout_id], views[pushed.rollout_id]):
+            assert {f.name: getattr(found, f.name) for f in fields(RolloutNumbers)} == numbers_of(pushed)
