@@ -18,7 +18,7 @@ SOURCES = [
     Source("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
     Source("g:a.0:w.2", "a.0", "a", "lora", "p", 4, "w", 18),
 ]
-NUMBERS = {
+NUMBERS = dict.fromkeys(ROW_DTYPE.names or (), 1) | {
     "length": 9,
     "prompt_tokens": 2,
     "loss_tokens": 7,

@@ -14,7 +14,7 @@ from wounds import HEADER, resealed
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import ROW, RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import checksum
@@ -206,12 +206,13 @@ def test_metadata_of_a_rollout_above_4_mib_is_refused_with_a_place_to_put_it() -
 
 def test_metadata_of_exactly_64_kib_is_written_and_read_and_one_byte_more_is_neither() -> None:
     info = make_group(size=1).info()
-    rows = tuple(replace(info.rollouts[0], rollout_id=f"{i:0160d}") for i in range(304))
+    fit = (MAX_METADATA_BYTES - 60) // (ROW.size + 162)  # two bytes stand before an id of 160
+    rows = tuple(replace(info.rollouts[0], rollout_id=f"{i:0160d}") for i in range(fit))
 
     def padded(characters: int) -> bytes:
         return encode_info(replace(info, planned_size=400, rollouts=rows, prompt_id="p" * characters))
 
-    most = next(n for n in range(40, 256) if len(padded(n)) == MAX_METADATA_BYTES)
+    most = next(n for n in range(257) if len(padded(n)) == MAX_METADATA_BYTES)
     assert decode_info(padded(most)).prompt_id == "p" * most
     with pytest.raises(InvalidRollout, match="metadata of 65537 bytes is above the limit of 65536"):
         padded(most + 1)
