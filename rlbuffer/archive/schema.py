@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-ARCHIVE_FORMAT = 3
+ARCHIVE_FORMAT = 4
 """Grows when a file's columns change their meaning; every other one is refused."""
 FORMAT_KEY, RUN_KEY = b"rlbuffer.archive", b"rlbuffer.run"
 """In each file's metadata: the format, and the name of the run."""

@@ -10,7 +10,7 @@ import re
 
 from rlbuffer.errors import ConfigError
 
-SCHEMA = 5
+SCHEMA = 6
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
 SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")

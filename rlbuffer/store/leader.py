@@ -34,6 +34,7 @@ from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import BLOCK_SECONDS, entries, raise_first, sound, text
 from rlbuffer.store.step_format import (
     check_numbers,
+    encoded_header,
     encoded_parts,
     header_record,
     left_out,
@@ -41,7 +42,6 @@ from rlbuffer.store.step_format import (
 )
 from rlbuffer.store.viewer import heartbeats_of, seconds_of, sources_of, tombstone_ms, tombstone_steps
 from rlbuffer.wire import payload
-from rlbuffer.wire.bounded_msgpack import pack
 
 SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
@@ -278,7 +278,7 @@ class LeaderStore(TicketStore):
         record = header_record(planned, meta, waiting_for_version, columns)
         record |= left_out(planned, self.keys.payload_prefix)
         check_numbers(record, plan)
-        header = pack(record)
+        header = encoded_header(record)
         parts = [*encoded_parts(planned, self.keys.payload_prefix)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.

@@ -1,7 +1,8 @@
 """A step as it is stored: a header, a part per planned rank, and the digest that chains them to the step before.
 
-Both are msgpack with fixed field order, so that the same step is always the same bytes. The digest and the time of the
-commit stand beside the header, not in it: one is computed from it, the other is the server's.
+Both are msgpack with fixed field order, so that the same step is always the same bytes, and a CRC-32: a rank reads its
+own part alone, and the digest is over all of them. The digest and the time of the commit stand beside the header, not
+in it: one is computed from it, the other is the server's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source, StepPar
 from rlbuffer.store.planned import Planned, numbered
 from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.wire import payload
+from rlbuffer.wire.bounded_msgpack import pack
+from rlbuffer.wire.checksum import sealed, unsealed
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
@@ -183,19 +186,18 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
         order = [*chain.from_iterable(chain.from_iterable(its_rows))]
         its = table.take(order, axis=0).view(PART_ROW).reshape(-1)
         sources, its["source"] = numbered(its["source"].astype(np.int64))
-        yield _ENCODER.encode(
-            _Part(
-                step=plan.step,
-                rank=rank,
-                row_tokens=layout.row_tokens,
-                rows_per_micro_batch=layout.rows_per_micro_batch,
-                sources=[packed[source] for source in sources.tolist()],
-                rollouts=its.tobytes(),
-                ids=[ids[i] for i in order] if own_ids else None,
-                rewards=[dict(named[i]) for i in order] if any(named) else None,
-                rows=[[len(row) for row in rows] for rows in its_rows],
-            )
+        part = _Part(
+            step=plan.step,
+            rank=rank,
+            row_tokens=layout.row_tokens,
+            rows_per_micro_batch=layout.rows_per_micro_batch,
+            sources=[packed[source] for source in sources.tolist()],
+            rollouts=its.tobytes(),
+            ids=[ids[i] for i in order] if own_ids else None,
+            rewards=[dict(named[i]) for i in order] if any(named) else None,
+            rows=[[len(row) for row in rows] for rows in its_rows],
         )
+        yield sealed(_ENCODER.encode(part))
 
 
 def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
@@ -204,10 +206,16 @@ def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
     return Source(entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *of_info, entry.pushed_ms)
 
 
+def encoded_header(record: Mapping[str, Any]) -> bytes:
+    """A header's bytes; what is in it has been checked."""
+    return sealed(pack(record))
+
+
 def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
     """Returns the header, and the age limits per env that held when it was committed."""
+    packed = unsealed(data, "step header")
     try:
-        record = payload.loads(data, limit=MAX_STEP_BYTES)
+        record = payload.loads(packed, limit=MAX_STEP_BYTES)
         limits = dict(record.pop("age_limits"))
         record.setdefault("sequences", record["rollouts"])
         group_ids = tuple(record.pop("group_ids"))
@@ -236,8 +244,9 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
 
 def decode_part(data: bytes, prefix: str = "") -> StepPart:
     """A part as the reader wants it; `prefix` is that of the run's payload keys."""
+    packed = unsealed(data, "step part")
     try:
-        part = _PARTS.decode(data)
+        part = _PARTS.decode(packed)
         table = np.frombuffer(part.rollouts, PART_ROW)
         _check_part(part, table)
     except (msgspec.MsgspecError, ValueError) as error:

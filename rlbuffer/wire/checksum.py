@@ -6,7 +6,22 @@ else.
 
 from __future__ import annotations
 
+from rlbuffer.errors import PayloadError
+
 try:
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
+
+
+def sealed(data: bytes) -> bytes:
+    """`data` with its checksum behind it, in 4 bytes."""
+    return data + crc32(data).to_bytes(4, "big")
+
+
+def unsealed(data: bytes, what: str) -> bytes:
+    """The bytes before their checksum. Raises PayloadError: `what` they are is damaged."""
+    its, expected = data[:-4], int.from_bytes(data[-4:], "big")
+    if (actual := crc32(its)) != expected:
+        raise PayloadError(f"{what} is damaged: checksum {actual:08x}, expected {expected:08x}")
+    return its

@@ -42,7 +42,7 @@ from rlbuffer.records.info import (
     records_of,
     totals_of,
 )
-from rlbuffer.wire.checksum import crc32
+from rlbuffer.wire.checksum import sealed, unsealed
 
 if TYPE_CHECKING:
     from rlbuffer.records.group import Group
@@ -141,10 +141,9 @@ def encode_metadata(
     if failed:
         kind, values = _PushWithFailures, [*values, failed]
     try:
-        data = _ENCODE(kind(*values))
+        data = sealed(_ENCODE(kind(*values)))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRollout(f"group {group.group_id}: metadata {error}") from None
-    data += struct.pack(">I", crc32(data))
     if len(data) > MAX_METADATA_BYTES:
         raise InvalidRollout(
             f"group {group.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
@@ -180,11 +179,10 @@ def _read(data: Any) -> _Push | PayloadError:
         return PayloadError(f"expected bytes, got {type(data).__name__}")
     if len(data) > MAX_METADATA_BYTES:
         return PayloadError(f"metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES}")
-    packed, checksum = data[:-4], int.from_bytes(data[-4:], "big")
-    if (actual := crc32(packed)) != checksum:
-        return PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {checksum:08x}")
     try:
-        push = _DECODE(packed)
+        push = _DECODE(unsealed(data, "metadata"))
+    except PayloadError as error:
+        return error
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         return PayloadError(f"invalid metadata: {error}")
     if len(push.rows) % ROW.size:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -25,12 +27,14 @@ from rlbuffer.store.step_format import (
     age_limit,
     decode_header,
     decode_part,
+    encoded_header,
     encoded_parts,
     header_record,
     step_digest,
 )
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
+from rlbuffer.wire.checksum import sealed
 
 PAYLOAD_KEYS = {"push": {"stored", "payload"}, "pin": {"key"}}
 """Script -> what it calls the payload keys that it touches."""
@@ -177,7 +181,7 @@ def parts_of(plan: StepPlan, entries: dict[str, PoolEntry]) -> list[bytes]:
 
 def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
     plan, entries = planned()
-    data = payload.dumps(header_record(Planned(plan, entries), meta(), None, {}))
+    data = encoded_header(header_record(Planned(plan, entries), meta(), None, {}))
     header, limits = decode_header(data, digest="x", committed_ms=5)
     assert (header.step, header.epoch, header.previous_digest, header.digest, header.committed_ms) == (
         3,
@@ -288,21 +292,34 @@ def test_digest_tells_apart_every_piece_and_where_it_ends(previous, header, part
     assert step_digest(previous, header, parts) != step_digest("p", b"h", [b"ab", b"c"])
 
 
-def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
+def whole_step() -> list[tuple[bytes, Callable[[bytes], object]]]:
+    """Header and parts of a step, each with what decodes it."""
     plan, entries = planned()
-    dice = random.Random(0)
-    whole = [
-        payload.dumps(header_record(Planned(plan, entries), meta(), None, {})),
-        *parts_of(plan, entries),
-    ]
-    refused = 0
+    header = encoded_header(header_record(Planned(plan, entries), meta(), None, {}))
+    decode = partial(decode_header, digest="", committed_ms=0)
+    return [(header, decode), *((part, decode_part) for part in parts_of(plan, entries))]
+
+
+def test_every_changed_bit_of_a_header_and_of_a_part_is_noticed():
+    for data, decode in whole_step():
+        decode(data)
+        for bit in range(8 * len(data)):
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(PayloadError, match="is damaged: checksum"):
+                decode(bytes(changed))
+
+
+def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
+    """Behind a checksum that is right, too: anybody may write there."""
+    dice, step, refused = random.Random(0), whole_step(), 0
     for _ in range(3000):
-        data = bytearray(dice.choice(whole))
+        whole, decode = dice.choice(step)
+        data = bytearray(whole[:-4])
         for _ in range(dice.randint(1, 4)):
             data[dice.randrange(len(data))] = dice.randrange(256)
-        for decode in (lambda d: decode_header(d, digest="", committed_ms=0), decode_part):
-            try:
-                decode(bytes(data))
-            except PayloadError:
-                refused += 1
-    assert refused > 3000
+        try:
+            decode(sealed(bytes(data)))
+        except PayloadError:
+            refused += 1
+    assert refused > 1500

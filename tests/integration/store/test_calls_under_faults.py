@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,10 +24,11 @@ from store_call_rows import ROWS, Row, calls_of
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import RlbufferError, ServerUnreachable
+from rlbuffer.errors import PayloadError, RlbufferError, ServerUnreachable
 from rlbuffer.store.server.address import is_cluster
 from rlbuffer.store.session import open_store
 from rlbuffer.store.viewer import Viewer
+from rlbuffer.wire.checksum import unsealed
 
 TIMES = re.compile(
     r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
@@ -163,5 +165,8 @@ def shape(value: Any, run: Run) -> Any:
         return {shape(key, run): shape(item, run) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shape(item, run) for item in value]
+    if isinstance(value, bytes):
+        with suppress(PayloadError):
+            value = unsealed(value, "")  # the checksum is over clocks, too
     text = value.decode("latin-1") if isinstance(value, bytes) else repr(value)
     return TIMES.sub("T", text.replace(run.store.run, "RUN"))

@@ -9,6 +9,7 @@ from store_runs import Run
 
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
+from rlbuffer.wire.checksum import sealed, unsealed
 
 pytest_plugins = ("store_fixtures",)
 
@@ -59,8 +60,8 @@ def _rewrite(run: Run, entry_id: str, **fields: bytes | str | None) -> None:
 
 def _header(run: Run, step: int, /, **changes: object) -> None:
     fields = dict(run.client.xrange(run.store.keys.steps, f"{step}-0", f"{step}-0")[0][1])
-    record = {**payload.loads(fields[b"header"], limit=2**20), **changes}
-    _rewrite(run, f"{step}-0", header=payload.dumps(record))
+    record = {**payload.loads(unsealed(fields[b"header"], "header"), limit=2**20), **changes}
+    _rewrite(run, f"{step}-0", header=sealed(payload.dumps(record)))
 
 
 def _same_rollouts_again(run: Run) -> None:

@@ -13,6 +13,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.store.verify.verify import verify
+from rlbuffer.wire.checksum import sealed
 
 pytest_plugins = ("store_fixtures",)
 
@@ -102,7 +103,7 @@ def test_verify_judges_an_adapter_by_its_own_age(served: Served) -> None:
     # Step 4 trains version 0 of y, or 1: by the run's own count it would be 3 versions old.
     assert verify(run.store).findings == ()
     entry_id, fields = run.client.xrange(run.store.keys.steps, "4-0", "4-0")[0]
-    older = fields[b"header"].replace(b"\xa7version\x01", b"\xa7version\x05")
+    older = sealed(fields[b"header"][:-4].replace(b"\xa7version\x01", b"\xa7version\x05"))
     assert older != fields[b"header"]
     run.client.xdel(run.store.keys.steps, entry_id)
     rest = run.client.xrange(run.store.keys.steps, "4-1", "4-9")
