@@ -189,15 +189,21 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if state["debug"] or isinstance(error, BrokenPipeError):
             raise
-        return _failure(error)
+        return _failure(error, state.get("sources", {}))
     return result if isinstance(result, int) else 0
 
 
-def _failure(error: Exception) -> int:
-    from rlbuffer.errors import RlbufferError
+def _failure(error: Exception, sources: Mapping[str, str]) -> int:
+    """Says it. `sources`: of the settings that were loaded before, each with its place."""
+    from rlbuffer.errors import ConfigError, RlbufferError
 
     if isinstance(error, RlbufferError):
-        say(f"Error: {error}", err=True)
+        place = ""
+        if isinstance(error, ConfigError) and error.setting and sources:
+            from rlbuffer.config.loading import located
+
+            place = located(sources, error.setting)
+        say(f"Error: {place}{error}", err=True)
         return error.exit_code
     if isinstance(error, OSError) and error.errno is not None:
         from rlbuffer.process.files import owner_of

@@ -174,9 +174,12 @@ class Given:
 
         self.check()
         loaded = load(self.config, flags={**self.flags(*parts), **(flags or {})}, parts=parts)
+        context = click.get_current_context()
+        if isinstance(context.obj, dict):
+            context.obj["sources"] = loaded.sources
         if parts:
             added = imports.make_importable(folders_of(loaded.file))
-            click.get_current_context().call_on_close(lambda: imports.forget(added))
+            context.call_on_close(lambda: imports.forget(added))
         for warning in loaded.warnings:
             say(f"Warning: {warning}", err=True)
         clear()

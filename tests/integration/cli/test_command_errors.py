@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from store_runs import Run
 
+from rlbuffer.errors import ConfigError
+from rlbuffer.run import members
 from rlbuffer.store.server.connection import Connection
 from rlbuffer_cli.commands import push as push_command
 from rlbuffer_cli.main import main
@@ -108,6 +110,17 @@ def test_a_command_that_cannot_be_carried_out_says_why(call: Call, arguments: st
     actual, said = call(*arguments.split())
     assert actual == code
     assert [word for word in words.format(home=Path.cwd() / "home").split() if word not in said] == [], said
+
+
+def test_a_setting_that_turns_out_wrong_later_is_told_with_its_place(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ConfigError("it is in use", setting="metrics.listen")
+
+    monkeypatch.setattr(members, "serve", refuse)
+    Path("listen.toml").write_text('[metrics]\nlisten = "127.0.0.1:1"\n')
+    assert call("serve", "--config", "listen.toml", "--display", "none") == (3, "Error: listen.toml:2  it is in use")
 
 
 def test_nobody_there_is_exit_code_4(call: Call) -> None:
