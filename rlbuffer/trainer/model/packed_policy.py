@@ -156,7 +156,9 @@ def prepare(
     reasons = []
     try:
         shape = logit_shape_of(model)
-    except PackedForwardError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (PackedForwardError, RuntimeError, ValueError, TypeError, IndexError) as error:
         raise PackedForwardError(f"{name} cannot be trained: {error}") from error
     for attention in ATTENTIONS[layout]:
         policy = PackedPolicy(model, attention=attention, layout=layout, shape=shape)

@@ -21,12 +21,12 @@ from rlbuffer.process.signals import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
-from rlbuffer.trainer.model.packed_policy import PackedPolicy
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.session import TrainerSession, device_of
 from rlbuffer.trainer.update.update import trained_tokens
-from rlbuffer.weights.model import build_model
+from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -55,6 +55,10 @@ def attend(tokens: int = 4, **options: Any) -> None:
         (lambda: trained_tokens(nn.Identity(), SimpleNamespace(loss_mask=torch.tensor([True]))), RlbufferError),
         (lambda: build_model(ModelSettings(), seed=0), ConfigError),
         (lambda: build_model(ModelSettings(path="x", config={"model_type": "qwen3"}), seed=0), ConfigError),
+        (lambda: model_from_config({**TINY_QWEN3, "model_type": "qwen99"}), ConfigError),
+        (lambda: model_from_config({**TINY_QWEN3, "vocab_size": "many"}), ConfigError),
+        (lambda: model_from_config({**TINY_QWEN3, "hidden_size": -1}), ConfigError),
+        (lambda: prepare(model_from_config({**TINY_QWEN3, "num_attention_heads": 3})), PackedForwardError),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_these_words(do: Callable[[], Any], error: type[Exception]) -> None:
