@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlbuffer.config.imports import load, refused
+from rlbuffer.config.imports import defined_at, failed_in, load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.info import FLAT_WITHIN
@@ -201,11 +201,11 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
             given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
             values = np.array(given, dtype=np.float64)
         except (Exception, SystemExit) as error:  # it is not our code
-            raise refused(setting, name, f"failed{for_whom}: {type(error).__name__}: {error}") from error
+            raise refused(setting, name, f"failed{for_whom}: {failed_in(own, error)}") from error
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"
             whole = plural(len(rewards), "rollout")
-            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}")
+            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}{defined_at(own)}")
         return values
 
     return checked

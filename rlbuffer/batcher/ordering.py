@@ -25,7 +25,7 @@ import numpy as np
 
 from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.imports import load, refused
+from rlbuffer.config.imports import failed_in, load, refused
 from rlbuffer.errors import InvalidRollout
 
 _SLACK = 64
@@ -102,7 +102,7 @@ def priority_of(group: Group, selector: Selector, rng: np.random.Generator, orde
             value = math.inf if answer > 0 else -math.inf
     except (Exception, SystemExit) as error:  # as above: it is not our code
         raise refused(
-            "batcher.order", order, f"failed for group {group.group_id}: {type(error).__name__}: {error}"
+            "batcher.order", order, f"failed for group {group.group_id}: {failed_in(selector, error)}"
         ) from error
     if not math.isfinite(value):
         raise InvalidRollout(f"batcher.order = {order!r} gave {value} for this group: it must be a finite number")

@@ -8,17 +8,20 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import rlbuffer
-from rlbuffer.config.imports import target
+from rlbuffer.config.imports import defined_at, target
 from rlbuffer.errors import ConfigError
 
 IMPORT_SECONDS = 120.0
 """Longest that all imports may take: torch from a cold network disk must fit."""
+MORE_SECONDS = 5.0
+"""Longest that each may take which comes after that; behind as many the process is killed."""
 
 
 class Asked(NamedTuple):
@@ -57,10 +60,10 @@ def wrong(asked: Sequence[Asked], folders: Sequence[str], python: Python | None 
     paths = filter(None, sys.path) if python is None else filter(None, [environment.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
-            [program, "-P", "-m", "rlbuffer.checks.imports"],
+            [program, "-P", "-m", "rlbuffer.checks.imports", str(IMPORT_SECONDS)],
             input=json.dumps(asked, default=str).encode(),
             capture_output=True,
-            timeout=IMPORT_SECONDS,
+            timeout=IMPORT_SECONDS + (1 + len(asked)) * MORE_SECONDS,
             check=False,
             env={**environment, "PYTHONPATH": os.pathsep.join([*paths, *folders])},
         )
@@ -90,12 +93,13 @@ def look(one: Asked) -> Iterator[Wrong]:
         named = target(one.path)
         if one.given is not None:
             for below, text, is_fatal in named(**one.given) or ():
-                yield Wrong(f"{setting}.{below}".rstrip("."), text, is_fatal)
+                yield Wrong(f"{setting}.{below}", f"{setting}.{below}: {text}", is_fatal)
             return
         if why := _misfit(named, one):
-            yield Wrong(setting, f"{setting} = {one.path!r} {why}{_defined_at(named)}")
+            yield Wrong(setting, f"{setting} = {one.path!r} {why}{defined_at(named)}")
     except ConfigError as error:
-        yield Wrong(f"{setting}.{error.setting}".rstrip("."), str(error))
+        below = f"{setting}.{error.setting}".rstrip(".")
+        yield Wrong(below, f"{below}: {error}")
     except ImportError as error:
         yield Wrong(setting, f"{setting} = {one.path!r} {error}")
 
@@ -114,16 +118,27 @@ def _misfit(named: Any, one: Asked) -> str:
     return f"is async: it is called with ({one.takes}), and nobody awaits it" if is_async else ""
 
 
-def _defined_at(named: Any) -> str:
-    """`` (FILE:LINE)`` of a function or class; "" where it has none."""
-    try:
-        return f" ({inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]})"
-    except (OSError, TypeError):
-        return ""
+def _end_by_errors(seconds: float) -> None:
+    """Has whatever takes longer than `seconds`, or would end this process, end by an error, which has a place: the
+    others are looked at then, a few seconds each."""
+    own, leave = os.getpid(), os._exit
+
+    def left(code: int) -> NoReturn:
+        if os.getpid() != own:  # a child of a module's
+            leave(code)
+        raise SystemExit(f"os._exit({code!r}) was called")
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    os._exit = left  # type: ignore[assignment]
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, MORE_SECONDS)
 
 
 def main() -> None:
     """The child: asked on stdin, it answers with its version and a line of JSON each on a stdout that modules lack."""
+    _end_by_errors(float(sys.argv[1]))
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         print(rlbuffer.__version__, file=answers, flush=True)

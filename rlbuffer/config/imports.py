@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -77,6 +78,20 @@ def place_of(error: BaseException) -> str:
         return f" ({error.filename}:{error.lineno})"
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def defined_at(named: Any) -> str:
+    """`` (FILE:LINE)`` of a function or class, of another object that of its class; "" where there is none."""
+    try:
+        code = named if inspect.isroutine(named) or isinstance(named, type) else type(named)
+        return f" ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
+def failed_in(named: Any, error: BaseException) -> str:
+    """What the user's own `named` has raised, and where; its beginning where what it gave is wrong."""
+    return f"{type(error).__name__}: {error}{place_of(error) or defined_at(named)}"
 
 
 def make_importable(folders: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.batcher.group import REWARD
-from rlbuffer.config.imports import load
+from rlbuffer.config.imports import defined_at, load, place_of
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import InvalidRollout, RewardFailed
 from rlbuffer.process.threads import in_thread
@@ -75,12 +75,12 @@ class RewardFunction:
         reward, named = await self._asked(rollout, group)
         missing = sorted(names - named.keys())
         if missing:
-            raise RewardFailed(f"rollout {rollout.rollout_id}: the function gave no reward named {', '.join(missing)}")
+            raise self._failed(rollout, f"the function gave no reward named {', '.join(missing)}")
         kept = rollout.reward if is_scored else reward
         try:
             return replace(rollout, reward=kept, rewards={**named, **rollout.rewards})
         except InvalidRollout as error:
-            raise RewardFailed(f"rollout {rollout.rollout_id}: {error}") from None
+            raise self._failed(rollout, str(error)) from None
 
     async def _asked(self, rollout: Rollout, group: Group) -> tuple[float, dict[str, float]]:
         try:
@@ -90,17 +90,21 @@ class RewardFunction:
                 else:
                     answer = await in_thread(lambda: self._function(rollout, group))
         except TimeoutError:
-            raise RewardFailed(f"rollout {rollout.rollout_id}: no reward within {self._timeout:g} s") from None
+            raise self._failed(rollout, f"no reward within {self._timeout:g} s") from None
         except Exception as error:  # the user's code: whatever it raises costs this group only
-            raise RewardFailed(f"rollout {rollout.rollout_id}: {type(error).__name__}: {error}") from error
+            raise self._failed(rollout, f"{type(error).__name__}: {error}", place_of(error)) from error
         try:
             named = {str(name): float(value) for name, value in answer.items()} if isinstance(answer, Mapping) else {}
             reward = named.pop(REWARD, sum(named.values())) if isinstance(answer, Mapping) else float(answer)
         except (TypeError, ValueError, OverflowError):
-            raise RewardFailed(f"rollout {rollout.rollout_id}: {shown(answer)} is no reward") from None
+            raise self._failed(rollout, f"{shown(answer)} is no reward") from None
         if not all(map(math.isfinite, [reward, *named.values()])):
-            raise RewardFailed(f"rollout {rollout.rollout_id}: {answer!r} is not finite")
+            raise self._failed(rollout, f"{answer!r} is not finite")
         return reward, named
+
+    def _failed(self, rollout: Rollout, why: str, place: str = "") -> RewardFailed:
+        """The error of a rollout that has no reward, with the place of what raised, else of the function."""
+        return RewardFailed(f"rollout {rollout.rollout_id}: {why}{place or defined_at(self._function)}")
 
 
 def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:

@@ -22,6 +22,7 @@ FILES = {
     "raising.py": "import os\nraise RuntimeError('no key')\ndef make(): ...\n",
     "misspelt.py": "from rlbuffer.worker.envs import Promptt\ndef make(): ...\n",
     "leaving.py": "import os\nos._exit(7)\n",
+    "endless.py": "n = 0\nwhile True:\n    n += 1\n",
     "bare/config.json": '{"model_type": "qwen3"}',
     "torn/config.json": '{"model_type": "qwen3", ',
     "torn/model.safetensors": "",

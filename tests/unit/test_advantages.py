@@ -138,6 +138,7 @@ def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mi
     with pytest.raises(ConfigError, match="for group g of env a") as error:
         ask(made)
     assert error.value.setting == "batcher.envs.a.advantage"
+    assert f"({__file__}:" in str(error.value)
     assert pending_tokens(made, "a") == 100  # nothing is dropped because of it
 
 

@@ -113,8 +113,9 @@ def test_a_selector_that_fails_stops_the_batcher_with_its_name(selectors, answer
     selectors.bad = answer
     made = batcher(order="selectors_of_a_test:bad")
     put(made, "g")
-    with pytest.raises(ConfigError, match=r"^batcher.order = 'selectors_of_a_test:bad' failed for group g"):
+    with pytest.raises(ConfigError, match=r"^batcher.order = 'selectors_of_a_test:bad' failed for group g") as caught:
         ask(made)
+    assert f"({__file__}:" in str(caught.value)
 
 
 @pytest.mark.parametrize(

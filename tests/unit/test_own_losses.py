@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,6 +69,7 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError) as error:
             value(name=f"bad_losses:{name}")
         assert f"'bad_losses:{name}' gave {given}" in str(error.value)
+        assert f"({__file__}:" in str(error.value)
 
 
 def test_a_loss_that_is_registered_is_held_to_the_same_shape() -> None:
@@ -84,7 +86,7 @@ def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: p
     monkeypatch.setitem(sys.modules, "flat_losses", module)
     policy = torch.tensor([0.5, 0.9], dtype=torch.float64, requires_grad=True)
     made, counts = replace(given(), logprobs=policy.log()), Normalizers(loss_tokens=2, rollouts=1, groups=1)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=re.escape(f"({__file__}:")):
         loss_of(made, LossChoice(name="flat_losses:detached"), counts, longest=1)
     loss_of(made, LossChoice(name="flat_losses:sapo"), counts, longest=1).backward()
     assert policy.grad is not None

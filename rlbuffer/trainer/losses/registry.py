@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config import losses
-from rlbuffer.config.imports import load, refused
+from rlbuffer.config.imports import defined_at, load, refused
 from rlbuffer.config.losses import Divisor, LossFacts, Options
 from rlbuffer.trainer.losses.selection import SCORES, Score
 from rlbuffer.trainer.losses.tokens import TrainedTokens
@@ -76,10 +76,11 @@ def _checked(own: TokenLoss, name: str) -> TokenLoss:
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
-            raise refused("trainer.loss.name", name, f"gave {what}: {requirement}")
+            raise refused("trainer.loss.name", name, f"gave {what}: {requirement}{defined_at(own)}")
         if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not given.requires_grad and given.any():
             requirement = "it must be computed from tokens.logprobs or tokens.ratio, not detached from them"
-            raise refused("trainer.loss.name", name, f"gave a tensor without a gradient: {requirement}")
+            what = f"a tensor without a gradient: {requirement}{defined_at(own)}"
+            raise refused("trainer.loss.name", name, f"gave {what}")
         return given
 
     return checked

@@ -62,6 +62,7 @@ def test_twenty_functions_and_envs_are_each_refused_where_they_are_named() -> No
     assert found.keys() == expected.keys() | {name for _, names in FUNCTIONS.values() for name in names}
     for setting, text in expected.items():
         assert text in f"{found[setting].level} {found[setting].text}"
+        assert found[setting].text.startswith(setting), "it names the setting"
     assert {"own", "lacking", "raising"} & sys.modules.keys() == set()
 
 
@@ -89,3 +90,15 @@ def test_a_module_that_ends_its_process_or_writes_on_stdout_is_named(capfd: pyte
     found = wrong(asked[:1], [str(Path.cwd())])
     assert [one.setting for one in found] == ["a"]  # it takes nothing, and would be given one argument
     assert capfd.readouterr().out == ""
+
+
+def test_modules_that_would_end_or_hold_the_child_are_named_with_their_lines_and_the_others_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlbuffer.checks.imports.IMPORT_SECONDS", 1.0)
+    monkeypatch.setattr("rlbuffer.checks.imports.MORE_SECONDS", 30.0)
+    paths = ["leaving:make", "endless:make", "broken:make", "own:make"]
+    found = wrong([Asked(path, path) for path in paths], [str(Path.cwd())])
+    assert [one.setting for one in found] == paths[:-1]
+    for one, place in zip(found, ("leaving.py:2)", "endless.py:", "broken.py:1)"), strict=True):
+        assert place in one.text
