@@ -33,22 +33,26 @@ from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 
 FULL_DISK_BYTES = 2**28
 """Free space from which the server's file and the logs are at their end."""
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+"""Numbers that every model's config calls so."""
 STARTS = ("run", "serve", "worker", "score", "train")
 
 
 # -- folders and the server's address ----------------------------------------------------------------------------------
-@check("home trainer.output", parts=STARTS)
+@check("home trainer.output archive.dir", parts=STARTS)
 def home(c: Context) -> Iterator[Finding]:
     """The folders of a run can be written to, and have room."""
-    if c.settings.redis_url and not {"run", "train"} & c.parts:
-        return
-    try:
-        folders = {"home": c.settings.home_dir}
-    except ConfigError as error:
-        yield refused(error)
-        return
-    if c.settings.trainer.output is not None:
-        folders["trainer.output"] = c.settings.output_dir
+    folders, archive = dict[str, Path](), c.settings.archive.dir
+    if "serve" in c.parts and archive is not None:
+        folders["archive.dir"] = archive.expanduser()
+    if not c.settings.redis_url or {"run", "train"} & c.parts:
+        try:
+            folders["home"] = c.settings.home_dir
+        except ConfigError as error:
+            yield refused(error)
+            return
+        if c.settings.trainer.output is not None:
+            folders["trainer.output"] = c.settings.output_dir
     for setting, path in folders.items():
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.access(folder, os.F_OK))
         free = shutil.disk_usage(there).free
@@ -84,7 +88,7 @@ def server_address(c: Context) -> Iterator[Finding]:
         options = options_of(url, source)
         check_tls(options, redacted(url), source)
     except ConfigError as error:
-        yield failure(str(error), "redis_url")
+        yield failure(f"redis_url: {error}", "redis_url")
     if file is not None and not os.environ.get("RLBUFFER_REDIS_PASSWORD"):
         named = file.expanduser()
         if not (named.is_file() and named.read_text(errors="replace").strip()):
@@ -129,8 +133,12 @@ def model(c: Context) -> Iterator[Finding]:
     setting = "model.path" if chosen.path else "model.config"
     if chosen.path:
         yield from _directory("model.path", chosen.path)
-    elif not chosen.config.get("model_type"):
+    elif not isinstance(kind := chosen.config.get("model_type"), str) or not kind:
         yield failure(NO_MODEL_TYPE, "model.config")
+    for name in SIZES & chosen.config.keys() if not chosen.path else ():
+        value = chosen.config[name]
+        if not isinstance(value, int) or value < 1:
+            yield failure(f"model.config.{name} = {value!r} must be a whole number from 1 on", f"model.config.{name}")
     if why := router_loss(config_of(chosen)):
         yield failure(why, setting)
 
@@ -169,8 +177,10 @@ def devices(c: Context) -> Iterator[Finding]:
     for section, gpus, device in asked:
         beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= there]
         if there == 0:
-            if device == "cuda":
-                yield failure(f"{section}.device = 'cuda': this host has no GPU", f"{section}.device")
+            said = f"device = {device!r}" if device == "cuda" else f"gpus = {list(gpus)}"
+            if device == "cuda" or (gpus and device == "auto"):
+                fix = f'Set {section}.device = "cpu" to do without'
+                yield failure(f"{section}.{said}: this host has no GPU", f"{section}.{said.split()[0]}", fix=fix)
         elif beyond:
             text = f"{section}.gpus = {list(gpus)}: this host has {plural(there, 'GPU')}, numbered from 0"
             yield failure(text, f"{section}.gpus")

@@ -9,7 +9,15 @@ from rlbuffer.checks.check import Context, Finding, check, failure, warning
 from rlbuffer.config import losses
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.losses import columns_of, needs_advantage
-from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, memory_bytes, steps_at_once
+from rlbuffer.config.memory_needs import (
+    LEAST_BYTES,
+    Forecast,
+    capacity_bytes,
+    does_not_fit,
+    memory_bytes,
+    mib,
+    steps_at_once,
+)
 from rlbuffer.config.schedules import planned_updates
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.state.text import did_you_mean
@@ -95,14 +103,20 @@ def loss(c: Context) -> Iterator[Finding]:
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 
 
-@check("trainer.optimizer.stable_updates trainer.steps")
+@check("trainer.optimizer.stable_updates trainer.optimizer.warmup_updates trainer.steps")
 def schedule(c: Context) -> Iterator[Finding]:
-    """Schedule wsd_sqrt falls before the run ends."""
+    """The warm-up ends, and schedule wsd_sqrt falls, before the run ends."""
     optimizer, planned = c.settings.trainer.optimizer, planned_updates(c.settings.trainer)
     if optimizer.schedule == "wsd_sqrt" and optimizer.stable_updates >= planned:
         setting = "trainer.optimizer.stable_updates"
         text = f"{setting} = {optimizer.stable_updates}, but only {planned:.0f} updates are planned"
         yield failure(f"{text}: the rate would never fall", setting, "trainer.steps")
+    elif optimizer.warmup_updates >= planned:
+        setting = "trainer.optimizer.warmup_updates"
+        text = f"{setting} = {optimizer.warmup_updates}, but only {planned:.0f} updates are planned"
+        yield warning(
+            f"{text}: the rate rises to the end, and learning_rate is met there at most", setting, "trainer.steps"
+        )
 
 
 @check(
@@ -155,7 +169,10 @@ def too_small(settings: RunSettings, limit: int) -> Iterator[Finding]:
     """A failure where a server of `limit` bytes cannot hold the run; 0: it has no limit."""
     world_size = settings.trainer.world_size
     size = capacity_bytes(settings.batcher, world_size)
-    if limit and size is not None:
+    if 0 < limit < LEAST_BYTES:
+        text = f"a server of {mib(limit)} (server.maxmemory) has no room for a run: an empty one takes about 2 MiB"
+        yield failure(text, "server.maxmemory", fix="Give it 64 MiB or more")
+    elif limit and size is not None:
         forecast = Forecast(step_bytes=size, steps=steps_at_once(settings.batcher), limit=limit)
         if not forecast.fits:
             text = does_not_fit(forecast, settings.batcher, world_size=world_size)

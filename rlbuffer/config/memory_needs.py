@@ -16,6 +16,8 @@ ASK_SHARE = 0.70
 """Share of maxmemory from which a checkpoint is asked for."""
 FULL_SHARE = 0.97
 """Share of maxmemory from which pushes may be refused."""
+LEAST_BYTES = 2**22
+"""A maxmemory below this holds the server itself, and hardly anything else."""
 TOKEN_BYTES = 9
 """Bytes of a token in the required columns: tokens int32, loss_mask bool, logprobs float32."""
 ROLLOUT_BYTES = 450

@@ -16,6 +16,7 @@ _T = TypeVar("_T")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _IN_WORDS = {
     "tuple_type": "must be a list",
+    "path_type": "must be a path, as text",
     **dict.fromkeys(("dict_type", "mapping_type", "model_type", "dataclass_type"), "must be a table"),
 }
 """Kind of pydantic's complaints -> what to say in the words of TOML."""

@@ -56,6 +56,8 @@ def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
     ("there", "settings", "setting"),
     [
         (0, 'device = "cuda"', "trainer.device"),
+        (0, "gpus = [7]", "trainer.gpus"),
+        (0, 'gpus = [7]\ndevice = "cpu"', ""),
         (2, "world_size = 3", "trainer.world_size"),
         (1, "gpus = [1]", "trainer.gpus"),
         (2, "world_size = 2\ngpus = [0, 1]", ""),
