@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -130,6 +134,16 @@ def test_an_env_that_cannot_be_made_is_refused_with_the_reason(name: str, option
     with pytest.raises(ConfigError) as error:
         make_env(name, **options)
     assert error.value.setting in ("env", "env_options")
+
+
+@pytest.mark.parametrize("made", [3, SimpleNamespace(name="a")])
+def test_a_factory_that_returns_no_env_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+    module = ModuleType("factories_of_a_test")
+    vars(module)["make"] = lambda: made
+    monkeypatch.setitem(sys.modules, "factories_of_a_test", module)
+    with pytest.raises(ConfigError, match=r"its factory returned .*, which lacks .*vocab_size") as error:
+        make_env("factories_of_a_test:make")
+    assert f"({__file__}:" in str(error.value)
 
 
 def test_a_factory_whose_signature_cannot_be_read_is_called_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,21 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
         assert f"({__file__}:" in str(error.value)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_not_finite_is_refused_by_its_name_and_place(
+    monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    module = ModuleType("odd_losses")
+    vars(module)["odd"] = lambda tokens, options: tokens.logprobs * number
+    monkeypatch.setitem(sys.modules, "odd_losses", module)
+    monkeypatch.setattr("rlbuffer.trainer.losses.registry._LOSSES", {})
+    with pytest.raises(
+        ConfigError, match=r"^trainer.loss.name = 'odd_losses:odd' gave -?(nan|inf) for a token"
+    ) as error:
+        value(name="odd_losses:odd")
+    assert f"({__file__}:" in str(error.value)
+
+
 def test_a_loss_that_is_registered_is_held_to_the_same_shape() -> None:
     register_loss("sapo_mean", lambda tokens, options: sapo(tokens, options).mean())
     with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'sapo_mean' gave shape \[\]: it must give one loss"):

@@ -71,6 +71,8 @@ def get_loss(name: str) -> Loss:
 def _checked(own: TokenLoss, name: str) -> TokenLoss:
     """Checks what a loss gives, which may be the user's own: a wrong shape would broadcast in silence."""
 
+    is_users = name not in losses.BUILT_IN_LOSSES
+
     def checked(tokens: TrainedTokens, options: Any) -> Tensor:
         given = own(tokens, options)
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
@@ -81,6 +83,9 @@ def _checked(own: TokenLoss, name: str) -> TokenLoss:
             requirement = "it must be computed from tokens.logprobs or tokens.ratio, not detached from them"
             what = f"a tensor without a gradient: {requirement}{defined_at(own)}"
             raise refused("trainer.loss.name", name, f"gave {what}")
+        if is_users and not given.isfinite().all() and tokens.logprobs.isfinite().all():
+            odd = float(given[~given.isfinite()][0])
+            raise refused("trainer.loss.name", name, f"gave {odd} for a token: it must be finite{defined_at(own)}")
         return given
 
     return checked

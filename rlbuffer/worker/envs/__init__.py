@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlbuffer.config.imports import place_of, target
+from rlbuffer.config.imports import defined_at, place_of, target
 from rlbuffer.config.refusal import refusal
 from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.records.info import ENV_NAME
@@ -85,11 +85,11 @@ def make_env(name: str, /, **options: Any) -> Env:
     if not any(hasattr(env, way) for way in _WAYS):
         missing.append("score (or play, for several turns)")
     if missing:
-        raise ConfigError(
-            f"env {name}: its factory returned {type(env).__name__}, which lacks {', '.join(missing)}", setting="env"
-        )
+        what = f"its factory returned {type(env).__name__}, which lacks {', '.join(missing)}"
+        raise ConfigError(f"env {name}: {what}{defined_at(factory)}", setting="env")
     if not isinstance(env.name, str) or not ENV_NAME.match(env.name):
-        raise ConfigError(f"env {name}: its name {env.name!r} does not match {ENV_NAME.pattern[:-2]}", setting="env")
+        what = f"its name {env.name!r} does not match {ENV_NAME.pattern[:-2]}"
+        raise ConfigError(f"env {name}: {what}{defined_at(factory)}", setting="env")
     return env
 
 
