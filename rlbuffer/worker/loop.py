@@ -22,8 +22,18 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.fractions import budgets_at
+from rlbuffer.config.imports import defined_at, place_of
 from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
-from rlbuffer.errors import ConfigError, EnvDone, RunDamaged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import (
+    ConfigError,
+    EnvDone,
+    RlbufferError,
+    RunDamaged,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    WrongLogprobs,
+)
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.process.signals import Stopped
@@ -34,7 +44,7 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_why
@@ -311,7 +321,15 @@ class _Worker:
         from rlbuffer.worker.samplers.selfcheck import check_sampler  # imports torch
 
         prompt = await asyncio.to_thread(self._first_prompt)
-        difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
+        try:
+            difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
+        except Exception as error:
+            name = self.settings.sampler
+            if ":" not in name or fault_of(error) is not Fault.REQUEST:
+                raise
+            what = str(error) if isinstance(error, RlbufferError) else f"{type(error).__name__}: {error}"
+            place = place_of(error) or defined_at(type(sampler))
+            raise WrongLogprobs(f"sampler {name} fails its check: {what}{place}") from error
         self._unchecked -= 1
         text = "the sampler's logprobs are those of the published weights (to %.1g)"
         _log.info(text, difference, extra=fields("checked", version=policy.version, difference=difference))

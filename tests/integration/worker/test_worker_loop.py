@@ -461,6 +461,23 @@ def test_a_worker_compares_what_it_starts_with_and_what_is_the_first_to_take_its
     assert compared == [0, 1, 1]
 
 
+@pytest.mark.parametrize("error", [AttributeError("'int' object has no attribute 'tokens'"), WrongLogprobs("a nan")])
+def test_a_sampler_of_the_users_own_that_fails_its_check_is_named_with_its_place(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def check(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr("rlbuffer.worker.samplers.selfcheck.check_sampler", check)
+    stage.allow(0)
+    stage.announce(0)
+    stage.start(self_check="always", sampler="own_samplers:Own")
+    eventually(lambda: stage.raised is not None)
+    assert isinstance(stage.raised, WrongLogprobs)
+    for part in ("own_samplers:Own", str(error), f"({__file__}:"):
+        assert part in str(stage.raised)
+
+
 def test_a_worker_compares_no_version_after_the_second(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
 
