@@ -56,6 +56,8 @@ FINAL = frozenset({Wait.STOPPED, Wait.ENDED, Wait.FAILED})
 """True although no batcher is at work."""
 FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
 """Of a step for more groups: while an operator drains the run, none of these is worth a word."""
+AT_REST = frozenset({Wait.STOPPED, Wait.ENDED})
+"""The processes have nothing to do: that they are silent is no problem."""
 
 
 def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rlbuffer.records.waiting import FINAL, Problem, Trouble, Wait, Waiting, sound
+from rlbuffer.records.waiting import AT_REST, FINAL, Problem, Trouble, Wait, Waiting, sound
 from rlbuffer.state.metric import Kind, Metric, metrics
 from rlbuffer.state.text import counted, duration
 
@@ -156,6 +156,7 @@ def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) 
     send heartbeats: that there is none at all counts only where the batcher has `waiting`, and nothing has come.
     """
     workers = tuple(workers)
+    is_at_rest = waiting is not None and waiting.kind in AT_REST
     served = {worker.env for worker in workers if worker.is_alive}
     found: list[Problem] = []
     envs: dict[str, list[Process]] = {}
@@ -165,7 +166,7 @@ def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) 
             continue
         found += [replace(problem, env=worker.env, worker=worker.name) for problem in worker.problems]
     for env, members in sorted(envs.items()):
-        if env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
+        if not is_at_rest and env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
             heard = ", ".join(f"{worker.name} was heard {duration(worker.seconds_ago)} ago" for worker in members)
             found.append(Problem(kind=Trouble.NO_WORKER, env=env, detail=heard))
     if not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:

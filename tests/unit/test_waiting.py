@@ -90,6 +90,17 @@ def test_an_env_whose_workers_are_silent_has_none() -> None:
     assert worker_problems(processes("worker", {"w": beat(ago=13.0), "other": beat(ago=9.0)})) == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "problems"), [(Wait.ENDED, 0), (Wait.STOPPED, 0), (Wait.FAILED, 1), (Wait.FILLING, 1)]
+)
+def test_silent_workers_of_a_run_at_rest_are_no_problem(kind: Wait, problems: int) -> None:
+    workers = processes("worker", {"w": beat(ago=600.0)})
+    assert len(worker_problems(workers, Waiting(kind=kind))) == problems
+    assert [p.kind for p in worker_problems(processes("worker", {"w": beat(FAILS)}), Waiting(kind=kind))] == [
+        FAILS.kind
+    ]
+
+
 def test_a_run_without_a_worker_is_told_of_while_nothing_has_come() -> None:
     assert worker_problems(()) == ()
     assert worker_problems((), Waiting(kind=Wait.FILLING, env="a")) == ()
