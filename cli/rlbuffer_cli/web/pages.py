@@ -41,6 +41,8 @@ TITLED_TOKENS = 20_000
 MOST_CHARACTERS = 64_000
 """Characters of a text, an answer or metadata."""
 MOST_IN_CELL = 1000
+PLOT_WIDTH = 350
+"""Of a curve, in units that are pixels where three charts stand side by side: so the labels of its axes can be read."""
 _CLASSES = {*PALETTE, "bold"}
 _LINES = {
     "thick": "box-shadow: inset 0 -2px var(--ink)",
@@ -253,7 +255,8 @@ def drawn(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
         values = [value for _, value in curve.points]
         first, last, low, high = min(steps), max(steps), min(values), max(values)
         across, up = max(1, last - first), (high - low) or 1.0
-        points = " ".join(f"{560 * (n - first) / across:.1f},{80 - 72 * (v - low) / up:.1f}" for n, v in curve.points)
-        labels = {"low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last}
+        xs = [PLOT_WIDTH * (step - first) / across for step, _ in curve.points]
+        points = " ".join(f"{x:.1f},{80 - 72 * (v - low) / up:.1f}" for x, v in zip(xs, values, strict=True))
+        labels = {"low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last, "width": PLOT_WIDTH}
         out.append({"legend": curve.legend, "points": points, **labels})
     return out

@@ -8,7 +8,7 @@ import rlbuffer
 from rlbuffer.testing import make_group
 from rlbuffer_cli.plots import Curve
 from rlbuffer_cli.tables import MEMBERS, group_rows, member_rows
-from rlbuffer_cli.web.pages import drawn
+from rlbuffer_cli.web.pages import PLOT_WIDTH, drawn
 
 
 def test_bars_of_a_group_are_full_at_a_reward_of_one_or_more() -> None:
@@ -30,8 +30,8 @@ def test_curves_of_a_page_have_one_axis_of_steps_and_their_own_of_values() -> No
     curves = [Curve("reward", ((1, 0.25), (751, 0.5))), Curve("entropy", ((740, 2.0), (751, 1.0)))]
     shown = drawn({curve.name: curve for curve in curves})
     ends = [[float(point.split(",")[0]) for point in each["points"].split()] for each in shown]
-    assert ends[0] == [0.0, 560.0]
-    assert ends[1][0] > 550
+    assert ends[0] == [0.0, PLOT_WIDTH]
+    assert ends[1][0] > 0.98 * PLOT_WIDTH
     assert [(each["low"], each["high"], each["first"], each["last"]) for each in shown] == [
         ("0.25", "0.5", 1, 751),
         ("1", "2", 1, 751),
