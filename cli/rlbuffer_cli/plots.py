@@ -15,7 +15,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.step_record import scalars
 from rlbuffer.state.text import did_you_mean, printable
 from rlbuffer.store.history import Committed, Dropped
-from rlbuffer_cli.text import WIDE
+from rlbuffer_cli.text import cut
 
 FROM_HISTORY = ("fill", "drops")
 """Fields that only the server's history has: a share of the step's capacity, and rollouts by reason since the step
@@ -23,6 +23,8 @@ before."""
 HISTORY_RECORDS = 100_000
 """More than the server keeps."""
 METRICS_FILE = "metrics.jsonl"
+LEAST_CHART = 38
+"""Columns of a terminal that a small chart has at least."""
 RECENT_BYTES = 4 * 2**20
 """The newest part of the metrics that is read for a screen."""
 TRENDS = ("reward", "entropy")
@@ -195,9 +197,9 @@ def chart(
         plotext.plot(xs, ys, marker="braille" if len(curves) == 1 and not is_ascii else mark)
     drawn = [line.rstrip() for line in plotext.uncolorize(plotext.build()).rstrip().split("\n")]
     if len(curves) > 1 or is_ascii:
-        drawn += [f"{mark} {curve.legend}"[:width] for curve, mark in zip(curves, marks, strict=True)]
+        drawn += [cut(f"{mark} {curve.legend}", width) for curve, mark in zip(curves, marks, strict=True)]
     else:
-        drawn += [curves[0].legend[:width]]
+        drawn += [cut(curves[0].legend, width)]
     return [line.translate(IN_ASCII) for line in drawn] if is_ascii else drawn
 
 
@@ -207,10 +209,12 @@ def small_charts(curves: Sequence[Curve], *, width: int, height: int = 6) -> lis
     steps = [step for curve in curves for step, _ in curve.points]
     if not steps:
         return []
-    axis, across = (min(steps), max(steps)), 1 + (width >= WIDE)
+    axis, across = (min(steps), max(steps)), 1 + (width >= 2 * LEAST_CHART)
     each = width // across - 2
-    charts = [chart([curve], width=each, height=height, steps=axis) for curve in curves]
-    columns = [[said, *drawn] for *drawn, said in charts]
+    columns = []
+    for curve in curves:
+        *drawn, said = chart([curve], width=each, height=height, steps=axis)
+        columns.append([said, *drawn])
     lines: list[str] = []
     for at in range(0, len(columns), across):
         lines += [

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import IO, Any
 
 WIDE = 110
-"""Columns of a terminal from which a table has all its columns, and two charts stand side by side."""
+"""Columns of a terminal from which a table has all its columns."""
 MOST_FLOWING = 2000
 """A longer line is broken anywhere."""
 
