@@ -231,10 +231,10 @@ class Facts:
         self._facts = list(facts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        across, line = max(1, min(options.max_width, MOST_ACROSS) // FACT_WIDTH), Text()
+        across, line = min(options.max_width, MOST_ACROSS), Text()
         for fact in self._facts:
             width = FACT_WIDTH * (1 + (fact.cell_len + 1) // FACT_WIDTH)
-            if line and line.cell_len + width > across * FACT_WIDTH:
+            if line and line.cell_len + fact.cell_len > across:
                 yield line
                 line = Text()
             line.append_text(fact).append(" " * (width - fact.cell_len))

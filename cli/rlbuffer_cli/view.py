@@ -51,6 +51,8 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_proces
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
     else:
         parts.append(Text(ENVS.empty, "faint"))
+    said = list(notes(state, trained))
+    parts += [Text(), *said] if said else []
     if processes:
         parts += [Text(), Printed(PROCESSES, processes[:SHOWN_PROCESSES])]
     if len(processes) > SHOWN_PROCESSES:
@@ -70,7 +72,6 @@ def head(state: RunState, trained: Sequence[StepRecord] = (), *, is_brief: bool 
         *alerts(state, is_brief=is_brief),
         look.Facts(figures(state, trained)),
         look.Facts(states(state)),
-        *notes(state, trained),
     )
 
 

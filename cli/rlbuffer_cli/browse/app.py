@@ -41,7 +41,8 @@ class Browser(App[None]):
     #title { height: 1; background: $panel; }
     #notice { height: auto; max-height: 5; text-style: bold; }
     #legend { height: auto; max-height: 3; }
-    #top { height: auto; max-height: 50%; }
+    #top { height: auto; max-height: 60%; }
+    OneStep #top { max-height: 66%; }
     .-tall #title, .-tall #head { margin-bottom: 1; }
     #head { height: auto; }
     #more { height: auto; max-height: 40%; border-top: solid $scrollbar; }

@@ -28,14 +28,14 @@ What each screen answers
   rollout    What did the model write, how sure was it, which tokens are trained, and with what credit?
 
 Keys
-  arrows j k  move            enter      open               esc    back, no filter
-  g G         ends            page keys  by a screen        tab    the other pane
-  n p         rollout         N P        step               1 - 8  lens
-  /           filter          s S        sort, reverse      m      more rows
-  c           compare         b          best and worst     l      live, every 2 s
+  arrows j k  move            enter      open              esc    back
+  g G         ends            page keys  by a screen       tab    other pane
+  n p         rollout         N P        step              1 - 8  lens
+  /           filter          s S        sort, reverse     m      more rows
+  c           compare         b          best and worst    l      live
   {VIEW_KEYS}
-  o           raw JSON        e          write as HTML      y      copy the id
-  r           read again      T          light, dark        ? q    this page, quit
+  o           raw JSON        e          write as HTML     y      copy the id
+  r           read again      T          light, dark       ? q    help, quit
   A click on a key at the foot presses it, one on the head of a column sorts by it, again: the other way round.
 
 Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
@@ -50,7 +50,8 @@ rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage 
 States: forming ready packed trained dropped
 Other tables: a part of the name; of steps the number.
 
-Live reading waits while the cursor is not at the top, so that nothing moves under it.
+Esc first takes a filter away. Live reads every 2 s; it waits while the cursor is not at the top, so that nothing moves
+under it.
 Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --plain` prints the same figures.
 """
 
