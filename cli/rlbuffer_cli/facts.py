@@ -231,7 +231,9 @@ def pair_view(one: str, other: str) -> View:
     parts = ("id", "text", "mask", "logprob")
     columns = [f"/{tail} {part}" if short else f"{name} {part}" for name, tail in sides for part in parts]
     numbers = {"token", *(title for title in columns if title.endswith((" id", " logprob")))}
-    return of_tuples("tokens", ("token", "≠", *columns), numbers, empty="the payload of one of them is no longer kept")
+    masks = {title for title in columns if title.endswith(" mask")}
+    empty = "the payload of one of them is no longer kept"
+    return of_tuples("tokens", ("token", "≠", *columns), numbers, wide=masks, empty=empty)
 
 
 def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
@@ -364,8 +366,8 @@ def rank_bars(step: StepView, cost: tuple[int, int]) -> list[tuple[str, list[lis
         rows = [[(members[name].env, members[name].info.length) for name in row] for row in rank["rows"]]
         empty = 1 - rank["tokens"] / (max(1, step.row_tokens) * len(rows)) if rows else 0.0
         size = f"{plural(rank['tokens'], 'token')} in {plural(len(rows), 'row')}, {percent(empty)} empty"
-        pace = ", sets the pace" if rank["cost"] == most and len(ranks) > 1 else ""
-        work = f"{percent(rank['cost'] / most)} of the work of the busiest rank{pace}"
+        is_busiest = rank["cost"] == most and len(ranks) > 1
+        work = "sets the pace" if is_busiest else f"{percent(rank['cost'] / most)} of the work of the busiest rank"
         bars.append((f"rank {rank['rank']}: {size}, {work}", rows))
     return bars
 

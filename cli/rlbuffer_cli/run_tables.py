@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.text import Text
 
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.records.waiting import Problem
+from rlbuffer.records.waiting import AT_REST, Problem
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
@@ -90,10 +90,10 @@ ENVS = View(
             lambda row: look.budget(row.run.share(row.env), row.env.budget, row.shade),
         ),
         figure("share", lambda row: row.run.share(row.env), ".0%"),
-        figure("target", lambda row: row.env.budget, ".0%"),
-        figure("ready", lambda row: row.env.groups_ready, ",", unknown=lambda row: NOT_SAID),
-        figure("forming", lambda row: row.env.groups_forming, ",", unknown=lambda row: NOT_SAID),
-        Column("age", lambda row: row.ages),
+        figure("target", lambda row: row.env.budget, ".0%", 3),
+        figure("ready", lambda row: row.env.groups_ready, ",", 1, unknown=lambda row: NOT_SAID),
+        figure("forming", lambda row: row.env.groups_forming, ",", 2, unknown=lambda row: NOT_SAID),
+        Column("age", lambda row: row.ages, at=1),
         figure("reward", lambda row: row.env.batch_reward),
         figure("packed", lambda row: row.env.packed.rollouts, ",", WIDE),
         figure("trained", lambda row: row.env.trained.rollouts, ",", WIDE),
@@ -111,6 +111,8 @@ class ProcessRow(NamedTuple):
     """Policy versions."""
     drops: Sequence[Mapping[str, Any]] = ()
     """Records of its rollouts that were dropped lately; anybody may have written them."""
+    is_at_rest: bool = False
+    """The run is over: nobody need be heard."""
 
     @property
     def reasons(self) -> Counter[str]:
@@ -128,12 +130,14 @@ class ProcessRow(NamedTuple):
 
     @property
     def heard(self) -> Text:
-        """When, marked where it was silent for long."""
+        """When, marked where it is silent and should not be."""
         if not self.is_heard:
             return Text("no heartbeat", "faint")
         said = f"{duration(self.process.seconds_ago)} ago"
         if self.process.has_stopped:
             return Text(f"{said}, stopped", "faint")
+        if self.is_at_rest and not self.process.is_fresh:
+            return Text(said, "faint")
         return Text(said) if self.process.is_fresh else Text(f"✕ {said}", "dropped")
 
     @property
@@ -200,11 +204,11 @@ def process_rows(state: RunState) -> list[ProcessRow]:
     for record in state.history:
         if record.get("event") == Dropped.event and record.get("worker"):
             drops.setdefault(str(record["worker"]), []).append(record)
-    rows = []
+    rows, is_at_rest = [], state.waiting is not None and state.waiting.kind in AT_REST
     for process in sorted(state.processes, key=lambda p: p.is_fresh or p.has_stopped):
         is_worker = process.kind == "worker"
         behind = state.policy_version - process.version if is_worker else 0
-        rows.append(ProcessRow(process, behind, drops.pop(process.name, ()) if is_worker else ()))
+        rows.append(ProcessRow(process, behind, drops.pop(process.name, ()) if is_worker else (), is_at_rest))
     for name, records in drops.items():
         envs = ", ".join(dict.fromkeys(str(record.get("env")) for record in records))
         rows.append(ProcessRow(Process(kind="worker", name=name, seconds_ago=math.inf, env=envs), drops=records))
@@ -234,9 +238,9 @@ PROCESSES = View(
         Column("process", lambda row: row.title),
         Column("heard", lambda row: row.heard, lambda row: row.process.seconds_ago, True),
         Column("version", lambda row: row.version, lambda row: row.process.version, True),
-        Column("rollouts", lambda row: row.rate, lambda row: row.process.rollouts_per_second, True),
-        Column("env", lambda row: row.process.env),
-        Column("dropped", lambda row: _counted(row.reasons), lambda row: row.reasons.total()),
+        Column("rollouts", lambda row: row.rate, lambda row: row.process.rollouts_per_second, True, 2),
+        Column("env", lambda row: row.process.env, at=1),
+        Column("dropped", lambda row: _counted(row.reasons), lambda row: row.reasons.total(), at=3),
         Column("waits for", lambda row: row.says),
     ),
 )
@@ -252,6 +256,7 @@ PROBLEMS = View(
     record=lambda problem: {"schema": "rlbuffer.problem/1", **problem.record(), "sentence": str(problem)},
     filter_help="a word of it",
     empty="No problems. What somebody must cure stands here.",
+    is_prose=True,
     columns=(
         Column("env", lambda problem: problem.env),
         Column("kind", lambda problem: Text(f"✕ {problem.kind}", "dropped")),

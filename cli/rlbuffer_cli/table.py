@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlbuffer_cli import look
+from rlbuffer_cli.text import WIDE
 
 LEAST_TEXT = 16
 """Columns of a terminal that the last column of a table has at least."""
@@ -27,7 +28,7 @@ class Column(NamedTuple):
     """Its order; None: by the cell's text."""
     is_number: bool = False
     at: int = 0
-    """The least width of a terminal that prints it."""
+    """The least width of a terminal that prints it; of those that have no room the one with the largest goes first."""
 
 
 def figure(
@@ -96,37 +97,75 @@ class View:
     """What stands where nothing is."""
     legend: Callable[[Sequence[Any]], str] = lambda items: ""
     """What its marks mean, in numbers."""
+    is_prose: bool = False
+    """Its last column holds sentences: they are broken where a cell of others is cut."""
 
     def nothing(self, where: str) -> str:
         """What stands where no item is: of the filter, where one was given."""
         return f"no {self.name} match {where!r}" if where else self.empty
 
 
+class Fitting(NamedTuple):
+    """What a terminal has room for of a table."""
+
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[Text]]
+    """Of each column."""
+    titles: Sequence[str]
+    """» in the last one where a wider terminal has more columns."""
+
+
+def fitting(view: View, items: Sequence[Any], width: int, *, room: int, most: int = 0) -> Fitting:
+    """The columns that there is room for on a terminal of `width` columns, two of them between cells.
+
+    Args:
+        room: columns of the terminal that the table may take.
+        most: columns of a cell of words, which is cut there with an ellipsis; 0 for no limit. The last cell has none.
+    """
+    shown = [
+        (column, [look.plain(column.cell(item)).copy() for item in items])
+        for column in view.columns
+        if column.at <= width
+    ]
+    for column, cells in shown[:-1]:
+        for cell in cells if most and not column.is_number else ():
+            cell.truncate(most, overflow="ellipsis")
+
+    def needs() -> int:
+        *widths, last = [max([cell_len(column.title), *(cell.cell_len for cell in cells)]) for column, cells in shown]
+        return sum(widths) + 2 * len(widths) + min(last, LEAST_TEXT)
+
+    while len(shown) > 2 and needs() > room:
+        del shown[max(range(1, len(shown) - 1), key=lambda at: (shown[at][0].at, at))]
+    columns, cells = zip(*shown, strict=True)
+    *titles, last = [column.title for column in columns]
+    return Fitting(columns, cells, [*titles, last + " »" * (len(columns) < len(view.columns))])
+
+
 class Printed:
-    """Items under the columns of a view that a terminal of its width has room for; » where a wider one has more."""
+    """Items under the columns of a view that a terminal of its width has room for."""
 
     def __init__(self, view: View, items: Sequence[Any]) -> None:
         self._view, self._items = view, items
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        every = [(column, [look.plain(column.cell(item)) for item in self._items]) for column in self._view.columns]
-        shown = [(column, cells) for column, cells in every if column.at <= width]
-        widths = [max([cell_len(column.title), *(cell.cell_len for cell in cells)]) for column, cells in shown]
-        while len(shown) > 2 and sum(widths[:-1]) + 2 * (len(widths) - 1) + min(widths[-1], LEAST_TEXT) > width:
-            del shown[-2], widths[-2]
+        columns, cells, titles = fitting(self._view, self._items, width, room=width)
+        widths = [
+            max([cell_len(title), *(cell.cell_len for cell in of)]) for title, of in zip(titles, cells, strict=True)
+        ]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="faint")
-        for at, (column, _) in enumerate(shown, 1):
-            is_last = at == len(shown)
+        for at, (column, title) in enumerate(zip(columns, titles, strict=True), 1):
+            is_last = at == len(columns)
             table.add_column(
-                column.title + " »" * (is_last and len(shown) < len(every)),
+                title,
                 justify="right" if column.is_number else "left",
-                no_wrap=True,
+                no_wrap=not (is_last and self._view.is_prose),
                 overflow="ellipsis",
                 min_width=None if is_last else min(widths[at - 1], width),
-                max_width=max(1, width - sum(widths[:-1]) - 2 * (len(shown) - 1)) if is_last else None,
+                max_width=max(1, width - sum(widths[:-1]) - 2 * (len(columns) - 1)) if is_last else None,
             )
-        for row in zip(*(cells for _, cells in shown), strict=True):
+        for row in zip(*cells, strict=True):
             table.add_row(*row)
         yield table
         if self._items and (legend := self._view.legend(self._items)):
@@ -142,8 +181,10 @@ def ordered(view: View, items: Sequence[Any], by: str, *, is_reversed: bool = Fa
     return sorted(items, key=lambda item: order(view.whole(item)), reverse=is_reversed)
 
 
-def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), *, empty: str = "") -> View:
-    """A view of plain rows, a tuple each."""
+def of_tuples(
+    name: str, titles: Sequence[str], numbers: Collection[str] = (), *, wide: Collection[str] = (), empty: str = ""
+) -> View:
+    """A view of plain rows, a tuple each; the `wide` columns are those of a wide terminal."""
 
     def cell(at: int) -> Callable[[Any], object]:
         return lambda row: row[at]
@@ -152,7 +193,7 @@ def of_tuples(name: str, titles: Sequence[str], numbers: Collection[str] = (), *
         return lambda row: float(str(row[at]).replace(",", "") or "-inf")
 
     columns = tuple(
-        Column(title, cell(at), size(at) if title in numbers else None, title in numbers)
+        Column(title, cell(at), size(at) if title in numbers else None, title in numbers, WIDE if title in wide else 0)
         for at, title in enumerate(titles)
     )
     return View(name=name, columns=columns, key=lambda row: str(row[0]), empty=empty)

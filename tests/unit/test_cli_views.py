@@ -9,9 +9,13 @@ from dataclasses import replace
 import pytest
 from looks import lines_of
 
-from rlbuffer.state.run_state import RunState, ServerState
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.state.heartbeats import Process
+from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli import look
+from rlbuffer_cli.plots import Curve, small_charts
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
 from rlbuffer_cli.view import rank_line, run_view, trainer_view
 
@@ -98,6 +102,52 @@ def test_a_table_leaves_out_columns_before_it_cuts_and_says_so(width: int, lines
     assert max(map(len, shown)) <= width
     assert ("»" in shown[0]) == ("»" in lines[0])
     assert ("…" in shown[1]) == ("…" in lines[1])
+
+
+def test_envs_keep_their_reward_on_a_narrow_terminal() -> None:
+    stale = {"stale": Amount(1234, 9), "flat": Amount(12, 9)}
+    envs = tuple(
+        EnvState(name=name, budget=0.5, groups_ready=3, groups_forming=2, batch_reward=0.25, dropped=stale)
+        for name in ("math", "search")
+    )
+    state = RunState(run="r", at=0.0, server=ServerState(address="a"), envs=envs)
+    head, *rows = lines_of(Printed(ENVS, [EnvRow(state, env) for env in envs]), 80)
+    assert "reward" in head
+    assert all("0.250" in row for row in rows[:2])
+
+
+def test_facts_take_the_room_that_there_is() -> None:
+    facts = look.pairs(*((name, "1,234 of 9") for name in ("step", "done", "left", "late")))
+    assert len(lines_of(look.Facts(facts), 78)) == 1
+    assert len(lines_of(look.Facts(facts), 74)) == 2
+
+
+def test_two_curves_stand_beside_each_other_on_a_narrow_terminal() -> None:
+    curves = [Curve(name, tuple((n, n / 7) for n in range(1, 99))) for name in ("reward", "a name of some length")]
+    lines = small_charts(curves, width=76)
+    assert len(lines) == 7
+    assert max(map(len, lines)) <= 76
+    assert lines[0].startswith("reward")
+    assert "a name of some" in lines[0]
+    assert lines[0].endswith("…"), "what is cut has a sign"
+
+
+@pytest.mark.parametrize("kind", [Wait.ENDED, Wait.STEP])
+def test_only_who_should_be_heard_is_marked_as_silent(kind: Wait) -> None:
+    ranks = (Process(kind="rank", name="0", seconds_ago=600.0, step=20),)
+    waiting = Waiting(kind=kind, step=20)
+    state = RunState(run="r", at=0.0, server=ServerState(address="a"), processes=ranks, waiting=waiting)
+    (row,) = process_rows(state)
+    assert row.heard.plain == f"{'✕ ' * (kind is not Wait.ENDED)}10 min ago"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_problem_is_printed_with_the_whole_of_its_remedy(width: int) -> None:
+    problem = Problem(kind=Trouble.NO_WORKER, env="math", detail="w-0 was heard 4 min ago")
+    lines = lines_of(Printed(PROBLEMS, [problem]), width)
+    assert max(map(len, lines)) <= width
+    words = " ".join(" ".join(lines[1:]).split())
+    assert str(problem) in words.replace("math ✕ no_worker ", "")
 
 
 def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

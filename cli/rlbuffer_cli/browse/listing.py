@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, ClassVar
 
+from rich.cells import cell_len
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.text import Text
@@ -23,12 +25,14 @@ from rlbuffer_cli.browse.tokens import TOKENS_PER_WINDOW
 from rlbuffer_cli.facts import best_and_worst
 from rlbuffer_cli.run_tables import PROCESSES
 from rlbuffer_cli.sheets import Sheet
-from rlbuffer_cli.table import LEAST_TEXT, Target, View, of_tuples, ordered
+from rlbuffer_cli.table import LEAST_TEXT, Target, View, fitting, of_tuples, ordered
 from rlbuffer_cli.tables import GROUPS, VIEWS
 from rlbuffer_cli.view import bad
 
 ROWS = 200
 """That are read at once, and further ones at `m`."""
+LEAST_OF_WORDS = 24
+"""Columns of the terminal that a cell of words has at least."""
 SHOWN_CHARACTERS = 4000
 """Length of a prompt, an answer or metadata that is shown; `o` shows all."""
 NOT_READ = of_tuples("rows", ())
@@ -93,7 +97,7 @@ class Listing(Look):
         self.shown: Sequence[Any] = ()
         """The items in the chosen order."""
         self.cut_cells: dict[str, str] = {}
-        """Key of an item -> its last cell, where that is cut."""
+        """Key of an item -> its cells that are cut, whole."""
         self.limit, self.by, self.is_reversed = ROWS, "", False
         self.read_where: str | None = None
         """The filter that the rows obey; None until they are read."""
@@ -164,21 +168,24 @@ class Listing(Look):
         at = rows.cursor_row
         self.shown = ordered(self.view, self.items, self.by, is_reversed=self.is_reversed)
         rows.clear(columns=True)
-        columns = [column for column in self.view.columns if column.at <= self.size.width]
-        table = [[look.plain(column.cell(item)).copy() for column in columns] for item in self.shown]
-        heads = [Text(column.title, "faint", justify="right" if column.is_number else "left") for column in columns]
-        widths = [max(cell.cell_len for cell in cells) for cells in zip(heads, *table, strict=True)]
-        room = max(LEAST_TEXT, self.size.width - sum(widths[:-1]) - 2 * len(widths) - 2)  # what other columns leave
-        for column, title, width in zip(columns, heads, [*widths[:-1], min(widths[-1], room)], strict=True):
-            rows.add_column(title, width=width, key=column.title)
+        width = self.size.width
+        room = width - 4  # of which the frame of the cells and the bar at the right take the rest
+        most = max(LEAST_OF_WORDS, width // 5)
+        columns, cells, titles = fitting(self.view, self.shown, width, room=room, most=most)
+        widths = [max(map(cell_len, [title, *(c.plain for c in of)])) for title, of in zip(titles, cells, strict=True)]
+        widths[-1] = last = min(widths[-1], max(LEAST_TEXT, room - sum(widths[:-1]) - 2 * (len(widths) - 1)))
+        for column, title, wide in zip(columns, titles, widths, strict=True):
+            head = Text(title, "faint", justify="right" if column.is_number else "left")
+            rows.add_column(head, width=wide, key=column.title)
         self.cut_cells = {}
-        for number, cells in enumerate(table):
-            if cells[-1].cell_len > room:
-                self.cut_cells[self.view.key(self.shown[number])] = cells[-1].plain
-            for cell, column in zip(cells, columns, strict=True):
+        for number, (item, row) in enumerate(zip(self.shown, zip(*cells, strict=True), strict=True)):
+            row[-1].truncate(last, overflow="ellipsis")
+            for cell, column in zip(row, columns, strict=True):
                 cell.no_wrap, cell.justify = True, "right" if column.is_number else "left"
-            cells[-1].truncate(room, overflow="ellipsis")
-            rows.add_row(*cells, key=str(number))
+            if any(is_cut := [cell.plain.endswith("…") for cell in row]):
+                whole = [look.plain(column.cell(item)).plain for column in compress(columns, is_cut)]
+                self.cut_cells[self.view.key(item)] = "\n".join(whole)
+            rows.add_row(*row, key=str(number))
         keys = [self.view.key(item) for item in self.shown]
         rows.move_cursor(row=keys.index(before) if at and before in keys else min(at, max(0, len(keys) - 1)))
         self.tell("#more", "" if self.items else printable(self.sheet.nothing))

@@ -106,7 +106,7 @@ def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
         "dropped (stale: because)",
         "packed into step 1, rank",
         "closed by capacity: ",
-        "100% of the work of the busiest rank",
+        "sets the pace",
         "worker \"'><script>alert(1)</script>",
         "reward  0.5 at step 2, 0.5 to 0.5",
         "\\x1b[2J\\u202e",
