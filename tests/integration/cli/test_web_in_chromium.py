@@ -12,8 +12,10 @@ from typing import Any
 
 import hostile_pages
 import pytest
+from store_runs import Run
 
 import rlbuffer
+from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
 
 RUN = "talks"
@@ -135,3 +137,26 @@ def test_no_request_leaves_an_exported_page(url: str, buffer: rlbuffer.Buffer, t
     assert leaves(hostile_pages.requests_of(tmp_path / "a"), page.as_uri()) == set()
     hostile_pages.visit(page.as_uri(), tmp_path / "b", picture=picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_chromium
+def test_the_labels_of_curves_and_the_last_column_of_a_table_can_be_read(tmp_path: Path) -> None:
+    run, long = Run(f"memory://{uuid.uuid4().hex}", tmp_path), "-".join(["long"] * 24)
+    run.step("a.0", "b.0")
+    run.step("a.1", "b.1")
+    run.push(make_group(env="a", group_id=long, prompt_id=long, worker=long))
+    browser = Browser(tmp_path / "profile")
+    try:
+        with rlbuffer.connect(run.url, run=run.store.run) as buffer, hostile_pages.served(buffer) as pages:
+            browser.ask("Emulation.setDeviceMetricsOverride", width=1440, height=900, deviceScaleFactor=1, mobile=False)
+            browser.ask("Page.navigate", url=pages.url)
+            browser.sees("document.querySelectorAll('svg text').length > 0")
+            assert browser.value("document.querySelector('svg text').getBoundingClientRect().height") >= 11
+            browser.ask("Page.navigate", url=f"{pages.url}groups")
+            browser.sees("document.querySelectorAll('tbody tr').length == 5")
+            assert (
+                browser.value("Math.max(...[...document.querySelectorAll('tbody tr')].map(r => r.clientHeight))") < 150
+            )
+    finally:
+        browser.close()
+        run.close()
