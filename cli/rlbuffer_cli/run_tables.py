@@ -88,6 +88,7 @@ ENVS = View(
             "share of tokens",
             lambda row: row.run.share(row.env),
             lambda row: look.budget(row.run.share(row.env), row.env.budget, row.shade),
+            1,
         ),
         figure("share", lambda row: row.run.share(row.env), ".0%"),
         figure("target", lambda row: row.env.budget, ".0%", 3),

@@ -104,11 +104,12 @@ def test_a_table_leaves_out_columns_before_it_cuts_and_says_so(width: int, lines
     assert ("…" in shown[1]) == ("…" in lines[1])
 
 
-def test_envs_keep_their_reward_on_a_narrow_terminal() -> None:
+@pytest.mark.parametrize("name", ["math", "an-env-of-a-name-that-goes-on-and-on"])
+def test_envs_keep_their_reward_on_a_narrow_terminal(name: str) -> None:
     stale = {"stale": Amount(1234, 9), "flat": Amount(12, 9)}
     envs = tuple(
         EnvState(name=name, budget=0.5, groups_ready=3, groups_forming=2, batch_reward=0.25, dropped=stale)
-        for name in ("math", "search")
+        for name in (name, "search")
     )
     state = RunState(run="r", at=0.0, server=ServerState(address="a"), envs=envs)
     head, *rows = lines_of(Printed(ENVS, [EnvRow(state, env) for env in envs]), 80)
