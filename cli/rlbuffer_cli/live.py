@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
-from rlbuffer.state.text import duration, printable
+from rlbuffer.state.text import duration, plural, printable
 from rlbuffer_cli import look
 from rlbuffer_cli.options import redis_origin, writing
 from rlbuffer_cli.plots import METRICS_FILE, chart, curves_of, step_of
@@ -177,16 +178,44 @@ class Watch:
         yield from (Text(printable(line), "faint", no_wrap=True, overflow="ellipsis") for line in self.lines)
 
 
+class _Cut:
+    """A view in the lines that a screen has: the last one counts those for which it has none."""
+
+    def __init__(self, view: RenderableType) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines, height = console.render_lines(self._view, options, pad=False), options.size.height
+        room = len(lines) if len(lines) <= height else height - 1
+        for line in lines[:room]:
+            yield from line
+            yield Segment.line()
+        if hidden := len(lines) - room:
+            yield Text(f"… {plural(hidden, 'line')} more than this terminal has", "faint", no_wrap=True)
+
+
+class _Live(Live):
+    """A live view; on a screen of its own nothing of it is cut without a sign."""
+
+    has_screen = False
+
+    def get_renderable(self) -> RenderableType:
+        view = super().get_renderable()
+        return _Cut(view) if self.has_screen else view
+
+
 @contextmanager
 def shown(view: RenderableType, *, is_whole: bool = False, keep: bool = True) -> Iterator[Live]:
     """Draws `view` a few times a second while the block runs: at the foot of the terminal, or on a screen of its own,
     which a terminal that changes its size leaves whole. `keep`: it stays when the block ends."""
     clear()
-    live = Live(view, console=look.console(), screen=is_whole, transient=not keep, vertical_overflow="ellipsis")
+    live = _Live(view, console=look.console(), screen=is_whole, transient=not keep, vertical_overflow="ellipsis")
+    live.has_screen = is_whole
     try:
         with live:
             yield live
     finally:
+        live.has_screen = False
         if is_whole and keep:
             live.console.print(live.get_renderable())
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from looks import lines_of
+from rich.console import Console, ConsoleDimensions
+from rich.text import Text
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli import live
@@ -87,3 +89,18 @@ def test_made_up_steps_wait_for_no_batcher_and_those_of_before_are_left_out(tmp_
         steps(settings, 2)
     assert [record.step for record in watch.records] == [2]
     assert "step 2 of" in lines_of(watch)[0]
+
+
+@pytest.mark.parametrize("count", [10, 24, 25, 60])
+def test_a_view_that_a_terminal_has_no_room_for_says_what_it_leaves_out(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(monkeypatch) as screen:
+        monkeypatch.setattr(Console, "size", ConsoleDimensions(80, 24))
+        with live.shown(Text("\n".join(f"<{n}>" for n in range(count))), is_whole=True, keep=False) as shown:
+            shown.refresh()
+            lines = drawn(screen)
+    seen = sum(f"<{n}>" in lines for n in range(count))
+    assert seen == (count if count <= 24 else 23)
+    assert (f"{count - 23} lines more" in lines) == (count > 24)
+    assert ("…" in lines) == (count > 24)
