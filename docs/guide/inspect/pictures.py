@@ -107,7 +107,7 @@ def main() -> None:
                 for key in keys:
                     tmux("send-keys", "-t", "looker", key)
                     time.sleep(0.3)  # an escape that something follows at once is another key
-                wait("looker", *words)
+                wait("looker", *words, *(["? help"] if picture else []))  # the keys come last
                 if picture:
                     draw(at_rest("looker"), HERE / f"{picture}.png")
         finally:
