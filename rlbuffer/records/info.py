@@ -282,7 +282,7 @@ def records_of(
     heads = [i for i, row in enumerate(numbers) if not row["flags"] & FURTHER]
     made = []
     for rollout_id, named, failure, start, end in zip(
-        ids, rewards, failures, heads, [*heads[1:], len(numbers)], strict=True
+        ids, rewards, failures, heads, [*heads, len(numbers)][1:], strict=True
     ):
         first = _record(rollout_id, named, failure, numbers[start])
         made.append(folded([first, *(_record(rollout_id, {}, "", row) for row in numbers[start + 1 : end])]))

@@ -13,6 +13,7 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import ROW_DTYPE
 from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source
 from rlbuffer.store.step_format import decode_part
+from rlbuffer.wire.checksum import sealed
 
 SOURCES = [
     Source("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
@@ -52,7 +53,7 @@ def encoded(**changes: Any) -> bytes:
     rows = changes.pop("rows", [[2, 0], [1]])
     part = {"step": 1, "rank": 0, "row_tokens": 64, "rows_per_micro_batch": 2, "sources": SOURCES, "ids": None}
     its = {"rollouts": rollouts().table.tobytes(), "rewards": None, "rows": rows}
-    return msgspec.msgpack.encode(part | its | changes)
+    return sealed(msgspec.msgpack.encode(part | its | changes))
 
 
 def test_rows_name_the_rollouts_one_after_the_other() -> None:
