@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import chain
@@ -17,6 +18,7 @@ from urllib.parse import parse_qsl
 from markupsafe import Markup
 
 from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
+from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
 from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
@@ -102,12 +104,12 @@ class Handler(AskedRequest):
 
 
 def serve_pages(run: WholeRun, port: int) -> int:
-    """Serves until ctrl-C. -> exit code."""
-    with Pages(run, port) as pages:
+    """Serves until ctrl-C or a signal that asks to stop. -> exit code."""
+    stop = threading.Event()
+    with Pages(run, port) as pages, stop_on_signals(stop):
+        threading.Thread(target=pages.serve_forever, name="pages", daemon=True).start()
         echo(pages.url)
         say("open it in a browser on this machine; ctrl-C ends it", err=True)
-        try:
-            pages.serve_forever()
-        except KeyboardInterrupt:
-            say("", err=True)
+        stop.wait()
+        pages.shutdown()
     return 0

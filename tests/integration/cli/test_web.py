@@ -191,7 +191,10 @@ def test_a_server_that_is_away_is_a_sentence(visitor: Visitor, monkeypatch: pyte
 
 
 @pytest.mark.server
-def test_the_command_prints_its_address_and_ends_by_ctrl_c(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_prints_its_address_and_ends_when_asked_to(
+    number: signal.Signals, redis_url: str, tmp_path: Path
+) -> None:
     run = Run(redis_url, tmp_path)
     run.push("a.0")
     words = [sys.executable, "-m", "rlbuffer_cli", "inspect", "--web", "--redis", redis_url, "--run", run.store.run]
@@ -210,7 +213,7 @@ def test_the_command_prints_its_address_and_ends_by_ctrl_c(redis_url: str, tmp_p
         connection.request("GET", url.path)
         assert run.store.run in connection.getresponse().read().decode()
         connection.close()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()
