@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
-import socket
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from homes import Home
+from own_server import free_port
 
 from rlbuffer.store.server.binary import find_binary
 
@@ -40,22 +41,17 @@ SCANCEL = """#!/bin/sh
 """
 
 
-def free_port() -> str:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return str(bound.getsockname()[1])
-
-
-def programs(folder: Path) -> Path:
-    """A folder with what Slurm and the nodes would have on their PATH."""
+def programs(folder: Path, stand_in: Sequence[str]) -> Path:
+    """A folder with what Slurm and the nodes would have on their PATH; `stand_in` is Python's."""
     folder.mkdir()
+    python = shlex.join(stand_in)
     scripts = {
         "srun": SRUN,
         "squeue": SQUEUE,
         "scancel": SCANCEL,
         "scontrol": '#!/bin/sh\n[ "$*" = "show hostnames localhost" ] && echo localhost\n',
-        "rlbuffer": f'#!/bin/sh\nexec "{sys.executable}" -m rlbuffer_cli "$@"\n',
-        "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+        "rlbuffer": f'#!/bin/sh\nexec {python} -m rlbuffer_cli "$@"\n',
+        "python": f'#!/bin/sh\n[ "$1" != -u ] || shift\nexec {python} "$@"\n',
     }
     for name, text in scripts.items():
         (folder / name).write_text(text)
@@ -65,21 +61,21 @@ def programs(folder: Path) -> Path:
 
 
 def test_the_batch_file_trains_a_run_to_its_end_and_goes_on_with_it_when_started_again(home: Home) -> None:
-    """Takes a minute: ranks, two workers and their launcher import torch, twice."""
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
-    steps = home.path / "steps"
+    bin, steps = home.path / "bin", home.path / "steps"
     config = home.config(steps=1)
     environment = home.environment | {
-        "PATH": f"{programs(home.path / 'bin')}:{os.environ['PATH']}",
+        "PATH": f"{programs(bin, home.parent.stand_in)}:{os.environ['PATH']}",
+        "PYTHON_EXEC": str(bin / "python"),  # of torchrun's ranks
         "STEPS": str(steps),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "localhost",
         "RLBUFFER_CONFIG": str(config),
         "RLBUFFER_HOME": str(home.path / "shared"),
         "MAXMEMORY": "1gb",
-        "PORT": free_port(),
-        "RENDEZVOUS": free_port(),
+        "PORT": str(free_port()),
+        "RENDEZVOUS": str(free_port()),
     }
     for last, ranks in ((1, "2"), (2, "1")):
         steps.unlink(missing_ok=True)

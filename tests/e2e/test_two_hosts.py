@@ -31,7 +31,7 @@ class Hosts:
 def hosts(home: Home) -> Iterator[Hosts]:
     mark = uuid.uuid4().hex[:6]
     names, links = (f"rlb-{mark}-a", f"rlb-{mark}-b"), (f"r{mark}a", f"r{mark}b")
-    other = Home(Path(tempfile.mkdtemp(prefix="rlb-")))
+    other = Home(Path(tempfile.mkdtemp(prefix="rlb-")), home.parent)
     commands = [f"netns add {name}" for name in names]
     commands += [f"link add {links[0]} netns {names[0]} type veth peer name {links[1]} netns {names[1]}"]
     for name, link, address in zip(names, links, (FIRST, SECOND), strict=True):
@@ -64,7 +64,6 @@ def hosts(home: Home) -> Iterator[Hosts]:
 
 
 def test_the_loop_trains_over_two_hosts_with_weights_over_http(hosts: Hosts) -> None:
-    """Takes a minute: eight processes on two hosts, none of them forked from one that has torch already."""
     trainer, sampler = hosts.trainer, hosts.sampler
     settings = f"""
 redis_url = "redis://{FIRST}:6379/0"

@@ -8,6 +8,7 @@ forkserver, should it start one, is forked from it too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -49,24 +51,35 @@ def clean_environment() -> dict[str, str]:
 class Parent:
     """The process that the others are forked from. Make it once; `close` ends it, and so does the end of its maker.
 
+    `stand_in`, in place of the path of Python, has one forked for those that start processes by themselves, also in
+    other namespaces of the network and of mounts: it is asked with the rest of a command, passes signals on, and ends
+    as its process ends.
+
     On Linux; elsewhere every process is started as usual.
     """
 
     def __init__(self) -> None:
         self.environment = clean_environment()
+        self.stand_in = (sys.executable,)
         self._process: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        place = f"{tempfile.mkdtemp(prefix='f')}/s"
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.bind(place)
+        door.listen()
+        self.stand_in = (sys.executable, "-IS", str(Path(__file__).with_name("stand_in.py")), place)
         alone = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), str(door.fileno())],
             env=alone | self.environment,
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), door.fileno()],
             start_new_session=True,
         )
         theirs.close()
+        door.close()
 
     def start(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, log: Path | None = None
@@ -97,15 +110,15 @@ def start(
     environment: Mapping[str, str],
     folder: Path,
     log: Path | None = None,
-    prefix: Sequence[str] = (),
+    program: Sequence[str] = (sys.executable,),
 ) -> subprocess.Popen[str]:
     """Python with `arguments` (-m MODULE ..., -c CODE ... or FILE ...) in a session of its own.
 
-    Its output is added to `log`; without one, `communicate` returns it. `prefix` is put before the command.
+    Its output is added to `log`; without one, `communicate` returns it. `program`: Python, and what is put before it.
     """
     with (log or Path(os.devnull)).open("a") as out:
         return subprocess.Popen(
-            [*prefix, sys.executable, *arguments],
+            [*program, *arguments],
             env=environment,
             cwd=folder,
             stdout=out if log else subprocess.PIPE,
@@ -186,16 +199,21 @@ class Forked:
 
 
 # -- the process that the others are forked from -----------------------------------------------------------------------
-def _serve(channel: socket.socket) -> None:
-    """Forks until nobody is left who could ask; then ends as a child does that was forked here."""
+def _serve(channel: socket.socket, door: socket.socket) -> None:
+    """Forks until nobody is left who could ask; then ends as a child does that was forked here.
+
+    Whoever comes to the `door` is a stand-in, with which its process ends.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writing)
     lives: dict[int, socket.socket] = {}
     ended: dict[int, socket.socket] = {}
+    stand_ins: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([channel, reading, *ended.values()], [], [])
+        stand_ins = {pid: life for pid, life in stand_ins.items() if pid in lives}
+        ready, _, _ = select.select([channel, door, reading, *ended.values(), *stand_ins.values()], [], [])
         if reading in ready:
             os.read(reading, 1000)
         for pid in [pid for pid, life in ended.items() if life in ready]:
@@ -203,22 +221,31 @@ def _serve(channel: socket.socket) -> None:
             ended.pop(pid).close()
         for pid in [pid for pid, life in lives.items() if _has_ended(pid, life)]:
             ended[pid] = lives.pop(pid)
-        if channel not in ready:
+        for pid in [pid for pid, life in stand_ins.items() if pid in lives and life in ready]:
+            os.killpg(pid, signal.SIGKILL)
+            del stand_ins[pid]
+        asks = [each for each in (channel, door) if each in ready]
+        if not asks:
             continue
-        text, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 3)
+        asked = asks[0] if asks[0] is channel else door.accept()[0]
+        text, descriptors, _, _ = socket.recv_fds(asked, REQUEST_BYTES, 5)
         if not text:
             return
-        life, out, err = descriptors
+        if asked is not channel:
+            descriptors.insert(0, asked.detach())
+        life, *others = descriptors
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            for each in (channel, *lives.values(), *ended.values()):
+            for each in (channel, door, *lives.values(), *ended.values()):
                 each.detach()  # their numbers will be other files' here
-            _become(json.loads(text), life, out, err)
+            _become(json.loads(text), life, *others)
             return
-        os.close(out)
-        os.close(err)
+        for descriptor in others:
+            os.close(descriptor)
         lives[pid] = socket.socket(fileno=life)
+        if asked is not channel:
+            stand_ins[pid] = lives[pid]
 
 
 def _has_ended(pid: int, life: socket.socket) -> bool:
@@ -231,9 +258,12 @@ def _has_ended(pid: int, life: socket.socket) -> bool:
     return True
 
 
-def _become(request: Mapping[str, Any], life: int, out: int, err: int) -> None:
+def _become(request: Mapping[str, Any], life: int, out: int, err: int, *spaces: int) -> None:
     """Everything that a process has from its start."""
     os.setsid()
+    for space, name in zip(spaces, ("net", "mnt"), strict=False):
+        if os.fstat(space).st_ino != Path(f"/proc/self/ns/{name}").stat().st_ino and _SET_SPACE(space, 0):
+            raise OSError(ctypes.get_errno(), f"the {name} namespace of its stand-in")
     os.write(life, b"%d\n" % os.getpid())
     null = os.open(os.devnull, os.O_RDONLY)
     for place, descriptor in enumerate((null, out, err)):
@@ -269,19 +299,25 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_SET_SPACE = ctypes.CDLL(None, use_errno=True).setns if sys.platform == "linux" else None
 _SPAWN = util.spawnv_passfds
 _SYS_PATH: list[str] = []
 """Entries of ``sys.path`` that follow the program's own folder and PYTHONPATH."""
 
 
 def _fork_forkserver(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """In place of `multiprocessing.util.spawnv_passfds`: a forkserver that has imported already what it would."""
+    """In place of `multiprocessing.util.spawnv_passfds`: a forkserver that has imported already what it would.
+
+    Whoever starts one has threads by then, which print and which follow metrics; no lock of theirs is used in it.
+    """
     code = os.fsdecode(arguments[-1])
-    if "multiprocessing.forkserver" not in code or threading.active_count() > 1:
+    if "multiprocessing.forkserver" not in code:
         return _SPAWN(path, arguments, descriptors)
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 gives one where there are threads
+        pid = os.fork()
     if pid:
         return pid
     try:
@@ -311,10 +347,10 @@ def _fork_forkserver(path: Any, arguments: Sequence[Any], descriptors: Sequence[
 if __name__ == "__main__":
     _given = os.environ.get("PYTHONPATH", "")
     _SYS_PATH += sys.path[1 + len([_p for _p in _given.split(os.pathsep) if _p]) :]
-    _channel = socket.socket(fileno=int(sys.argv[1]))
+    _channel, _door = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     gc.disable()
     for _name in MODULES:
         importlib.import_module(_name)
     gc.freeze()
     gc.enable()
-    _serve(_channel)
+    _serve(_channel, _door)

@@ -131,8 +131,10 @@ class Home:
     def start_python(self, *arguments: str, log: str = "") -> Any:
         """Starts Python in a session of its own; its output goes to `<home>/<log>.log`, or to who asks for it."""
         place = {"environment": self.environment, "folder": self.path, "log": self.path / f"{log}.log" if log else None}
-        if self.parent is None or self.prefix:
-            process = start(arguments, **place, prefix=self.prefix)
+        if self.parent is None:
+            process = start(arguments, **place)
+        elif self.prefix:
+            process = start(arguments, **place, program=(*self.prefix, *self.parent.stand_in))
         else:
             process = self.parent.start(arguments, **place)
         self.processes.append(process)
