@@ -11,7 +11,8 @@ import sys
 
 
 def main() -> None:
-    request = {"arguments": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109 - pathlib takes as long to import as all else
+    folder = os.getcwd()  # noqa: PTH109 - pathlib takes as long to import as all else
+    request = {"arguments": sys.argv[2:], "environment": dict(os.environ), "folder": folder}
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ("net", "mnt")]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as life:
         life.connect(sys.argv[1])

@@ -1,7 +1,7 @@
 """A hostile rollout, and a headless Chromium that looks at its pages: `inspect --web`, and an exported page.
 
 The rollout says everything that a worker could say to run a script, to fetch something, or to turn text around.
-Chromium resolves no name but this machine's, and writes down every request: `requests_of` reads them.
+Chromium resolves no name but this machine's, and writes down every request.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +24,7 @@ from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_SECONDS = 120
-SIZE = (1000, 620)
+PATIENCE_SECONDS = 60
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -77,21 +78,69 @@ def served(buffer: rlbuffer.Buffer) -> Iterator[Pages]:
             thread.join()
 
 
-def visit(url: str, folder: Path, *, picture: Path | None = None) -> str:
-    """Opens a page; its requests go into ``folder/net.json``. -> the page as Chromium has it then."""
-    program = chromium()
-    assert program is not None, "Chromium is not installed"
-    words = [f"--screenshot={picture}", f"--window-size={SIZE[0]},{SIZE[1]}"] if picture else ["--dump-dom"]
-    where = (f"--user-data-dir={folder / 'profile'}", f"--log-net-log={folder / 'net.json'}")
-    done = subprocess.run(
-        [program, *QUIET, *where, *words, url], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
-    )
-    return done.stdout
+class Browser:
+    """A headless Chromium that is told what to do, over its pipe for debuggers."""
 
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "net.json"
+        words = (f"--log-net-log={self._log}", f"--user-data-dir={folder / 'profile'}", "about:blank")
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", chromium(), *QUIET, "--remote-debugging-pipe", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._asked = 0
+        self._session: dict[str, str] = {}
+        target = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        session = self.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        self._session = {"sessionId": session}
 
-def requests_of(folder: Path) -> set[str]:
-    """Every address that the page asked for; Chromium's own requests come from no page."""
-    log = json.loads((folder / "net.json").read_text())
-    number = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
-    params = [event.get("params", {}) for event in log["events"] if event["type"] == number]
-    return {str(each["url"]) for each in params if "url" in each and each.get("initiator") != "not an origin"}
+    def ask(self, method: str, **params: Any) -> Any:
+        """One command. -> its result."""
+        self._asked += 1
+        command = {"id": self._asked, "method": method, "params": params, **self._session}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\0")
+        self._process.stdin.flush()
+        while True:
+            said = bytearray()
+            while (byte := self._process.stdout.read(1)) != b"\0":
+                assert byte, "Chromium has ended"
+                said += byte
+            answer = json.loads(said)
+            if answer.get("id") == self._asked:
+                return answer["result"]
+
+    def value(self, expression: str) -> Any:
+        """What an expression is in the page."""
+        return self.ask("Runtime.evaluate", expression=expression, userGesture=True)["result"].get("value")
+
+    def sees(self, expression: str) -> None:
+        """Waits until an expression is true in the page."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while self.value(expression) is not True:
+            assert time.monotonic() < until, self.value("document.body.innerText")
+            time.sleep(0.05)
+
+    def visit(self, url: str) -> str:
+        """Opens a page. -> the page as it is then."""
+        self.ask("Page.navigate", url=url)
+        self.sees(f"document.readyState == 'complete' && location.href == {json.dumps(url)}")
+        return str(self.value("document.documentElement.outerHTML"))
+
+    def requests(self) -> set[str]:
+        """Ends it. -> every address that a page has asked for; Chromium's own requests come from no page."""
+        self._session = {}
+        self.ask("Browser.close")
+        self._process.communicate(timeout=PATIENCE_SECONDS)
+        log = json.loads(self._log.read_text())
+        number = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
+        params = [event.get("params", {}) for event in log["events"] if event["type"] == number]
+        return {str(each["url"]) for each in params if "url" in each and each.get("initiator") != "not an origin"}
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        self._process.kill()
+        self._process.communicate()
