@@ -276,21 +276,6 @@ def test_steps_are_rows_and_one_step_is_bars_of_its_ranks(run: Run, buffer: rlbu
     browse(buffer, tour, size=(100, 40))
 
 
-def test_workers_show_when_they_were_heard_and_what_failed_last(run: Run, buffer: rlbuffer.Buffer) -> None:
-    fill(run)
-
-    async def tour(person: Person) -> None:
-        await person.sees("talk.7")
-        await person.press("w")
-        await person.sees("worker w-0", "v3", "12/s", "KeyError: 'x' (envs.py:3 in score)")
-        await person.press("question_mark")
-        await person.sees("What each screen answers")
-        await person.press("escape", "escape")
-        await person.sees("newest first")
-
-    browse(buffer, tour, size=(140, 30))
-
-
 def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, buffer: rlbuffer.Buffer) -> None:
     async def tour(person: Person) -> None:
         await person.sees("0 groups", "no env has sent anything yet")

@@ -54,6 +54,7 @@ def test_no_color_leaves_a_terminal_its_own_colours(
     ("words", "code", "ends"),
     [
         (["inspect", "nosuch.1"], 1, "it was retired with its step, or never pushed."),
+        (["inspect", "a.0/9"], 1, "Its rollouts: a.0/0, a.0/1."),
         (["verify"], 0, "ok: everything adds up"),
         (
             ["config", "init", "mine-with-a-long-name.toml"],
@@ -77,6 +78,7 @@ def test_what_is_said_on_a_narrow_terminal_breaks_between_words(
     text = ANSI.sub(b"", re.sub(rb"\r\x1b\[K[^\r]*(?=\r\x1b\[K)", b"", drawn)).decode()  # without the line at its start
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 50, lines
+    assert b"\x1b[?1049h" not in drawn  # no screen was opened
     assert ends.format(run=f'"{run.store.run}"') in " ".join(" ".join(lines).split())
 
 

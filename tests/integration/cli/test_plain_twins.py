@@ -1,39 +1,31 @@
-"""Every screen of the browser has a printed and a JSON twin; both are readable in 80 columns and without colours."""
+"""Every screen of the browser has a printed and a JSON twin."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 from browsing import Person, browse
 from store_runs import Run
-from terminals import ANSI, typed
 
 import rlbuffer
 from rlbuffer_cli.whole_run import WholeRun
 
 Call = Callable[..., tuple[int, str, str]]
-COLOUR = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:[349]\d|10\d)(?:;[0-9;]*)?m")
-GREY = re.compile(rb"[34]8;2;(\d+);(\d+);(\d+)")
 
 
-def fill(run: Run) -> None:
+@pytest.fixture(autouse=True)
+def filled(run: Run) -> None:
     """A committed step, a group that is ready, a worker with a failure."""
     run.step("a.0", "b.0")
     run.push("a.1", rewards=[0.25, 0.75, 0.5])
     problem = {"kind": "env_fails", "count": 2, "detail": "KeyError 2, the last: KeyError: 'x' (envs.py:3 in score)"}
     beat = {"version": 3, "env": "a", "problems": [problem]}
     run.store.heartbeat("worker", "w-0", beat)
-
-
-@pytest.fixture(autouse=True)
-def filled(run: Run) -> None:
-    fill(run)
 
 
 @pytest.fixture
@@ -153,45 +145,6 @@ def test_best_and_worst_are_compared_by_one_key(run: Run) -> None:
         browse(buffer, flat, identifier="c.1")
 
 
-def test_every_screen_fits_into_80_columns(run: Run) -> None:
-    async def tour(person: Person) -> None:
-        for keys, words in (
-            ((), "a.1"),
-            (("enter",), "group a.1"),
-            (("b",), "they part at token"),
-            (("escape", "enter"), "rollout a.1/0"),
-            (("5",), "entropy: not kept per token"),
-            (("t",), "1 step"),
-            (("enter",), "closed by capacity"),
-            (("escape", "w"), "worker w-0"),
-            (("question_mark",), "What each screen answers"),
-        ):
-            await person.press(*keys)
-            await person.sees(words, "q quit")
-            assert max(map(len, person.lines())) <= 80
-
-    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
-        browse(buffer, tour)
-
-
-@pytest.mark.server
-def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: str, tmp_path: Path) -> None:
-    run = Run(redis_url, tmp_path)
-    fill(run)
-    at = ["--redis", redis_url, "--run", run.store.run]
-    for words, until in (
-        (["--plain"], b"one group: rlbuffer inspect"),
-        (["step:1"], b"rank 1:"),
-    ):
-        term = {} if words == ["--plain"] else {"TERM": "dumb"}
-        drawn = typed(["inspect", *words, *at], tmp_path, until=until, keys=b"", NO_COLOR="1", **term)
-        assert COLOUR.search(drawn) is None
-        assert [line for line in ANSI.sub(b"", drawn).decode().splitlines() if len(line) > 80] == []
-    drawn = typed(["inspect", *at], tmp_path, until=b"a.1", keys=b"q", NO_COLOR="1")
-    assert all(len(set(match.groups())) == 1 for match in GREY.finditer(drawn)), "shades of grey are no colours"
-    run.close()
-
-
 def test_a_dropped_group_has_its_age_and_a_dash_for_what_is_not_kept(run: Run, call: Call) -> None:
     run.push("c.7", version=0)
     run.drop("stale", [entry for entry in run.pool() if entry.group_id == "c.7"])
@@ -215,17 +168,3 @@ def test_a_share_says_what_it_is_of(run: Run, call: Call) -> None:
     _, out, _ = call()
     assert re.search(r"^■ a .* 50% +40% ", out, re.MULTILINE), out
     assert "share: of tokens so far, ┃ target" in out
-
-
-@pytest.mark.server
-def test_an_id_that_nothing_has_is_an_error_on_a_terminal_too(redis_url: str, tmp_path: Path) -> None:
-    run = Run(redis_url, tmp_path)
-    try:
-        run.push("a.0")
-        where = ["--redis", redis_url, "--run", run.store.run]
-        for words in (["nosuch.1"], ["a.0/9"]):
-            drawn = typed(["inspect", *words, *where], tmp_path, until=b"", keys=b"", code=1)
-            assert b"Error: " in drawn
-            assert b"\x1b[?1049h" not in drawn  # no screen was opened
-    finally:
-        run.close()
