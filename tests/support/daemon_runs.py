@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from logged import Logged
@@ -17,6 +18,8 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, watches
+from rlbuffer.records.group import Group
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 
 LEASE_SECONDS = 20.0
@@ -28,6 +31,31 @@ def start_trainer(run: Run, *, world_size: int = 1) -> int:
     number = run.store.attempt(uuid="trainer", world_size=world_size, resume_step=0).number
     run.store.announce(number, PolicyVersion(version=0))
     return number
+
+
+@contextmanager
+def leading(buffer: Buffer, config: BatcherConfig) -> Iterator[None]:
+    """A batcher leads the run in a thread meanwhile."""
+    stop = threading.Event()
+    thread = threading.Thread(target=Daemon(buffer, config).run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def pulled(buffer: Buffer, config: BatcherConfig, *groups: Group) -> Step:
+    """Step 1 of a run to which these were pushed."""
+    writer = buffer.writer("outside")
+    for group in groups:
+        assert writer.push(group).status == "stored"
+    with leading(buffer, config):
+        reader = buffer.reader(timeout_seconds=20)
+        reader.start()
+        reader.announce(PolicyVersion(version=0))
+        return reader.pull(1)
 
 
 class Served:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import redis
 from browsing import Person, browse
+from hostile_pages import served
 from own_server import OwnServer
 from store_runs import Run
 from terminals import typed
-from test_web import served
+from test_web import Visitor
 
 import rlbuffer
 from rlbuffer_cli.main import main
@@ -66,8 +67,8 @@ def test_a_tour_of_every_screen_and_page_sends_no_command_that_writes(tmp_path: 
                 assert main([*words.split(), "--redis", server.url, "--run", run.store.run]) == 0
             with rlbuffer.connect(server.url, run=run.store.run) as buffer:
                 browse(buffer, tour, size=(100, 30))
-                for visitor in served(buffer):
-                    assert len(visitor.walk()) > 10
+                with served(buffer) as pages:
+                    assert len(Visitor(pages).walk()) > 10
             assert written(client) == before
             assert run.control_keys() == content
         finally:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
@@ -15,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import pytest
+from hostile_pages import served
 from store_runs import Run
 from test_html import Page
 
@@ -24,7 +24,6 @@ from rlbuffer.records.spans import Turn
 from rlbuffer.testing import make_group
 from rlbuffer_cli.tables import VIEWS
 from rlbuffer_cli.web.server import HEADERS, Pages
-from rlbuffer_cli.whole_run import WholeRun
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
 
@@ -78,21 +77,11 @@ def fill(run: Run) -> None:
     run.store.heartbeat("batcher", "leader", {"waiting": {"kind": "server", "detail": EVIL}})
 
 
-def served(buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
-    with Pages(WholeRun(buffer), 0) as pages:
-        thread = threading.Thread(target=pages.serve_forever)
-        thread.start()
-        try:
-            yield Visitor(pages)
-        finally:
-            pages.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 def visitor(run: Run, buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
     fill(run)
-    yield from served(buffer)
+    with served(buffer) as pages:
+        yield Visitor(pages)
 
 
 def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from daemon_runs import leading
 from model_families import GEMMA2, WINDOWED
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 import rlbuffer
-from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import TrainedTokens
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
@@ -35,16 +34,10 @@ STEPS = 2
 def run(redis_url: str) -> Iterator[tuple[str, str]]:
     """(url, name) of a run with a batcher, and groups for STEPS steps."""
     name = f"examples-{uuid.uuid4().hex[:8]}"
-    stop = threading.Event()
-    with rlbuffer.connect(redis_url, run=name) as writing, rlbuffer.connect(redis_url, run=name) as leading:
-        thread = threading.Thread(target=Daemon(leading, CONFIG).run, args=(stop,))
-        thread.start()
-        writer = writing.writer("w")
-        for seed in range(2 * STEPS):
-            writer.push(make_group(seed=seed, size=2, rewards=[0.0, 1.0]))
+    groups = [make_group(seed=seed, size=2, rewards=[0.0, 1.0]) for seed in range(2 * STEPS)]
+    with rlbuffer.connect(redis_url, run=name) as buffer, leading(buffer, CONFIG):
+        buffer.writer("w").push_many(groups)
         yield redis_url, name
-        stop.set()
-        thread.join(timeout=20)
 
 
 def tiny() -> PreTrainedModel:
@@ -179,14 +172,10 @@ def assert_trained_as_alone(
     loss_of: Callable[[rlbuffer.MicroBatch], torch.Tensor],
 ) -> list[rlbuffer.MicroBatch]:
     """The gradient over a step of these groups on two ranks is that of each rollout by itself. -> its micro-batches."""
-    name, stop = f"examples-{uuid.uuid4().hex[:8]}", threading.Event()
+    name = f"examples-{uuid.uuid4().hex[:8]}"
     with ExitStack() as opened:
-        writing, leading, *reading = (opened.enter_context(rlbuffer.connect(url, run=name)) for _ in range(4))
-        config = rlbuffer.BatcherConfig(64, step_groups=len(groups), max_age=8)
-        thread = threading.Thread(target=Daemon(leading, config).run, args=(stop,))
-        thread.start()
-        opened.callback(thread.join, timeout=20)
-        opened.callback(stop.set)
+        writing, leads, *reading = (opened.enter_context(rlbuffer.connect(url, run=name)) for _ in range(4))
+        opened.enter_context(leading(leads, rlbuffer.BatcherConfig(64, step_groups=len(groups), max_age=8)))
         writing.writer("w").push_many(groups)
         readers = [buffer.reader(rank, 2) for rank, buffer in enumerate(reading)]
         batches = [mb.to("cpu") for reader in readers for mb in next(iter(reader.steps()))]

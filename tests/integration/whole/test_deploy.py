@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
-import ssl
 import subprocess
 import threading
 import time
@@ -14,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import redis
+from authority import Authority
 from everybody import UrlOf, do_everybodys_work
+from own_server import OwnServer, free_port
 from shards import Cluster
 
 import rlbuffer
@@ -176,89 +176,23 @@ def users_file(tmp_path: Path) -> Path:
     return path
 
 
-# -- TLS: the bundled server is built without, so a TLS endpoint stands before it, as stunnel or a load balancer would -
-
-
-@contextlib.contextmanager
-def tls_endpoint(target: Path, certificate: Path, key: Path) -> Iterator[int]:
-    """Takes TLS connections and forwards them to a unix socket. -> its port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    loop = asyncio.new_event_loop()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_unix_connection(target)
-        await asyncio.gather(copy(reader, back), copy(there, writer))
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ssl.SSLError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def end() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    server = loop.run_until_complete(asyncio.start_server(forward, "127.0.0.1", 0, ssl=context))
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        loop.call_soon_threadsafe(server.close)
-        asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-@pytest.fixture
-def certificate(home: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of localhost, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl program to make a certificate")
-    files = home / "server.crt", home / "server.key"
-    names, out = ("-addext", "subjectAltName=DNS:localhost"), ("-out", files[0], "-keyout", files[1])
-    subprocess.run(
-        [
-            openssl,
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            *names,
-            *out,
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return files
-
-
 @pytest.mark.server
-def test_a_run_over_tls_checks_the_servers_certificate(
-    home: Path, server_binary: ServerBinary, certificate: tuple[Path, Path]
-) -> None:
-    with (
-        served(server_binary.path, home, "--port", "0") as path,
-        tls_endpoint(path, *certificate) as port,
-    ):
-        trusting = f"rediss://localhost:{port}/0?ssl_ca_certs={certificate[0]}"
-        do_everybodys_work(lambda role: trusting, home)
+@pytest.mark.skipif(
+    not (shutil.which("redis-server") and shutil.which("openssl")),
+    reason="needs redis-server on PATH, for the bundled server has no TLS, and openssl to make certificates",
+)
+def test_a_run_over_tls_checks_the_servers_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.sign("server", names="DNS:localhost", end="20990101000000Z")
+    port = free_port()
+    options = {"tls-port": f"{port}", "tls-cert-file": f"{certificate}", "tls-key-file": f"{key}"}
+    options |= {"tls-ca-cert-file": f"{authority.certificate}", "tls-auth-clients": "no"}
+    with OwnServer(tmp_path / "server", program=shutil.which("redis-server"), options=options):
+        trusting = f"rediss://localhost:{port}/0?ssl_ca_certs={authority.certificate}"
+        do_everybodys_work(lambda role: trusting, tmp_path)
         for url, why in (
             (f"rediss://localhost:{port}/0", "self-signed certificate"),
             (trusting.replace("localhost", "127.0.0.1"), "IP address mismatch"),
         ):
-            config = rlbuffer.BatcherConfig(256)
             with pytest.raises(ServerUnsuitable, match=f"(?i){why}"):
-                rlbuffer.connect(url, config=config)
+                rlbuffer.connect(url, config=rlbuffer.BatcherConfig(256))

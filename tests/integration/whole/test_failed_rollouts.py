@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from daemon_runs import pulled
 
 import rlbuffer
 from rlbuffer.client.exporting import export_groups
-from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
@@ -34,23 +33,6 @@ def group_of(number: int, failed: dict[int, rlbuffer.Failure]) -> rlbuffer.Group
     return replace(group, rollouts=rollouts)
 
 
-def pulled(buffer: rlbuffer.Buffer, *groups: rlbuffer.Group) -> rlbuffer.Step:
-    """Step 1 of a run to which these were pushed."""
-    writer, stop = buffer.writer("outside"), threading.Event()
-    for group in groups:
-        assert writer.push(group).status == "stored"
-    daemon = threading.Thread(target=lambda: Daemon(buffer, CONFIG).run(stop))
-    daemon.start()
-    try:
-        reader = buffer.reader(timeout_seconds=20)
-        reader.start()
-        reader.announce(rlbuffer.PolicyVersion(version=0))
-        return reader.pull(1)
-    finally:
-        stop.set()
-        daemon.join()
-
-
 def trained_by(step: rlbuffer.Step) -> dict[str, bytes]:
     """Rollout -> its advantages, bit by bit."""
     its = {}
@@ -63,11 +45,11 @@ def trained_by(step: rlbuffer.Step) -> dict[str, bytes]:
 def test_six_of_eight_train_as_a_group_of_six_and_two_are_accounted_as_failed(
     buffer: rlbuffer.Buffer, redis_url: str, run_name: str
 ) -> None:
-    step = pulled(buffer, group_of(0, FAILED))
+    step = pulled(buffer, CONFIG, group_of(0, FAILED))
     with rlbuffer.connect(redis_url, run=f"{run_name}-alone") as other:
         whole = group_of(0, {})
         kept = tuple(rollout for i, rollout in enumerate(whole.rollouts) if i not in FAILED)
-        alone = pulled(other, replace(whole, rollouts=kept, planned_size=6))
+        alone = pulled(other, CONFIG, replace(whole, rollouts=kept, planned_size=6))
     assert trained_by(step) == trained_by(alone)
     assert len(trained_by(step)) == 6
     assert (step.rollouts, step.normalizers, step.damaged) == (6, alone.normalizers, ())
@@ -84,7 +66,7 @@ def test_six_of_eight_train_as_a_group_of_six_and_two_are_accounted_as_failed(
 
 def test_a_group_of_which_all_failed_is_dropped_and_holds_nobody_up(buffer: rlbuffer.Buffer) -> None:
     every = dict.fromkeys(range(8), FAILED[2]) | {5: FAILED[5]}
-    pulled(buffer, group_of(0, every), group_of(1, {}))
+    pulled(buffer, CONFIG, group_of(0, every), group_of(1, {}))
     assert buffer.ledger().total().dropped == {"failed": (8, 72)}
     (view,) = buffer.groups("state:dropped")
     assert (view.reason, view.detail, view.rollouts, view.reward) == ("failed", "timeout 7, tool 1", 8, None)
@@ -95,7 +77,7 @@ def test_a_rollout_that_came_again_is_seen_once(buffer: rlbuffer.Buffer) -> None
     whole = replace(group_of(0, FAILED), planned_size=8)
     first = replace(whole, rollouts=whole.rollouts[:6])
     again = replace(whole, rollouts=(whole.rollouts[1], whole.rollouts[5], *whole.rollouts[6:]))
-    pulled(buffer, first, again)
+    pulled(buffer, CONFIG, first, again)
     detail = buffer.group("a.0")
     members = [(member.rollout_id, member.left_out) for member in detail.members]
     assert sorted(members) == [(f"a.0/{i}", "failed" if i in FAILED else "") for i in range(8)]
@@ -107,7 +89,7 @@ def test_people_see_who_failed_and_why(
     buffer: rlbuffer.Buffer, redis_url: str, run_name: str, typed: Call, is_packed: bool
 ) -> None:
     if is_packed:
-        pulled(buffer, group_of(0, FAILED))
+        pulled(buffer, CONFIG, group_of(0, FAILED))
     else:
         buffer.writer("outside").push(group_of(0, FAILED))
     at = ("--redis", redis_url, "--run", run_name)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from daemon_runs import pulled
 from torch import Tensor, nn
 
 import rlbuffer
 from rlbuffer.config.losses import LossChoice
-from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import loss_of
 from rlbuffer.trainer.update.update import trained_tokens
@@ -37,24 +36,6 @@ def buffer() -> rlbuffer.Buffer:
         yield made
 
 
-def step_of(buffer: rlbuffer.Buffer, groups: list[rlbuffer.Group], truncated: str) -> None:
-    """Pushes the groups and has them committed as step 1."""
-    config = rlbuffer.BatcherConfig(64, step_groups=len(groups), advantage="dr_grpo", truncated=truncated)
-    writer, stop = buffer.writer("outside"), threading.Event()
-    for group in groups:
-        assert writer.push(group).status == "stored"
-    daemon = threading.Thread(target=lambda: Daemon(buffer, config).run(stop))
-    daemon.start()
-    try:
-        reader = buffer.reader(timeout_seconds=20)
-        reader.start()
-        reader.announce(rlbuffer.PolicyVersion(version=0))
-        reader.pull(1)
-    finally:
-        stop.set()
-        daemon.join()
-
-
 def made_groups() -> list[rlbuffer.Group]:
     groups = []
     for seed in range(4):
@@ -67,7 +48,7 @@ def made_groups() -> list[rlbuffer.Group]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_truncated_trains_nothing_and_divides_nothing(buffer: rlbuffer.Buffer, world_size: int) -> None:
     groups = made_groups()
-    step_of(buffer, groups, "mask")
+    pulled(buffer, rlbuffer.BatcherConfig(64, step_groups=4, advantage="dr_grpo", truncated="mask"), *groups)
     settings, total, seen = LossChoice(name="dapo"), 0.0, {}
     for rank in range(world_size):
         step = buffer.reader(rank, world_size, timeout_seconds=20).pull(1)
