@@ -11,9 +11,12 @@ from rlbuffer.worker.envs import Prompt, Score
 
 
 class Sound:
-    """An env in which nothing fails; the others differ from it in one thing."""
+    """An env in which nothing fails; the others differ from it in one thing. A score takes so many seconds."""
 
     vocab_size, eos_token_ids, max_new_tokens = 13, (12,), 2
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
 
     @property
     def name(self):
@@ -23,6 +26,7 @@ class Sound:
         return Prompt(prompt_id=str(number), tokens=np.array([number % 10], np.int32))
 
     def score(self, prompt, tokens, *, finish_reason):
+        time.sleep(self.seconds)
         return Score(reward=1.0)
 
     def render(self, tokens):

@@ -59,7 +59,7 @@ def test_a_run_that_nobody_reads_finds_the_modules_beside_its_config_in_every_pr
     text = text.replace('[worker.vcopy]\nenv = "vcopy"\n', '[worker.vcopy]\nenv = "of_the_run:make"\n' + OWN_SAMPLER)
     text = text.replace(
         '[worker.repeat]\nenv = "repeat"\n',
-        '[worker.repeat]\nenv = "of_the_run:make"\nenv_options = { name = "repeat" }\ngpus = [0]\n',
+        '[worker.repeat]\nenv = "of_the_run:make"\nenv_options = { name = "repeat" }\n',
     )
     config = project / "own.toml"
     config.write_text(text)

@@ -1,4 +1,4 @@
-"""`rlbuffer run` with a worker that has a Python and an environment of its own."""
+"""`rlbuffer run` with a worker that has a Python and an environment of its own, and an env beside the config."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     wrapper, started = home.path / "python", home.path / "started"
     wrapper.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
+    (home.path / "beside.py").write_text('from rlbuffer.worker.envs import BUILT_IN\n\nmake = BUILT_IN["vcopy"]\n')
     config = home.config(world_size=1, steps=1000)
-    text = config.read_text().replace("[worker.vcopy]\n", f'[worker.vcopy]\npython = "{wrapper}"\ngpus = [3]\n')
-    config.write_text(text)
+    own = f'[worker.vcopy]\npython = "{wrapper}"\ngpus = [3]\nenv = "beside:make"\n'
+    config.write_text(config.read_text().replace('[worker.vcopy]\nenv = "vcopy"\n', own))
 
     def pid() -> int:
         return home.pids().get("worker vcopy", 0) if (home.path / "runs/tiny/pids.json").exists() else 0

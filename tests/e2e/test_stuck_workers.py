@@ -28,6 +28,7 @@ steps = 100000
 
 [worker.sound]
 env = "failing_envs:Sound"
+env_options = { seconds = 0.2 }
 group_size = 2
 """
 

@@ -13,22 +13,10 @@ def loss(tokens, options):
 
 def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_behind_it(home: Home) -> None:
     (home.path / "failing.py").write_text(LOSS)
-    given = [
-        "--config",
-        home.config(run="fake"),
-        "--fake-data",
-        "--world-size",
-        "1",
-        "--steps",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
-    variables = {
-        "RLBUFFER_HOME": str(home.path),
-        "RLBUFFER_TRAINER__LOSS__NAME": "failing:loss",
-    }
-    drawn = typed(["train", *given], home.path, until=b"", keys=b"", columns=100, code=1, **variables)
+    given = f"train --config {home.config(run='fake')} --fake-data --world-size 1 --steps 2 --max-restarts 1".split()
+    variables = home.environment | {"RLBUFFER_TRAINER__LOSS__NAME": "failing:loss"}
+    program = home.parent.stand_in
+    drawn = typed(given, home.path, until=b"", keys=b"", columns=100, code=1, program=program, **variables)
     rows = [row for row in ANSI.sub(b"", drawn).decode().replace("\r", "\n").split("\n") if row]
     first, last = (i for i, row in enumerate(rows) if row.startswith("Rank 0 failed:"))
     again = rows.index("Starting the rank again from the newest checkpoint (restart 1 of 1).")

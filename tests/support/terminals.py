@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
@@ -19,15 +20,23 @@ TERMINAL_SECONDS = 120.0
 
 
 def typed(
-    arguments: list[str], folder: Path, *, until: bytes, keys: bytes, columns: int = 80, code: int = 0, **variables: str
+    arguments: list[str],
+    folder: Path,
+    *,
+    until: bytes,
+    keys: bytes,
+    columns: int = 80,
+    code: int = 0,
+    program: Sequence[str] = (sys.executable,),
+    **variables: str,
 ) -> bytes:
     """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn.
 
-    It must end with the exit code `code`.
+    It must end with the exit code `code`. `program`: Python, or its stand-in where nothing is typed.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
+    command = [*program, "-m", "rlbuffer_cli", *arguments]
     environment = {**os.environ, "TERM": "xterm-256color", **variables}
     process = subprocess.Popen(
         command,

@@ -8,11 +8,10 @@ from __future__ import annotations
 import multiprocessing.context
 import os
 import pwd
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Parent
 
 from rlbuffer.checks.check import Context
 from rlbuffer.checks.host import home as home_check
@@ -61,12 +60,13 @@ def test_a_user_without_a_folder_is_asked_for_a_home(monkeypatch: pytest.MonkeyP
     assert finding.settings == ("home",)
 
 
-def test_processes_share_a_forkserver_under_a_long_tmpdir(tmp_path: Path) -> None:
+def test_processes_share_a_forkserver_under_a_long_tmpdir(parent: Parent, tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     code = "from rlbuffer.process import forkserver; forkserver.wait_until_loaded(forkserver.start([]))"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(folder)}, timeout=120)
-    assert done.returncode == 0
+    asked = parent.start(["-c", code], environment=parent.environment | {"TMPDIR": str(folder)}, folder=tmp_path)
+    _, said = asked.communicate(timeout=120)
+    assert asked.returncode == 0, said
 
 
 def test_ranks_that_cannot_share_locks_are_a_mistake_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

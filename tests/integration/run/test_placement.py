@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from forked import Parent
 
 import rlbuffer
 from rlbuffer.checks.check import Context, Finding
@@ -134,8 +134,10 @@ rank.run_rank(RunSettings(trainer=TrainerSettings(gpus=(2, 5))))
 """
 
 
-def test_a_rank_sees_the_trainers_gpus_before_it_trains_and_leaves_to_collections_what_is_new() -> None:
-    answer = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=True)
-    gpus, objects = answer.stdout.split()
+def test_a_rank_sees_the_trainers_gpus_before_it_trains_and_leaves_to_collections_what_is_new(
+    parent: Parent, tmp_path: Path
+) -> None:
+    rank = parent.start(["-c", RANK], environment=parent.environment, folder=tmp_path)
+    gpus, objects = rank.communicate(timeout=120)[0].split()
     assert gpus == "2,5"
     assert int(objects) < 10_000  # torch alone has 200,000
