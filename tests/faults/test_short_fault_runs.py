@@ -63,7 +63,7 @@ def test_half_a_transaction_in_the_file_does_not_come_to_life_at_the_second_star
 
 
 def test_a_run_survives_failovers_of_shards_and_slots_that_move(home: Home) -> None:
-    outcome = run_failovers(home, seed=3, failovers=1, kills=1, steps=75, say=say, place="cluster", slot_moves=1)
+    outcome = run_failovers(home, seed=3, failovers=1, kills=1, steps=45, say=say, place="cluster", slot_moves=1)
     assert outcome.findings == []
     assert dict(outcome.faults) == {FAILOVER: 1, KILL: 1, MOVE: 1}
 
@@ -81,9 +81,9 @@ def test_no_process_of_a_run_ends_while_the_disk_is_full(home: Home) -> None:
 
 
 def test_no_process_of_another_role_ends_of_what_a_hostile_worker_sends(home: Home) -> None:
-    outcome = run_hostile(home, moves=4, pushes=400, seed=3, world_size=1, say=say)
+    outcome = run_hostile(home, moves=3, pushes=150, seed=3, world_size=1, say=say)
     assert outcome.findings == []
-    assert dict(outcome.faults) == {"move": 4, "push": 400}
+    assert dict(outcome.faults) == {"move": 3, "push": 150}
 
 
 def test_a_rollout_in_two_trained_steps_is_found() -> None:
@@ -107,8 +107,7 @@ def test_a_step_stays_known_when_its_server_begins_its_file_anew(tmp_path: Path)
     assert read_steps(tmp_path, "tiny") == {(45, "d45"): [], (46, "d46"): []}
 
 
-@pytest.mark.parametrize("cut", range(20))
-def test_a_command_that_a_kill_cut_short_is_left_out(cut: int) -> None:
+def test_a_command_that_a_kill_cut_short_is_left_out() -> None:
     whole = b"*2\r\n$3\r\nSET\r\n$1\r\nk\r\n"
-    assert len(whole) == 20
-    assert list(commands(whole + whole[:cut])) == [[b"SET", b"k"]]
+    for cut in range(len(whole)):
+        assert list(commands(whole + whole[:cut])) == [[b"SET", b"k"]]

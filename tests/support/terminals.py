@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
@@ -28,11 +28,13 @@ def typed(
     columns: int = 80,
     code: int = 0,
     program: Sequence[str] = (sys.executable,),
+    first: tuple[bytes, Callable[[], object]] | None = None,
     **variables: str,
 ) -> bytes:
     """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn.
 
-    It must end with the exit code `code`. `program`: Python, or its stand-in where nothing is typed.
+    It must end with the exit code `code`. `program`: Python, or its stand-in where nothing is typed; `first`: what is
+    done before, once something else is on the screen.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -57,7 +59,11 @@ def typed(
                     drawn += os.read(ours, 65536)
                 except OSError:
                     break  # the last who had the terminal has left
-            if not is_typed and until in ANSI.sub(b"", drawn):
+            shown = ANSI.sub(b"", drawn)
+            if first is not None and first[0] in shown:
+                first[1]()
+                first = None
+            if not is_typed and first is None and until in shown:
                 is_typed = True
                 os.write(ours, keys)
         assert is_typed, drawn

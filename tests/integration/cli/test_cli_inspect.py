@@ -73,14 +73,6 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
     assert (code, json.loads(out)["alive"]) == (1, False)
 
 
-def test_workers_are_in_json(buffer: Buffer, call: Call) -> None:
-    buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
-    buffer.heartbeat("worker", "odd", {"version": "x", "error": "no\x1bne"})
-    record = json.loads(call("top", "--once", "--json")[1])
-    assert record["schema"] == "rlbuffer.run/2"
-    assert [(p["name"], p["version"]) for p in record["processes"]] == [("odd", -1), ("vcopy", 3)]
-
-
 @pytest.mark.parametrize(("code", "kind"), [(0, Wait.ENDED), (130, Wait.FAILED), (1, Wait.FAILED)])
 def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, kind: Wait) -> None:
     settings = RunSettings.model_validate({"run": "math", "home": "h", "trainer": {"steps": 7}})

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
-import subprocess
-import sys
-import termios
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import waits
 from looks import lines_of
 from store_runs import Run
+from terminals import typed
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import Wait, Waiting
@@ -143,49 +136,9 @@ def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(run: Run) -> N
 
 @pytest.mark.server
 def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(busy: Run, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (40, 100))
-    command = [
-        sys.executable,
-        "-m",
-        "rlbuffer_cli",
-        "top",
-        "--every",
-        "0.1",
-        "--redis",
-        busy.url,
-        "--run",
-        busy.store.run,
-    ]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
-    ) as process:
-        os.close(theirs)
-        try:
-            seen = _until(ours, lambda shown: "worker inf-0" in shown)
-            assert f'run "{busy.store.run}"' in seen
-            waits.says(busy.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
-            again = _until(ours, lambda shown: "a new sentence" in shown)
-            assert "\x1b[H" in again, "the screen was not written over"
-            process.send_signal(signal.SIGINT)
-            _until(ours, lambda shown: False, is_end=True)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
-    os.close(ours)
-
-
-def _until(terminal: int, holds: Any, *, is_end: bool = False) -> str:
-    """Reads the terminal until `holds` of what it shows, or until nobody writes to it any more."""
-    shown, deadline = "", time.monotonic() + 60
-    while not holds(shown):
-        assert time.monotonic() < deadline, shown
-        if not select.select([terminal], [], [], 1)[0]:
-            continue
-        try:
-            shown += os.read(terminal, 65536).decode(errors="replace")
-        except OSError:  # Linux: the other side is closed
-            assert is_end, shown
-            break
-    return shown
+    words = ["top", "--every", "0.1", "--redis", busy.url, "--run", busy.store.run]
+    says = partial(waits.says, busy.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
+    drawn = typed(words, tmp_path, until=b"a new sentence", keys=b"\x03", columns=100, first=(b"worker inf-0", says))
+    before, _, again = drawn.partition(b"worker inf-0")
+    assert busy.store.run.encode() in before
+    assert b"\x1b[H" in again, "the screen was not written over"

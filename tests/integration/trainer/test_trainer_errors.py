@@ -45,8 +45,6 @@ def attend(tokens: int = 4, **options: Any) -> None:
     ("do", "error"),
     [
         (lambda: PackedPolicy(Headless(), attention="sdpa"), PackedForwardError),
-        (lambda: SegmentPlan([1, 4]), ValueError),
-        (lambda: SegmentPlan([0]), ValueError),
         (lambda: attend(segments=SegmentPlan([0, 4]), s_aux=torch.zeros(2)), PackedForwardError),
         (lambda: attend(segments=SegmentPlan([0, 4]), position_bias=torch.zeros(2)), PackedForwardError),
         (attend, PackedForwardError),

@@ -20,7 +20,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait
-from rlbuffer.store.records import Attempt, Claim
+from rlbuffer.store.records import Claim
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.testing import make_group
 
@@ -332,14 +332,6 @@ def test_writers_and_trainers_of_before_a_rewind_are_told(run: Run) -> None:
         run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
 
 
-def test_a_deleted_run_leaves_nothing(run: Run) -> None:
-    run.step("a.0")
-    run.push("a.1")
-    assert run.store.delete_run() > 5
-    assert (run.control_keys(), run.payload_keys()) == ({}, [])
-    assert run.store.run not in run.store.runs()
-
-
 def test_a_run_made_anew_is_in_a_later_epoch_whenever_its_maker_read_the_clock(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,9 +361,8 @@ def test_a_void_that_comes_late_takes_nothing_back(run: Run, monkeypatch: pytest
     assert (run.store.meta().step, run.store.meta().epoch) == (1, first["epoch"])
 
 
-@pytest.fixture
-def below_retired(run: Run) -> Attempt:
-    """A trainer at step 0 of a run that has retired its steps up to 5."""
+def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_carried_out(run: Run) -> None:
+    """Its next heartbeat must not take it back: the leader may be away for longer."""
     number = run.store.attempt(uuid="first", world_size=1, resume_step=0).number
     for _ in range(2):
         run.step(f"a.{run.sequence}")
@@ -382,22 +373,9 @@ def below_retired(run: Run) -> Attempt:
     run.store.retire(5)
     again = Claim(step=0, epoch=epoch, digest="", steps=())
     second = run.store.attempt(uuid="second", world_size=1, resume_step=0, claim=again)
-    assert run.store.trainer().claim
-    return second
-
-
-def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_carried_out(
-    run: Run, below_retired: Attempt
-) -> None:
-    """Its next heartbeat must not take it back: the leader may be away for longer."""
-    run.store.report(below_retired.number, epoch=below_retired.epoch, trained=0, digest="", oldest_kept=0)
+    run.store.report(second.number, epoch=second.epoch, trained=0, digest="", oldest_kept=0)
     assert run.store.trainer().claim
     found = run.store.recover(run.store.trainer(), ())
     assert found is not None
     assert found["step"] == 0
-    assert not run.store.trainer().claim
-
-
-def test_a_trainer_at_the_last_retired_step_hands_nothing_back_any_more(run: Run, below_retired: Attempt) -> None:
-    run.store.report(below_retired.number, epoch=below_retired.epoch, trained=5, digest="f" * 64, oldest_kept=0)
     assert not run.store.trainer().claim
