@@ -15,8 +15,10 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     wrapper, started = home.path / "python", home.path / "started"
     wrapper.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
-    (home.path / "beside.py").write_text('from rlbuffer.worker.envs import BUILT_IN\n\nmake = BUILT_IN["vcopy"]\n')
-    config = home.config(world_size=1, steps=1000)
+    project = home.path / "project"
+    project.mkdir()
+    (project / "beside.py").write_text('from rlbuffer.worker.envs import BUILT_IN\n\nmake = BUILT_IN["vcopy"]\n')
+    config = home.config(world_size=1, steps=1000).rename(project / "own.toml")
     own = f'[worker.vcopy]\npython = "{wrapper}"\ngpus = [3]\nenv = "beside:make"\n'
     config.write_text(config.read_text().replace('[worker.vcopy]\nenv = "vcopy"\n', own))
 
