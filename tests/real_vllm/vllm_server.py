@@ -6,13 +6,13 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from own_server import free_port
 
 ENGINE = {"dtype": "float32", "enforce_eager": True}
 """Engine arguments that a tiny model on the CPU wants."""
@@ -24,13 +24,6 @@ FEW_PROCESSES = {
 """Environment for engines on few cores: no process of its own for the model, no threads that wait for a core, and not
 every engine on the same one. With them the conformance suite took a tenth of the time on two busy cores."""
 START_SECONDS = 400.0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def with_tokenizer(model: str, directory: Path) -> Path:

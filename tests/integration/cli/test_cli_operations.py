@@ -317,23 +317,3 @@ def test_the_list_of_runs_goes_on_after_one_with_a_damaged_trainer(run: Run, cal
     cure = "start the trainer again, which writes a new one"
     assert " ".join(out.split()).startswith(f"{run.store.run} ! {why}: {cure}")
     assert why in json.loads(call("runs", "list", "--json")[1])["damaged"]
-
-
-def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
-    """`serve`, `inspect`, `inspect --json` and the trainer's timeout say the same, except that no trainer is asked to
-    start one."""
-    from rlbuffer.client.reader import Reader
-    from rlbuffer.errors import BatchTimeout
-
-    run = served.run
-    served.serve(config())
-    served.wait_for(lambda: any(event["kind"] == "no_trainer" for event in served.said("waiting")), 20)
-    served.wait_for(lambda: waits.kind(run.store), 20)  # the log has it first
-    assert f"✕ batcher: {Waiting(kind=Wait.NO_TRAINER)}" in " ".join(call("inspect")[1].split())
-    assert json.loads(call("top", "--once", "--json")[1])["waiting"]["kind"] == "no_trainer"
-    reader = Reader(run.again(), rank=1, world_size=2, timeout_seconds=1.0)
-    with pytest.raises(BatchTimeout) as caught:
-        reader.pull(1)
-    assert caught.value.exit_code == 5
-    assert str(Waiting(kind=Wait.UNHEARD)) in str(caught.value)
-    reader.close()

@@ -48,10 +48,7 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     name, epoch = made.store.run, made.meta.epoch
     code, out, _ = call("runs", "void", "3", "--run", name)
     assert code == 0
-    assert out == (
-        f'run "{name}" goes on from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes. '
-        "Start the trainer again from a checkpoint of step 2 or before.\n"
-    )
+    assert f"from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes." in out
     with pytest.raises(RunGone):
         made.store.attempt(uuid="t", world_size=1, resume_step=3)
     made.store.attempt(uuid="t", world_size=1, resume_step=2)
@@ -60,23 +57,15 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
     newer.mkdir(parents=True)
     (newer.parent / "step-00000001").mkdir()
-    assert call("runs", "rewind", "1", "--run", name) == (
-        0,
-        (
-            f'run "{name}" goes on from step 1 in epoch {epoch + 2}; void: 1 step, 1 pending push. '
-            f"Move newer checkpoints away ({newer}), then start the trainer again.\n"
-        ),
-        "",
-    )
-    newer.rmdir()
-    code, out, _ = call("runs", "rewind", "1", "--run", name)
-    assert code == 0
-    assert out == (
-        f'run "{name}" goes on from step 1 in epoch {epoch + 3}; void: 0 steps, 0 pending pushes. '
-        "Start the trainer again from a checkpoint of step 1 or before.\n"
-    )
+    for gone, names_newer in (("1 step, 1 pending push", True), ("0 steps, 0 pending pushes", False)):
+        epoch += 1
+        code, out, err = call("runs", "rewind", "1", "--run", name)
+        assert (code, f"from step 1 in epoch {epoch + 1}; void: {gone}." in out, err) == (0, True, "")
+        assert (str(newer) in out) == names_newer
+        if names_newer:
+            newer.rmdir()
     code, _, err = call("runs", "rewind", "9", "--run", name)
-    assert (code, err) == (1, f"Error: run {name!r} has no step 9: the last committed one is 1.\n")
+    assert (code, "has no step 9: the last committed one is 1" in err) == (1, True)
     assert call("verify", "--run", name)[0] == 0
 
 
@@ -94,11 +83,7 @@ def test_reset_is_refused_while_processes_are_at_work_unless_it_is_forced(made: 
     made.store.heartbeat("worker", "math-0", {})
     made.store.heartbeat("scorer", "ref", {})
     code, _, err = call("runs", "reset", name, "--yes")
-    text = (
-        f"Error: processes of run {name!r} are at work, or were a few seconds ago: batcher, scorer ref, worker math-0. "
-        "Stop them first: what is still there begins the run anew. --force removes it all the same\n"
-    )
-    assert (code, err) == (1, text)
+    assert (code, "batcher, scorer ref, worker math-0" in err, "--force" in err) == (1, True, True)
     assert made.store.meta().step == 3
     assert call("runs", "reset", name, "--yes", "--force")[0] == 0
     assert made.control_keys() == {}

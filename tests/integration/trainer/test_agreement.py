@@ -112,9 +112,3 @@ def test_an_error_of_one_rank_ends_all_with_its_exit_code() -> None:
 def test_damage_over_all_ranks_is_counted(readable: int, damaged: int) -> None:
     results = decide([{"step": step()}, {"step": step(trained=readable)}])
     assert results == [Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)] * 2
-
-
-def test_a_single_rank_agrees_with_itself() -> None:
-    alone = Ranks(0, 1, torch.device("cpu"))
-    assert agree(alone, step(expected=10)).verdict is Verdict.TRAIN
-    assert agree(alone, None, is_stopping=True).verdict is Verdict.STOP
