@@ -65,7 +65,8 @@ class Parent:
         if sys.platform != "linux":
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        place = f"{tempfile.mkdtemp(prefix='f')}/s"
+        self._folder = tempfile.TemporaryDirectory(prefix="f")
+        place = f"{self._folder.name}/s"
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         door.bind(place)
         door.listen()
@@ -102,6 +103,7 @@ class Parent:
         if self._process is not None:
             self._channel.close()
             self._process.wait()
+            self._folder.cleanup()
 
 
 def start(
