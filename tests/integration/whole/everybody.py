@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from daemon_runs import leading
+
 import rlbuffer
 from rlbuffer.client.producer import Producer
-from rlbuffer.daemon import Daemon
 from rlbuffer.store.dump import dump, restore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -24,29 +24,13 @@ UrlOf = Callable[[str], str]
 
 @contextlib.contextmanager
 def batcher(url: str) -> Iterator[rlbuffer.Buffer]:
-    """A leading batcher in a thread; what it raised is raised at the end."""
-    stop, errors = threading.Event(), []
-    with rlbuffer.connect(url, run="math") as buffer:
-
-        def lead() -> None:
-            try:
-                Daemon(buffer, CONFIG, lease_seconds=2.0).run(stop)
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=lead)
-        thread.start()
-        try:
-            deadline = time.monotonic() + 30
-            while not (buffer.store.runs() and buffer.store.heartbeats("batcher")):
-                assert not errors, errors
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            yield buffer
-        finally:
-            stop.set()
-            thread.join(timeout=30)
-            assert errors == []
+    """A batcher in a thread that leads by now."""
+    with rlbuffer.connect(url, run="math") as buffer, leading(buffer, CONFIG):
+        deadline = time.monotonic() + 30
+        while not (buffer.store.runs() and buffer.store.heartbeats("batcher")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield buffer
 
 
 def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
