@@ -14,7 +14,7 @@ from torch import Tensor
 from trained_tokens import tokens
 
 from rlbuffer.config.losses import LossChoice, columns_of
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, register_loss
 
@@ -80,10 +80,10 @@ def test_a_loss_that_is_not_finite_is_refused_by_its_name_and_place(
     vars(module)["odd"] = lambda tokens, options: tokens.logprobs * number
     monkeypatch.setitem(sys.modules, "odd_losses", module)
     monkeypatch.setattr("rlbuffer.trainer.losses.registry._LOSSES", {})
-    with pytest.raises(
-        ConfigError, match=r"^trainer.loss.name = 'odd_losses:odd' gave -?(nan|inf) for a token"
-    ) as error:
+    with pytest.raises(RlbufferError) as error:
         value(name="odd_losses:odd")
+    assert not isinstance(error.value, ConfigError)
+    assert "'odd_losses:odd' gave" in str(error.value)
     assert f"({__file__}:" in str(error.value)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlbuffer.config import losses
 from rlbuffer.config.imports import defined_at, load, refused
 from rlbuffer.config.losses import Divisor, LossFacts, Options
+from rlbuffer.errors import RlbufferError
 from rlbuffer.trainer.losses.selection import SCORES, Score
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
@@ -84,8 +85,10 @@ def _checked(own: TokenLoss, name: str) -> TokenLoss:
             what = f"a tensor without a gradient: {requirement}{defined_at(own)}"
             raise refused("trainer.loss.name", name, f"gave {what}")
         if is_users and not given.isfinite().all() and tokens.logprobs.isfinite().all():
-            odd = float(given[~given.isfinite()][0])
-            raise refused("trainer.loss.name", name, f"gave {odd} for a token: it must be finite{defined_at(own)}")
+            odd = float(given.detach()[~given.isfinite()][0])
+            # Of this step, perhaps, and of no other: whoever made the pass names its rollouts and how to go on.
+            where = defined_at(own)
+            raise RlbufferError(f"trainer.loss.name = {name!r} gave {odd} for a token: it must be finite{where}")
         return given
 
     return checked
