@@ -19,6 +19,7 @@ from simulation.host import AWAY, Host, World
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 from simulation.server import Command
+from simulation.values import LARGEST
 
 LIMIT = 1_000_000_000
 """Value of maxmemory while memory is short, in bytes."""
@@ -32,6 +33,8 @@ REPEATED = 0.01
 """Share of commits that come twice in a row."""
 UNLINKED = 0.02
 """Share of pushes whose payloads a stranger removes."""
+JAMMED = 0.005
+"""Share of pushes that find a pool whose last id a stranger has set to the largest."""
 OWN_FAULT = "a function of the user's own failed"
 
 
@@ -104,9 +107,12 @@ def come_first(world: World, name: str, command: Command) -> None:
     elif name == "COMMIT" and world.rare_dice.random() < REPEATED:
         world.note("the request comes twice, and the answer to the second is heard")
         world.server.execute([command])
-    elif name == "PUSH" and world.plan.strangers and world.dice.random() < UNLINKED:
-        world.note("somebody removes its payload before that")
-        world.server.execute([encoded(["UNLINK", args[2]])])
+    elif name == "PUSH" and world.plan.strangers:
+        if world.dice.random() < UNLINKED:
+            world.note("somebody removes its payload before that")
+            world.server.execute([encoded(["UNLINK", args[2]])])
+        elif world.rare_dice.random() < JAMMED:
+            _jam_first(world)
 
 
 def _write_first(world: World) -> None:
@@ -119,6 +125,20 @@ def _write_first(world: World) -> None:
     world.server.execute([encoded(["XADD", world.invariants.keys.pool, "*", "nothing", "of this"])])
     world.network.sender = sender
     world.scheduler.after(0.2, world.reset)
+
+
+def _jam_first(world: World) -> None:
+    """Somebody sets the pool's last id to the largest, and back behind the next command."""
+    pool = world.server.data.get(world.invariants.keys.pool.encode())
+    if pool is None:
+        return
+    world.note("somebody jams the pool for a moment")
+    last, pool.last = pool.last, (LARGEST, LARGEST)
+
+    def back() -> None:
+        pool.last = last
+
+    world.scheduler.after(0.0, back)
 
 
 def _drop_first(world: World, args: Sequence[bytes]) -> None:
