@@ -24,7 +24,7 @@ from rlbuffer.traces.values import Value
 from rlbuffer.wire.jsonl import values_of_line
 
 PARQUET, ZIP = b"PAR1", b"PK\x03\x04"
-"""First bytes of a Parquet file, and of one of `torch.save`."""
+"""First bytes of a Parquet file, and of one of `torch.save` or `numpy.savez`."""
 
 
 class LeftOut(NamedTuple):
@@ -150,7 +150,7 @@ def _of_file(path: Path) -> Iterator[Value]:
             yield from _of_parquet(path)
             return
         if start == ZIP:
-            raise InvalidRollout(f"{path}: a file of torch.save: give what torch.load makes of it, or its samples")
+            raise InvalidRollout(f"{path}: a zip archive, as torch.save and numpy.savez write: give the samples in it")
         first = next((line for line in stream if line.strip()), b"").strip()
         if first == b"{" or first.startswith(b"["):  # one document, on one line or on many
             whole = _parsed(path.read_bytes(), str(path))
