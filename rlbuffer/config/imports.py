@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.process import logs
 
 FOLDERS: list[str] = []
 """Folders of the user's modules that this process looks in beside those of Python: the config file's."""
@@ -95,26 +92,6 @@ def defined_at(named: Any) -> str:
 def failed_in(named: Any, error: BaseException) -> str:
     """What the user's own `named` has raised, and where; its beginning where what it gave is wrong."""
     return f"{type(error).__name__}: {error}{place_of(error) or defined_at(named)}"
-
-
-@contextmanager
-def naming_exits() -> Iterator[None]:
-    """Inside, os._exit says from which line of the user's own it is called: nobody else could, of a process that is
-    gone."""
-    leave = os._exit
-
-    def left(code: int) -> NoReturn:
-        caller = sys._getframe(1)
-        if not (file := caller.f_code.co_filename).startswith(_NOT_THE_USERS):
-            logs.ROOT.warning("os._exit(%r) is called (%s:%d)", code, file, caller.f_lineno)
-            logs.stop()
-        leave(code)
-
-    os._exit = left  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def make_importable(folders: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from rlbuffer.config.imports import naming_exits
 from rlbuffer.config.placement import gpus_of, visible
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, from_json
 from rlbuffer.errors import RlbufferError
@@ -39,8 +38,7 @@ def member(
     sections: Mapping[str, WorkerSettings | ScoreSettings] = settings.worker if kind == "worker" else settings.score
     options = sections[key]
     os.environ.update(visible(gpus_of(options, replica)))
-    connected = connect(settings.redis_url, run=settings.run, config=settings, name=f"{kind}-{name}", origin=origin)
-    with naming_exits(), connected as buffer:
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"{kind}-{name}", origin=origin) as buffer:
         if isinstance(options, WorkerSettings):
             from rlbuffer.worker.loop import run_worker
 
@@ -73,7 +71,7 @@ def serve(
             replace_config=replace_config,
             follows=follows,
         )
-        with naming_exits(), serving_metrics(settings, buffer.store.errors, origin=origin):
+        with serving_metrics(settings, buffer.store.errors, origin=origin):
             daemon.run(stop)
     return 0
 

@@ -149,23 +149,15 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     )
 
 
-def test_an_env_that_leaves_its_process_is_told_with_its_place(home: Home) -> None:
-    config = write_config(home)
-    shutil.copy(Path(failing_envs.__file__), home.path / "leaving_envs.py")
-    with (home.path / "leaving_envs.py").open("a") as stream:
-        stream.write(
-            "\n\nclass Leaves(Sound):\n    def prompt(self, number):\n        import os\n\n        os._exit(7)\n"
-        )
-    line = len((home.path / "leaving_envs.py").read_text().splitlines())
-    home.start("serve", "--config", config, "--display", "plain", log="serve")
-    worker = home.start(
-        "worker", "--env", "leaving_envs:Leaves", "--config", config, "--display", "plain", log="leaves"
-    )
-    with home.connect("failing") as buffer:
-        reader = buffer.reader()
-        buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
-        assert home.ended(worker, 60) == 7
-    assert f"os._exit(7) is called ({home.path}/leaving_envs.py:{line})" in (home.path / "leaves.log").read_text()
+def test_a_run_says_which_process_an_env_has_ended_and_with_which_exit_code(home: Home) -> None:
+    leaver = "[worker.leaver]\nenv = 'leaving_envs:Leaves'\n"
+    config = write_config(home, more=f"{MODEL}[trainer]\nworld_size = 1\n{leaver}")
+    leaves = "\n\nclass Leaves(Sound):\n    def prompt(self, number):\n        import os\n\n        os._exit(7)\n"
+    (home.path / "leaving_envs.py").write_text(Path(failing_envs.__file__).read_text() + leaves)
+    home.start("run", config, "--display", "plain", log="run")
+    ended = "worker leaver ended with exit code 7"
+    home.wait_until(lambda: ended in home.printed(), seconds=30, why="the sentence of the run")
+    assert ended in (home.path / "runs" / "failing" / "run.log").read_text()
 
 
 def test_a_run_whose_env_makes_no_group_ends_and_says_why(home: Home) -> None:

@@ -12,7 +12,6 @@ import traceback
 
 import torch
 
-from rlbuffer.config.imports import naming_exits
 from rlbuffer.config.placement import visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
@@ -73,7 +72,6 @@ def run_rank(
     gc.freeze()
     held_seconds = max(HELD_SECONDS, settings.trainer.timeout_seconds)
     with (
-        naming_exits(),
         logs.written(display, clock=False),
         # Asked to stop, it may take as long as its step and a checkpoint: the launcher counts that time.
         ended_when_stuck(threading.Event(), held_seconds=held_seconds),
