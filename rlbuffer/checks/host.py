@@ -137,7 +137,8 @@ def model(c: Context) -> Iterator[Finding]:
         yield failure(NO_MODEL_TYPE, "model.config")
     for name in SIZES & chosen.config.keys() if not chosen.path else ():
         value = chosen.config[name]
-        if not isinstance(value, int) or value < 1:
+        sizes = value if isinstance(value, list) else [value]  # gemma3n_text has one for each layer
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
             yield failure(f"model.config.{name} = {value!r} must be a whole number from 1 on", f"model.config.{name}")
     if why := router_loss(config_of(chosen)):
         yield failure(why, setting)

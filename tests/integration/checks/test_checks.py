@@ -78,6 +78,7 @@ HOST = [
     ("model", [("model.config", "model_type = 3")]),
     ("model", [("model.config", "hidden_size = -1")]),
     ("model", [("model.config", "num_attention_heads = 1.5")]),
+    ("model", [("model.config", "intermediate_size = [64, 0]")]),
     *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
     ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
     ("workers", [("-worker.a", "")]),
@@ -142,6 +143,11 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_config_that_the_mistakes_are_put_into_has_none() -> None:
     assert troubles([], EVERYTHING) == set()
+
+
+def test_a_model_may_have_a_size_for_each_layer() -> None:
+    config = 'model_type = "gemma3n_text"\nintermediate_size = [64, 64]'
+    assert troubles([("model.config", config)], EVERYTHING) == set()
 
 
 def test_a_command_needs_on_its_host_only_what_it_uses() -> None:
