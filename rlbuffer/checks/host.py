@@ -167,15 +167,16 @@ def devices(c: Context) -> Iterator[Finding]:
 
     Where nobody knows how many there are, nothing is said.
     """
-    trainer, there = c.settings.trainer, gpus_here()
+    trainer = c.settings.trainer
     asked: list[tuple[str, Sequence[int | str], str]] = []
     if "train" in c.parts:
         asked.append(("trainer", trainer.gpus, trainer.device))
     asked += [(f"worker.{name}", worker.gpus, worker.device) for name, worker in c.workers.items()]
     asked += [(f"score.{name}", scorer.gpus, scorer.device) for name, scorer in c.scorers.items() if scorer.model]
-    if there is None:
-        return
     for section, gpus, device in asked:
+        there = gpus_here(are_named=bool(gpus))
+        if there is None:
+            return
         beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= there]
         if there == 0:
             said = f"device = {device!r}" if device == "cuda" else f"gpus = {list(gpus)}"

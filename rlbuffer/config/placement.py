@@ -28,9 +28,12 @@ def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int 
     return options.gpus[replica * each : (replica + 1) * each]
 
 
-def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev")) -> int | None:
-    """GPUs that a process of this host sees, without asking CUDA; None where that is not known."""
-    visible_ones = os.environ.get(GPU_VARIABLE)
+def gpus_here(
+    driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev"), *, are_named: bool = False
+) -> int | None:
+    """GPUs that a process of this host sees, without asking CUDA; None where that is not known. `are_named`: settings
+    name its GPUs, so it sees them whatever the environment makes visible."""
+    visible_ones = None if are_named else os.environ.get(GPU_VARIABLE)
     if driver.is_dir():
         count = len(list(driver.iterdir()))
         named = None if visible_ones is None else [name for name in visible_ones.split(",") if name.strip()]

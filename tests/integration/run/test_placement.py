@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,35 @@ def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
 def test_more_ranks_than_gpus_are_refused_where_gpus_are_counted(
     monkeypatch: pytest.MonkeyPatch, there: int | None, settings: str, setting: str
 ) -> None:
-    monkeypatch.setattr("rlbuffer.checks.host.gpus_here", lambda: there)
-    made = RunSettings.model_validate({"trainer": tomllib.loads(settings)})
+    monkeypatch.setattr("rlbuffer.checks.host.gpus_here", lambda **_: there)
+    assert of_gpus(settings) == [(setting,)] * bool(setting)
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "setting"),
+    [
+        ("2,3", "world_size = 2\ngpus = [2, 3]", ""),
+        ("", "gpus = [3]", ""),
+        ("", "gpus = [4]", "trainer.gpus"),
+        ("2,3", "world_size = 3", "trainer.world_size"),
+        ("", 'device = "cuda"', "trainer.device"),
+    ],
+)
+def test_gpus_that_are_named_need_not_be_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, settings: str, setting: str
+) -> None:
+    for bus in range(4):
+        (tmp_path / f"0000:0{bus}").mkdir()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("rlbuffer.checks.host.gpus_here", partial(placement.gpus_here, tmp_path))
+    assert of_gpus(settings) == [(setting,)] * bool(setting)
+
+
+def of_gpus(trainer: str) -> list[tuple[str, ...]]:
+    """The settings of what is found wrong with the devices of a trainer."""
+    made = RunSettings.model_validate({"trainer": tomllib.loads(trainer)})
     found = devices(Context(loaded=Loaded(settings=made, sources={}), parts=frozenset({"train"})))
-    assert [finding.settings for finding in found] == [(setting,)] * bool(setting)
+    return [finding.settings for finding in found]
 
 
 def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_the_python(
