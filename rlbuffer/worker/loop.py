@@ -32,6 +32,7 @@ from rlbuffer.errors import (
     RunGone,
     ServerRefused,
     ServerUnreachable,
+    WeightsError,
     WrongLogprobs,
 )
 from rlbuffer.process.heartbeat import BEAT_SECONDS
@@ -323,6 +324,8 @@ class _Worker:
         prompt = await asyncio.to_thread(self._first_prompt)
         try:
             difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
+        except WeightsError:  # the version's, which is tried again or followed by another one
+            raise
         except Exception as error:
             name = self.settings.sampler
             if ":" not in name or fault_of(error) is not Fault.REQUEST:

@@ -16,7 +16,15 @@ import pytest
 from every_role import stands_in
 from worker_stage import PATIENCE_SECONDS, Stage, eventually
 
-from rlbuffer.errors import ConfigError, InvalidRollout, SamplerBusy, SamplerUnavailable, ServerFull, WrongLogprobs
+from rlbuffer.errors import (
+    ConfigError,
+    InvalidRollout,
+    SamplerBusy,
+    SamplerUnavailable,
+    ServerFull,
+    WeightsError,
+    WrongLogprobs,
+)
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
@@ -476,6 +484,26 @@ def test_a_sampler_of_the_users_own_that_fails_its_check_is_named_with_its_place
     assert isinstance(stage.raised, WrongLogprobs)
     for part in ("own_samplers:Own", str(error), f"({__file__}:"):
         assert part in str(stage.raised)
+
+
+@pytest.mark.parametrize("error", [WeightsError("the version's files are gone"), SamplerUnavailable("it is away")])
+def test_a_check_that_finds_no_weights_or_no_engine_is_made_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    checks = iter([error])
+
+    async def check(*_: Any) -> float:
+        for first in checks:
+            raise first
+        return 0.0
+
+    monkeypatch.setattr("rlbuffer.worker.samplers.selfcheck.check_sampler", check)
+    monkeypatch.setattr("rlbuffer.worker.versions.RELOAD_SECONDS", 0.1)
+    stage.allow(1)
+    stage.announce(0)
+    stage.start(self_check="always", sampler="own_samplers:Own")
+    eventually(lambda: stage.groups() == ["counting.0"] or stage.raised)
+    assert stage.raised is None
 
 
 def test_a_worker_compares_no_version_after_the_second(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
