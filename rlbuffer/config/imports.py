@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,13 @@ def place_of(error: BaseException) -> str:
 
 
 def defined_at(named: Any) -> str:
-    """`` (FILE:LINE)`` of a function or class, of another object that of its class; "" where there is none."""
+    """`` (FILE:LINE)`` of a function or class, of another object that of its class; "" where there is none. Of a
+    partial or decorated function it is the function's own."""
     try:
+        named = inspect.unwrap(named.func if isinstance(named, partial) else named)
         code = named if inspect.isroutine(named) or isinstance(named, type) else type(named)
         return f" ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"
-    except (OSError, TypeError):
+    except (OSError, TypeError, ValueError):
         return ""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial, wraps
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from trained_tokens import tokens
 
+from rlbuffer.config.imports import defined_at
 from rlbuffer.config.losses import LossChoice, columns_of
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.records.step_plan import Normalizers
@@ -116,3 +118,18 @@ def test_a_loss_without_a_gradient_is_refused_where_one_is_needed(monkeypatch: p
 def test_a_divisor_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^loss 'x': divisor 'steps' must be rollouts, tokens or longest$"):
         register_loss("x", sapo, divisor="steps")  # type: ignore[arg-type]
+
+
+def doubled(function: Callable[..., object]) -> Callable[..., object]:
+    @wraps(function)
+    def inner(*arguments: object) -> object:
+        return [function(*arguments)] * 2
+
+    return inner
+
+
+def test_the_place_of_a_partial_or_decorated_function_is_its_own() -> None:
+    place = defined_at(sapo)
+    assert place.startswith(f" ({__file__}:")
+    wrapping = doubled(sapo), partial(sapo, options={}), partial(doubled(sapo)), cache(sapo), torch.no_grad()(sapo)
+    assert {defined_at(named) for named in wrapping} == {place}
