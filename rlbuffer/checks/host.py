@@ -61,6 +61,8 @@ def home(c: Context) -> Iterator[Finding]:
             why = "cannot be written to" if there.is_dir() else "is no directory"
             text = f"{setting} = {str(path)!r}: {there} {why} ({owner_of(there)})"
             yield failure(text, setting, fix="Make it writable for this user, or name another")
+        elif free < FULL_DISK_BYTES and setting == "archive.dir":  # the batcher works on, and goes on writing later
+            yield warning(text, setting, fix="Free some: what is not written may leave the server without it")
         elif free < FULL_DISK_BYTES:
             fix = "Free some, keep fewer checkpoints (trainer.checkpoint.keep), or name another"
             yield failure(text, setting, fix=fix)

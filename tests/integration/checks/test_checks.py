@@ -150,6 +150,21 @@ def test_a_model_may_have_a_size_for_each_layer() -> None:
     assert troubles([("model.config", config)], EVERYTHING) == set()
 
 
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ([("", 'home = "there"')], FAILURE),
+        ([("", 'redis_url = "redis://h"'), ("archive", 'dir = "there"')], WARNING),
+        ([("", 'redis_url = "redis://h"')], None),
+    ],
+)
+def test_a_full_disk_ends_what_needs_it_and_no_batcher_that_archives(
+    monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]], level: Level | None
+) -> None:
+    monkeypatch.setattr(host, "FULL_DISK_BYTES", 2**62)
+    assert troubles(changes, ("serve",)) == ({("home", level)} if level else set())
+
+
 def test_a_command_needs_on_its_host_only_what_it_uses() -> None:
     changes = [("-model.config", ""), ("score.s", 'model = "nowhere"')]
     assert troubles(changes) == set()
