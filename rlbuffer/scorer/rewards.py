@@ -49,6 +49,7 @@ class RewardFunction:
 
     def __init__(self, function: Function, *, concurrent: int, timeout_seconds: float) -> None:
         self._function = function
+        self._place = defined_at(function)  # once: of a class all of its file is parsed for it
         self._timeout = timeout_seconds
         self._slots = asyncio.Semaphore(concurrent)
         call = getattr(type(function), "__call__", None)  # noqa: B004 - asked whether it is async, not whether it is
@@ -104,7 +105,7 @@ class RewardFunction:
 
     def _failed(self, rollout: Rollout, why: str, place: str = "") -> RewardFailed:
         """The error of a rollout that has no reward, with the place of what raised, else of the function."""
-        return RewardFailed(f"rollout {rollout.rollout_id}: {why}{place or defined_at(self._function)}")
+        return RewardFailed(f"rollout {rollout.rollout_id}: {why}{place or self._place}")
 
 
 def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import scorer_stage
 from scorer_stage import OVER, Stage, eventually
 
+from rlbuffer.errors import RewardFailed
 from rlbuffer.process import heartbeat
 from rlbuffer.records.failure import Failure
 from rlbuffer.scorer import loop, rewards
@@ -111,6 +116,19 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
     assert stage.raised is None
     record = stage.buffer.store.heartbeats("scorer")["s"]
     assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)
+
+
+def test_a_function_is_named_by_the_line_that_it_was_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its file may be edited while it works; and to look for the line each time would hold up other rollouts."""
+    module = tmp_path / "edited_judge.py"
+    module.write_text("class Judge:\n    def __call__(self, rollout, group):\n        return 'none'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = rewards.RewardFunction(
+        importlib.import_module("edited_judge").Judge(), concurrent=1, timeout_seconds=10.0
+    )
+    module.write_text(f"# a line\n{module.read_text()}")
+    with pytest.raises(RewardFailed, match=re.escape(f"({module}:1)")):
+        asyncio.run(function.add(unscored(0), frozenset({"reward"})))
 
 
 def test_a_payload_that_is_gone_is_said(stages: Any):
