@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import rlbuffer
 from rlbuffer.config.imports import defined_at, target
@@ -118,27 +118,20 @@ def _misfit(named: Any, one: Asked) -> str:
     return f"is async: it is called with ({one.takes}), and nobody awaits it" if is_async else ""
 
 
-def _end_by_errors(seconds: float) -> None:
-    """Has whatever takes longer than `seconds`, or would end this process, end by an error, which has a place: the
-    others are looked at then, a few seconds each."""
-    own, leave = os.getpid(), os._exit
-
-    def left(code: int) -> NoReturn:
-        if os.getpid() != own:  # a child of a module's
-            leave(code)
-        raise SystemExit(f"os._exit({code!r}) was called")
+def _end_by_error(seconds: float) -> None:
+    """Has what takes longer than `seconds` end by an error, which has a place: the others are looked at then, a few
+    seconds each."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"took longer than {seconds:g} s")
 
-    os._exit = left  # type: ignore[assignment]
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds, MORE_SECONDS)
 
 
 def main() -> None:
     """The child: asked on stdin, it answers with its version and a line of JSON each on a stdout that modules lack."""
-    _end_by_errors(float(sys.argv[1]))
+    _end_by_error(float(sys.argv[1]))
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         print(rlbuffer.__version__, file=answers, flush=True)
