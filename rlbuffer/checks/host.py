@@ -55,15 +55,16 @@ def home(c: Context) -> Iterator[Finding]:
             folders["trainer.output"] = c.settings.output_dir
     for setting, path in folders.items():
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.access(folder, os.F_OK))
-        free = shutil.disk_usage(there).free
+        total, _, free = shutil.disk_usage(there)
+        is_full = total > 0 and free < FULL_DISK_BYTES  # a mounted store of objects may know of no size
         text = f"{setting} = {str(path)!r}: {free / 2**30:.1f} GiB free"
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no directory"
             text = f"{setting} = {str(path)!r}: {there} {why} ({owner_of(there)})"
             yield failure(text, setting, fix="Make it writable for this user, or name another")
-        elif free < FULL_DISK_BYTES and setting == "archive.dir":  # the batcher works on, and goes on writing later
+        elif is_full and setting == "archive.dir":  # the batcher works on, and goes on writing later
             yield warning(text, setting, fix="Free some: what is not written may leave the server without it")
-        elif free < FULL_DISK_BYTES:
+        elif is_full:
             fix = "Free some, keep fewer checkpoints (trainer.checkpoint.keep), or name another"
             yield failure(text, setting, fix=fix)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -163,6 +164,11 @@ def test_a_full_disk_ends_what_needs_it_and_no_batcher_that_archives(
 ) -> None:
     monkeypatch.setattr(host, "FULL_DISK_BYTES", 2**62)
     assert troubles(changes, ("serve",)) == ({("home", level)} if level else set())
+
+
+def test_a_file_system_that_tells_no_size_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))
+    assert troubles([("", 'home = "there"')], EVERYTHING) == set()
 
 
 def test_a_command_needs_on_its_host_only_what_it_uses() -> None:
