@@ -6,9 +6,12 @@ import threading
 import time
 
 import pytest
+from daemon_runs import start_trainer
 from store_runs import Run, plan_of, rollouts_of
 
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import LeaseLost, NotFound, StepRetired
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import PlannedRollouts
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -160,13 +163,24 @@ def test_dropped_group_is_accounted_once_and_leaves_a_tombstone(run):
     assert run.control_keys() == before
 
 
-@pytest.mark.parametrize("reason", ["late", "duplicate", "invalid", "oversized"])
-def test_dropping_a_part_leaves_its_group_open(run, reason):
-    # A tombstone here would lose the rest of the group at the next takeover.
+@pytest.mark.parametrize("reason", list(Reason))
+def test_the_next_leader_trains_the_rest_of_a_group_that_lost_rollouts_and_of_a_closed_one_nothing(served, reason):
+    # Without a tombstone the rest is a second group; with one where rollouts alone were dropped, it is lost.
+    run = served.run
+    start_trainer(run)
     run.lead()
-    run.push("a.0")
+    run.push("a.0", size=1, planned_size=2)
     run.drop(reason, run.pool())
-    assert run.store.closed_groups() == []
+    run.store.release_lease()
+    run.push("a.0", rollout_ids=["a.0/1", "a.0/2"])
+    served.serve(BatcherConfig(64, step_groups=1))
+    served.wait_for(lambda: served.said("drop") or run.store.wait_step(1, block_seconds=0))
+    closes = reason in ("stale", "future", "small", "flat", "void", "operator")
+    late = [drop["group_id"] for drop in served.said("drop", reason="late")]
+    trained = [(step.group_ids, step.rollouts) for step in run.store.headers()]
+    assert (late, trained) == ((["a.0"], []) if closes else ([], [(("a.0",), 2)]))
+    assert run.store.closed_groups() == ["a.0"]
+    assert run.store.verify().findings == ()
 
 
 def test_drop_of_more_entries_than_one_call_takes_is_carried_out_whole(run):
