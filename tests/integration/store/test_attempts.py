@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from store_runs import Run
 
-from rlbuffer.errors import AttemptFenced, RunGone
+from rlbuffer.errors import AttemptFenced, RunGone, StepRetired
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.records import Claim
 
 pytest_plugins = ("store_fixtures",)
 
@@ -115,6 +118,39 @@ def test_step_trained_before_is_compared_by_digest_too(run):
         report(run, number, 1, digest=header.digest)
         with pytest.raises(RunGone, match="trained step 1 with digest other"):
             report(run, number, 1, digest="other")
+
+
+@pytest.mark.parametrize(
+    ("retires", "resume", "field", "more", "error"),
+    [
+        (False, 0, "", 0, None),  # a trainer without a checkpoint knows no epoch
+        (False, 2, "", 0, StepRetired),
+        (False, 2, "since", 0, None),
+        (False, 7, "since", -1, RunGone),
+        (False, 7, "since", 0, None),
+        (False, 7, "epoch", 100, None),
+        (False, 7, "epoch", 101, RunGone),
+        (True, 0, "epoch", 0, StepRetired),
+        (True, 2, "epoch", 0, StepRetired),
+    ],
+)
+def test_after_a_recovery_a_trainer_of_this_run_alone_hands_back_and_no_step_that_a_checkpoint_may_hold(
+    run, retires, resume, field, more, error
+):
+    # With a recovery retire steps that no checkpoint holds yet; what retires later is held by one.
+    run.step("a.0")
+    lost = Claim(step=5, epoch=run.meta.epoch, digest="d" * 64, steps=())
+    run.store.attempt(uuid="first", world_size=2, resume_step=5, claim=lost)
+    assert run.store.recover(run.store.trainer(), ()) is not None
+    run.meta = run.store.meta()
+    if retires:
+        run.step("a.1")
+        run.train(6)
+        run.store.retire(6)
+    claim = Claim(step=resume, epoch=getattr(run.meta, field, 0) + more, digest="e" * 64, steps=())
+    with pytest.raises(error) if error else nullcontext():
+        assert run.store.attempt(uuid="second", world_size=2, resume_step=resume, claim=claim).newest == resume
+    assert bool(run.store.trainer().claim) == (error is None)
 
 
 def test_policy_version_only_grows_within_an_epoch(run):

@@ -94,6 +94,18 @@ def test_a_trainer_that_begins_has_nothing_in_hand(trained: Run) -> None:
     assert trained.store.trainer().hand == Hand()
 
 
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_trainer_that_hands_steps_back_has_in_hand_what_its_loop_was_given_and_nothing_that_it_is_yet_to_be(
+    trained: Run, takes: bool
+) -> None:
+    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, Hand(6, "f" * 64)
+    claim = Claim(step=5, epoch=epoch, digest="d" * 64, steps=())
+    trained.store.report(
+        number, epoch=epoch, trained=5, digest=claim.digest, oldest_kept=0, claim=claim, hand=hand, takes=takes
+    )
+    assert trained.store.trainer().hand == (Hand() if takes else hand)
+
+
 def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
     before = trained.store.trainer()
     trained.store.void_from(3, force=True)
@@ -122,6 +134,7 @@ def test_a_recovery_counts_a_rollout_that_was_pushed_twice_once_and_the_repeat_a
     assert run.store.recover(run.store.trainer(), [first, second]) is not None
     total = run.store.ledger().total()
     assert (total.pushed[0], total.trained) == (4, (first.rollouts, first.tokens))
+    assert field(run, "ledger", "a:trained:groups") == 1
     assert total.dropped == {"duplicate": (second.rollouts, second.tokens)}
     assert run.pool() == []
 

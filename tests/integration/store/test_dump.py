@@ -147,6 +147,20 @@ def test_a_restore_that_is_killed_leaves_no_run_and_is_begun_again(left: Run, fi
         restore(store, file)
 
 
+def test_no_run_begins_beside_a_restore_that_began_after_the_look(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.store.delete_run()
+    move = run.store.move
+
+    def restored_meanwhile(*args: Any) -> list[Any]:
+        run.client.set(run.store.keys.restoring, "x")
+        return move(*args)
+
+    monkeypatch.setattr(run.store, "move", restored_meanwhile)
+    with pytest.raises(RunDamaged, match=run.store.keys.restoring):
+        run.store.open_run()
+    assert not run.client.exists(run.store.keys.meta)
+
+
 def test_a_restore_whose_run_is_removed_meanwhile_leaves_no_run(left: Run, file: Path) -> None:
     about = dump(left.store, file)
     left.store.delete_run()

@@ -258,6 +258,12 @@ def test_refused_take_changes_nothing(run, moves):
     assert run.control_keys() == before
 
 
+def test_what_is_no_ticket_is_not_given_again(run):
+    allow(run, a=3)
+    run.client.zadd(run.store.keys.tickets("a"), {"x": 0, "9" * 16: 0, "7": 0})  # as any worker may
+    assert take(run, 3) == [7, 0, 1]
+
+
 @pytest.mark.parametrize("number", ["many", "9" * 15])
 def test_what_is_no_number_of_tickets_gives_none(run, number):
     allow(run, a=3)

@@ -63,14 +63,18 @@ def step(run: Run) -> None:
     run.step("a.0")
 
 
+def two_steps(run: Run) -> None:
+    run.step("a.0")
+    run.step("a.1")
+
+
 def trainer(run: Run) -> None:
     run.step("a.0")
     attempt(run)
 
 
 def retired(run: Run) -> None:
-    run.step("a.0")
-    run.step("a.1")
+    two_steps(run)
     run.train(2, oldest_kept=1)
     run.store.retire(1)
     run.client.hset(run.store.keys.trainer, "seen", "0")  # it is gone
@@ -128,6 +132,12 @@ ROWS: dict[str, Row] = {
     "resumes beyond the end": (nothing, lambda run: attempt(run, resume_step=3), RunGone, ("step 3", "step 0")),
     "resumes after another step": (
         step,
+        lambda run: attempt(run, resume_step=1, claim=OTHER),
+        RunGone,
+        ("another step 1", "checkpoint"),
+    ),
+    "resumes after another step than the last but one": (
+        two_steps,
         lambda run: attempt(run, resume_step=1, claim=OTHER),
         RunGone,
         ("another step 1", "checkpoint"),
