@@ -27,6 +27,8 @@ from rlbuffer.store.records import Meta, PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
+ASKS = 100
+"""Times that somebody else may have asked between a look and the request."""
 LISTED = 5000
 """Groups that the record of a void step or a rewind names: about half a MiB."""
 
@@ -65,11 +67,12 @@ class OperatorStore(TicketStore):
 
     def _ask_as_seen(self, action: str) -> list[Any]:
         """Asks as long as others ask at the same moment."""
-        while True:
+        for _ in range(ASKS):
             epoch, asked = self.look(lambda client: client.hmget(self.keys.meta, ["epoch", "asked"]))
-            reply = self._ask(action, text(epoch or b""), int(asked or 0))
+            reply = self._ask(action, text(epoch or b""), text(asked or b"0"))
             if text(reply[0]) != "CHANGED":
                 return reply
+        raise self.unexpected("ask", reply)
 
     def _ask(self, action: str, *args: Any) -> list[Any]:
         return self.move("ask", (self.keys.meta, self.keys.allowance), (action, *args))

@@ -29,7 +29,7 @@
 local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
 local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix = unpack(ARGV, 1, 11)
 local epoch = redis.call('HGET', meta_key, 'epoch')
-if epoch ~= its_epoch then 
+if epoch ~= its_epoch then
   local first = redis.call('HMGET', meta_key, 'line', 'since')
   return {'GONE', epoch or '', first[1] or first[2] or epoch or ''}
 end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlbuffer.errors import EnvDone
+from rlbuffer.errors import EnvDone, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Asked
 
@@ -116,3 +116,16 @@ def test_history_is_newest_first_with_the_time_of_the_event(run):
     assert records[1]["step"] == 1
     assert abs(records[0]["at"] - run.store.now()) < 5
     assert run.store.history(1) == records[:1]
+
+
+def test_a_request_that_others_overtake_each_time_ends(run, monkeypatch):
+    look = run.store.look
+
+    def overtaken(read):
+        seen = look(read)
+        run.client.hincrby(run.store.keys.meta, "asked", 1)
+        return seen
+
+    monkeypatch.setattr(run.store, "look", overtaken)
+    with pytest.raises(RlbufferError, match="CHANGED"):
+        run.store.ask_drain()
