@@ -32,6 +32,11 @@ def _rows(groups: Sequence[Group]) -> NDArray[np.void]:
     return np.frombuffer(b"".join([part.rows for group in groups for part in group.parts.values()]), ROW_DTYPE)
 
 
+def _numbers(groups: Sequence[Group], rows: NDArray[np.void]) -> NDArray[np.void]:
+    """[rollouts] of the same, of their `rows`."""
+    return rows if len(rows) == sum([group.rollouts for group in groups]) else rollouts_of(rows)
+
+
 def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' sequences; index i of the plan is the i-th sequence, group by group."""
     adapters = [g.adapter for g in groups for _ in g.lengths] if any(g.adapter for g in groups) else None
@@ -90,7 +95,7 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    numbers = rollouts_of(_rows(groups))
+    numbers = _numbers(groups, _rows(groups))
     rewards, lengths = np.ascontiguousarray(numbers["reward"]), numbers["loss_tokens"].astype(np.float64)
     advantages, start, own = np.zeros(len(numbers)), 0, list[slice]()
     is_finite = np.isfinite(rewards)
@@ -132,11 +137,10 @@ def advantages_of(
 
 def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
-    return _trained(_rows(groups), config)
+    return _trained(_numbers(groups, _rows(groups)), config)
 
 
-def _trained(rows: NDArray[np.void], config: BatcherConfig) -> NDArray[np.int64]:
-    numbers = rollouts_of(rows)
+def _trained(numbers: NDArray[np.void], config: BatcherConfig) -> NDArray[np.int64]:
     tokens = numbers["loss_tokens"].astype(np.int64)
     if config.truncated == "mask":
         tokens[_are_truncated(numbers)] = 0
@@ -161,7 +165,7 @@ def step_plan(
     """The step that trains `groups` with these `advantages` of their rollouts, laid out as `rows`; every entry
     accounted. `flat` of them teach nothing."""
     its, masks = _rows(groups), config.truncated == "mask"
-    loss_tokens = _trained(its, config)
+    loss_tokens = _trained(_numbers(groups, its), config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),

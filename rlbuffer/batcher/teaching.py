@@ -109,7 +109,8 @@ class Teaching:
 
     def _judge(self, group: Group) -> str:
         trained = trained_tokens([group], self._config)
-        if not trained.any():
+        tokens = trained.tolist()  # numpy takes longer than a whole group of a few rollouts
+        if not any(tokens):
             return UNTRAINED
         by = self._config.flat_by
         named = self._named(group.infos) if by else None
@@ -118,7 +119,7 @@ class Teaching:
         if self.anyway((), _columns(group)):
             return ""
         equal, name = group.is_flat, self._config.for_env(group.env).advantage
-        if name not in OF_DIFFERENCES or not (equal or trained.all()):
+        if name not in OF_DIFFERENCES or not (equal or all(tokens)):
             try:
                 advantages, untrainable = advantages_of([group], self._config, self.estimators)
             except ConfigError:  # whoever makes a step of it meets that again, and says so

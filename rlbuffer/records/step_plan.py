@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -147,9 +148,8 @@ def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step:
     return step - 1 if progress is None else progress.version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryUse:
-    """One pool entry as a step uses it; packed and dropped add up to the whole entry."""
+class EntryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One pool entry as a step uses it; packed and dropped add up to the whole entry. A large step has thousands."""
 
     entry_id: str
     env: str
