@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from daemon_runs import Served
 from store_runs import Run, changed, plan_of
@@ -25,7 +26,7 @@ THRICE = rlbuffer.BatcherConfig(64, step_groups=2, max_uses=3, replay_fraction=1
 def reusing(plan: StepPlan, uses: int, *, kept: bool) -> StepPlan:
     """The plan with its groups used `uses` times before."""
     group_of = {ref.entry_id: ref.group_id for ref in plan.rollouts}
-    entries = [replace(e, group_id=group_of[e.entry_id], uses=uses, is_kept=kept) for e in plan.entries]
+    entries = [msgspec.structs.replace(e, group_id=group_of[e.entry_id], uses=uses, is_kept=kept) for e in plan.entries]
     return changed(plan, entries=tuple(entries))
 
 
