@@ -264,8 +264,7 @@ class GroupMaker:
         while True:
             episode = None
             try:
-                limit = asyncio.timeout(self._settings.rollout_timeout_seconds)
-                async with self._slots, limit:
+                async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
                     with self.calls.running(self.way, asyncio.current_task()) as call:
                         ask = partial(self._ask, call)
                         if self.way == "rollout":

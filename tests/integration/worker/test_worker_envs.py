@@ -130,7 +130,8 @@ class Slow:
     name, vocab_size, eos_token_ids, max_new_tokens = "counting", 13, (12,), 4
     max_concurrent = 2
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.005) -> None:
+        self.seconds = seconds
         self.now = self.most = 0
         self.closed = False
 
@@ -144,7 +145,7 @@ class Slow:
         self.now += 1
         self.most = max(self.most, self.now)
         await episode.sample()
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(self.seconds)
         self.now -= 1
         return Score(reward=1.0)
 
@@ -162,6 +163,16 @@ def test_no_more_episodes_are_played_at_once_than_the_env_bears(stage: Stage) ->
     stage.finish()
     assert env.most == 2
     assert env.closed
+
+
+def test_an_episode_that_waits_for_its_turn_does_not_spend_its_time(stage: Stage) -> None:
+    env: Any = Slow(seconds=0.3)
+    stage.env = env
+    stage.allow(1)
+    stage.announce(0)
+    stage.start(group_size=20, rollout_timeout_seconds=1.0)  # the last two wait for 2.7 s
+    eventually(lambda: stage.groups() == ["counting.0"])
+    assert [rollout.failure for rollout in stage.rollouts()[0]] == [None] * 20
 
 
 class Straggling(Slow):
