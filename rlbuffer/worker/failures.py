@@ -44,10 +44,12 @@ def place_of(error: BaseException, env: object, function: str) -> str:
     is wrong, the beginning of the env's `function`. "" for what the env had no part in.
     """
     places: list[Place] = []
+    seen: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause not in seen:  # `raise error from error` makes an error its own cause
         places += [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(cause.__traceback__)]
         places += getattr(cause, "places", ())
+        seen.append(cause)
         cause = cause.__cause__
     return _shown(_chosen(places) or (None if isinstance(error, TimeoutError) else _beginning(env, function)))
 

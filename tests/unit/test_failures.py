@@ -40,6 +40,18 @@ class Theirs:
 
 def raises():
     return {}["verdict"]
+
+def again():
+    try:
+        raises()
+    except KeyError as error:
+        raise error from error
+
+def in_a_circle():
+    try:
+        again()
+    except KeyError as error:
+        raise ValueError("of it") from error
 """
 """An env in a file of the user's; line 9 calls what raises in line 15."""
 
@@ -96,6 +108,17 @@ def test_a_failure_is_placed_in_the_users_file(theirs, earned, kind, text, place
     assert (type(error), str(error)) == (kind, text)
     assert place_of(error, env, "score") == place
     assert traceback_of(error).splitlines()[-1].endswith(text)
+
+
+@pytest.mark.parametrize("way", ["again", "in_a_circle"])
+def test_an_error_that_is_its_own_cause_is_placed(theirs, way: str) -> None:
+    env, found = theirs.Theirs(), []
+    env.earned = getattr(theirs, way)
+    error = failure(env)
+    looking = threading.Thread(target=lambda: found.append(place_of(error, env, "score")), daemon=True)
+    looking.start()
+    looking.join(10.0)
+    assert found == ["/home/user/theirs.py:15 in raises"]
 
 
 def test_an_episode_must_end_in_a_score() -> None:
