@@ -15,17 +15,19 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import GroupFailed, ServerRefused
 from rlbuffer.process.logs import fields
+from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural
 from rlbuffer.store.worker import WorkerStore
-from rlbuffer.worker.envs import Env, close_env, make_env
+from rlbuffer.worker.envs import Env, Skip, close_env, make_env
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers.base import Sampler
 
@@ -106,10 +108,11 @@ class Evaluator:
         owner, longest = self._owner, self._rollout_seconds * math.ceil(settings.prompts / CONCURRENT)
         if self._sampler.version != version:  # a newer one was loaded before it was held
             return
-        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=longest):
-            return
         start, record = time.monotonic(), None
         try:
+            claim = partial(self._store.claim_evaluation, name, version, owner=owner, ttl_seconds=longest)
+            if not await asyncio.to_thread(claim):
+                return
             async with asyncio.timeout(longest):
                 measured = await self._measured(name, settings, version, longest)
             measured["seconds"] = time.monotonic() - start
@@ -149,18 +152,21 @@ class Evaluator:
         maker = GroupMaker(env, self._sampler, worker, worker="eval", temperature=settings.temperature)
         limit = asyncio.Semaphore(CONCURRENT)
 
-        async def one(number: int) -> Rollout | None:
+        async def one(number: int) -> Rollout | Exception:
+            ticket = Ticket(env=env.name, number=number, group_id=f"eval.{number}")
             async with limit:
-                prompt = await asyncio.to_thread(env.prompt, number)
-                ticket = Ticket(env=env.name, number=number, group_id=f"eval.{number}")
                 try:
+                    prompt = await in_thread(lambda: maker.prompt(number))
                     return (await maker.make(ticket, prompt)).rollouts[0]
+                except Skip as skip:
+                    return skip
                 except Exception as error:  # the env is the user's code
                     self._trouble(f"eval/{name} prompt {number}: {type(error).__name__}: {error}")
-                    return None
+                    return error
 
-        rollouts = [r for r in await asyncio.gather(*(one(n) for n in range(settings.prompts))) if r is not None]
-        failed = settings.prompts - len(rollouts)
+        outcomes = await asyncio.gather(*(one(n) for n in range(settings.prompts)))
+        rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        failed = sum(not isinstance(outcome, Rollout | Skip) for outcome in outcomes)
         if failed >= len(rollouts):
             raise GroupFailed(f"{failed} of {plural(settings.prompts, 'prompt')} failed")
         if {v for r in rollouts for v in (r.min_policy_version, r.max_policy_version)} != {version}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 import uuid
@@ -21,11 +22,14 @@ from store_runs import Run
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import EvaluationSettings
+from rlbuffer.errors import ServerRefused
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.member import Member
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
+from rlbuffer.worker.envs import Prompt, Skip
+from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 from rlbuffer_cli.view import run_view
@@ -82,10 +86,11 @@ def evaluated(
     seconds: float = 1.0,
     *,
     heard: Callable[[dict[str, Any]], object] | None = None,
+    until: str = "",
     rollout_seconds: float = 600.0,
     **changes: Any,
 ) -> list[Any]:
-    """What an evaluator logs in a while; `heard` is called with each line at once."""
+    """What an evaluator logs in a while, up to an event `until`; `heard` is called with each line at once."""
     logged = Logged("rlbuffer.worker", take=heard)
 
     async def run() -> None:
@@ -94,7 +99,7 @@ def evaluated(
         task = asyncio.create_task(evaluator.run())
         for _ in range(round(seconds / 0.02)):
             await asyncio.sleep(0.02)
-            if logged.lines:
+            if any(until in ("", line["event"]) for line in logged.lines):
                 break
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -164,6 +169,36 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
     assert len(events) == 1
     assert all(part in events[0]["text"] for part in ("eval/held_out", "version 4", "0.1 s", "timeout_seconds"))
     assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
+
+
+class Holes(VCopy):
+    """An env with prompts of another kind at some numbers."""
+
+    def prompt(self, number: int) -> Prompt:
+        if number < 3:
+            raise (Skip("of no use"), KeyError("no such line"), StopIteration("no more lines"))[number]
+        if number == 3:
+            sys.exit(2)
+        return super().prompt(number)
+
+
+def test_a_prompt_that_cannot_be_had_counts_as_failed_and_one_to_skip_as_none(buffer: Buffer) -> None:
+    events = evaluated(buffer, Greedy(4), 20.0, until="evaluation", env=f"{__name__}:Holes", prompts=8)
+    assert [(e["rollouts"], e["failed"]) for e in events if e["event"] == "evaluation"] == [(4, 3)]
+    assert sorted(e["text"].partition(":")[0] for e in events if e["event"] == "trouble") == [
+        f"eval/held_out prompt {number}" for number in (1, 2, 3)
+    ]
+
+
+def test_a_server_that_takes_no_claim_costs_the_evaluation_and_nothing_else(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise ServerRefused("memory limit")
+
+    monkeypatch.setattr(buffer.role(WorkerStore), "claim_evaluation", refuse)
+    events = evaluated(buffer, Greedy(4), 20.0)
+    assert ["memory limit" in e["text"] for e in events] == [True]
 
 
 def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Path) -> None:
