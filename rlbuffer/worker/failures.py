@@ -87,9 +87,10 @@ class Failures:
         return dict(self._counts.copy().most_common(MOST_KINDS))
 
 
-def exited(error: SystemExit) -> RuntimeError:
-    """The error for an env that would end its process."""
-    raised = RuntimeError(f"sys.exit({error.code!r}) was called")
+def exited(error: SystemExit | asyncio.CancelledError) -> RuntimeError:
+    """The error for code of the user's that would end its process, or was cancelled by what it waited for."""
+    called = f"sys.exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
+    raised = RuntimeError(called or "it was cancelled, and not by rlbuffer")
     raised.__cause__ = error
     return raised
 
@@ -123,12 +124,15 @@ class RunningCalls:
 
     @contextmanager
     def running(self, what: str, task: asyncio.Task[Any] | None = None) -> Iterator[Call]:
-        """The env's function `what` runs meanwhile, in this thread or in `task`. A sys.exit there is an error."""
+        """The env's function `what` runs meanwhile, in this thread or in `task`. A sys.exit there is an error, and so
+        is a cancellation that is not the worker's."""
         call = Call(what=what, thread=threading.get_ident(), task=task, since=time.monotonic())
         self._running[id(call)] = call
         try:
             yield call
-        except SystemExit as error:
+        except (SystemExit, asyncio.CancelledError) as error:
+            if task is not None and task.cancelling():  # the worker does not wait for it any more
+                raise
             raise exited(error) from error
         finally:
             del self._running[id(call)]

@@ -235,7 +235,7 @@ class GroupMaker:
                         out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
                     except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
                         out.append(error)
-                    except SystemExit as error:
+                    except (SystemExit, asyncio.CancelledError) as error:
                         out.append(exited(error))
             return out
 

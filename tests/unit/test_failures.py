@@ -251,6 +251,25 @@ def test_an_env_that_calls_exit_fails_and_ends_nobody(is_async: bool) -> None:
     assert "test_failures.py:" in place_of(error, env, "score")
 
 
+@pytest.mark.parametrize("way", ["score", "later", "play"])
+def test_an_env_that_is_cancelled_by_what_it_waits_for_fails_as_any_other(way: str) -> None:
+    class Cancelled:
+        name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
+
+    async def cancelled(*_, **__):
+        waiting = asyncio.create_task(asyncio.sleep(9))
+        waiting.cancel()
+        await waiting
+
+    env = Cancelled()
+    setattr(env, way.replace("later", "score"), cancelled)
+    if way == "score":
+        env.score = lambda *_, **__: asyncio.run(cancelled())
+    error = failure(env)
+    assert "was cancelled" in str(error)
+    assert "test_failures.py:" in place_of(error, env, "score")
+
+
 class Deaf:
     def heartbeat(self, kind: str, name: str, record: dict) -> None: ...
 
