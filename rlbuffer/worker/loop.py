@@ -254,7 +254,7 @@ class _Worker:
                 pauses = pauses_between_asks()
                 self._pulse.add(tickets)
                 # A version that was announced while this worker waited for its tickets.
-                if not self.stop.is_set() and await self._versions.refresh():
+                if not self.stop.is_set() and await self._refreshed():
                     await flights.start(tickets)
                 else:
                     await flights.release(tickets)
@@ -289,8 +289,20 @@ class _Worker:
             self._pulse.carried(pause)
         self._is_draining = asked.is_draining
         if not tickets and not self._versions.serves(asked.policy):
-            await self._versions.refresh()
+            await self._refreshed()
         return tickets
+
+    async def _refreshed(self) -> bool:
+        """Loads the current version; whether any can be sampled from. Raises Stopped when the worker is asked to end
+        meanwhile: an evaluation may hold the version for minutes."""
+        refresh = asyncio.create_task(self._versions.refresh())
+        try:
+            while not (await asyncio.wait({refresh}, timeout=WORKER_POLL_SECONDS))[0]:
+                if self.stop.is_set():
+                    raise Stopped
+            return refresh.result()
+        finally:
+            refresh.cancel()
 
     async def _watch(self) -> None:
         """Loads newer versions, at once while groups are in flight, and evaluates those that are due.

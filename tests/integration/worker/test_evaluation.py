@@ -18,10 +18,11 @@ from every_role import EveryRole
 from logged import Logged
 from looks import evaluations, lines_of
 from store_runs import Run
+from worker_stage import Stage, eventually
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.config.settings import EvaluationSettings
+from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ServerRefused
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
@@ -31,6 +32,7 @@ from rlbuffer.worker import evaluation
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.evaluation import Evaluator
+from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 from rlbuffer_cli.view import run_view
 
@@ -199,6 +201,35 @@ def test_a_server_that_takes_no_claim_costs_the_evaluation_and_nothing_else(
     monkeypatch.setattr(buffer.role(WorkerStore), "claim_evaluation", refuse)
     events = evaluated(buffer, Greedy(4), 20.0)
     assert ["memory limit" in e["text"] for e in events] == [True]
+
+
+def test_a_worker_ends_at_once_while_an_evaluation_keeps_a_newer_version_waiting() -> None:
+    class Slow(Greedy):
+        async def load(self, policy: PolicyVersion) -> None:
+            self.version = policy.version
+
+        async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+            if sampling.temperature == 0:
+                at_work.set()
+                await asyncio.sleep(30)
+            return await super().sample(prompt, n=n, sampling=sampling)
+
+    def work() -> None:
+        settings = WorkerSettings(env="vcopy", group_size=1)
+        run_worker(stage.buffer, "w", settings, stop=stage.stop, sampler=Slow(-1), evaluations={"held_out": OPTIONS})
+
+    at_work, stage = threading.Event(), Stage()
+    stage.thread = threading.Thread(target=work)
+    stage.thread.start()
+    stage.announce(0)
+    assert at_work.wait(20)
+    stage.announce(1)
+    stage.allow(1, "vcopy")
+    eventually(lambda: stage.store.client.zcard(stage.store.keys.tickets("vcopy")) == 1)  # the worker has it
+    began = time.monotonic()
+    stage.finish()
+    assert time.monotonic() - began < 20
+    stage.buffer.close()
 
 
 def test_a_rewind_takes_back_the_results_of_the_versions_beyond_it(tmp_path: Path) -> None:
