@@ -217,8 +217,7 @@ class _Scorer:
     def _claim(self) -> list[_Pending]:
         """Claims the next few; those that are gone are forgotten."""
         now = time.monotonic()
-        due = [pending for pending in self._found.values() if pending.try_at <= now and pending.failures < GROUP_TRIES]
-        due = due[: self.at_once]
+        due = [pending for pending in self._found.values() if pending.try_at <= now][: self.at_once]
         if not due:
             return []
         ids = [pending.entry.entry_id for pending in due]
@@ -347,8 +346,11 @@ class _Scorer:
     def _fail(self, pending: _Pending, reason: str) -> None:
         pending.failures += 1
         pending.try_at = time.monotonic() + RETRY_SECONDS * 2**pending.failures
-        rest = f" ({pending.failures} times: it is left alone)" if pending.failures >= GROUP_TRIES else ""
-        self._beat.failed_groups += pending.failures >= GROUP_TRIES
+        rest = ""
+        if pending.failures >= GROUP_TRIES:
+            rest = f" ({pending.failures} times: it is left alone)"
+            self._found.pop(pending.entry.entry_id, None)
+            self._beat.failed_groups += 1
         self._beat.error = f"group {pending.entry.group_id} cannot be scored: {reason}{rest}"
         _log.warning("%s", self._beat.error, extra=fields("trouble"))
 

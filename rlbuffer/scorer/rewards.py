@@ -17,6 +17,7 @@ from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.worker.failures import exited
 
 TIMEOUT_SECONDS = 600.0
 """Longest that the function may take for one rollout."""
@@ -92,6 +93,10 @@ class RewardFunction:
                     answer = await in_thread(lambda: self._function(rollout, group))
         except TimeoutError:
             raise self._failed(rollout, f"no reward within {self._timeout:g} s") from None
+        except (SystemExit, asyncio.CancelledError) as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():  # by the scorer
+                raise
+            raise self._failed(rollout, str(exited(error)), place_of(error)) from error
         except Exception as error:  # the user's code: whatever it raises costs this group only
             raise self._failed(rollout, f"{type(error).__name__}: {error}", place_of(error)) from error
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -53,10 +54,18 @@ def broken(rollout: Rollout, group: Group) -> Any:
     """Does what the group's answer says."""
     if group.answer == "raise":
         raise KeyError("no judge")
+    if group.answer == "exit":
+        sys.exit(10)
+    if group.answer == "cancel":
+        raise asyncio.CancelledError
     if group.answer == "hang":
         OVER.wait()
     answers = {"nan": float("nan"), "words": "good", "endless": 10**5000, "too much": 1e39, "name": {"n" * 65: 1.0}}
     return answers.get(str(group.answer), 1.0)
+
+
+async def broken_later(rollout: Rollout, group: Group) -> Any:
+    return broken(rollout, group)
 
 
 class Stage:

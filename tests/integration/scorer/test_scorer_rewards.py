@@ -17,6 +17,7 @@ from scorer_stage import OVER, Stage, eventually
 from rlbuffer.errors import RewardFailed
 from rlbuffer.process import heartbeat
 from rlbuffer.records.failure import Failure
+from rlbuffer.records.waiting import Wait
 from rlbuffer.scorer import loop, rewards
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -116,6 +117,29 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
     assert stage.raised is None
     record = stage.buffer.store.heartbeats("scorer")["s"]
     assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)
+
+
+@pytest.mark.parametrize("function", ["broken", "broken_later"])
+def test_a_function_that_exits_or_is_cancelled_costs_its_group_and_no_other(stages: Any, function: str):
+    stage = stages(function)
+    for seed, answer in enumerate(["exit", "cancel", "fine"]):
+        stage.writer.push(unscored(seed, answer=answer))
+    stage.start()
+    eventually(lambda: len(stage.told("trouble")) == 6)
+    eventually(lambda: stage.waiting_groups() == ["a.0", "a.1"])
+    assert ["sys.exit(10) was called" in event.text for event in stage.told("trouble")].count(True) == 3
+    stage.finish()
+    assert stage.raised is None
+
+
+def test_a_scorer_that_has_left_a_group_alone_says_that_it_has_nothing_to_do(stages: Any):
+    stage = stages("broken")
+    stage.writer.push(unscored(0, answer="raise"))
+    stage.start()
+    eventually(lambda: len(stage.told("trouble")) == 3)
+    beats = stage.buffer.store.heartbeats
+    waiting = eventually(lambda: beats("scorer")["s"].get("waiting"))
+    assert waiting["kind"] == Wait.NO_NEED
 
 
 def test_a_function_is_named_by_the_line_that_it_was_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
