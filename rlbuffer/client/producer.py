@@ -149,7 +149,7 @@ class Producer:
                     return say(self.epoch)
                 except EpochChanged as change:
                     self._follow(change)
-                except ServerUnreachable as error:
+                except (ServerUnreachable, ServerRefused) as error:
                     if time.monotonic() > deadline:
                         raise
                     if self._on_retry is not None:

@@ -16,6 +16,7 @@ from every_role import EveryRole, stands_in
 from rolled_back import roll_back
 
 import rlbuffer
+from rlbuffer.client import producer
 from rlbuffer.errors import RlbufferError, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.store.member import Member
 from rlbuffer.store.worker import WorkerStore
@@ -72,6 +73,21 @@ def test_a_full_server_gives_no_tickets_and_ends_no_worker(buffer: rlbuffer.Buff
     store.errors = dict.fromkeys(range(1, 99), ServerRefused("memory limit"))
     writer = buffer.writer("w")
     assert writer.take("a", timeout_seconds=0.1) == []
+
+
+@pytest.mark.parametrize("error", [ServerRefused("the disk is full"), ServerUnreachable("away")])
+def test_the_end_of_an_env_is_said_however_long_the_server_takes_no_writes(
+    buffer: rlbuffer.Buffer, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer, "LAST_DELAY_SECONDS", 0.01)
+    store = stands_in(Failing(buffer.role(WorkerStore), "say_done"), buffer)
+    heard: list[RlbufferError] = []
+    writer = buffer.writer("w", on_retry=heard.append)
+    writer.push(group(1))
+    store.errors = {1: error, 2: error}
+    writer.done("a")
+    assert heard == [error, error]
+    assert buffer.store.sources().done == {"a"}
 
 
 class ForgetfulStore:
