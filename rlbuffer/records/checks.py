@@ -86,6 +86,11 @@ def as_text(name: str, value: Any, *, limit: int | None = None) -> str:
     return str.__str__(value)  # of a subclass, whose own `__str__` may say something else, its characters
 
 
+def escaped(text: str) -> str:
+    """Text of anybody's for a record: what UTF-8 cannot hold (half of a surrogate pair) is written as an escape."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:
     """`value` if it is a mapping."""
     if type(value) is not dict and not isinstance(value, Mapping):

@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import shown
+from rlbuffer.records.checks import escaped, shown
 
 FAILURE_KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 MAX_MESSAGE = 2000
@@ -36,8 +36,7 @@ def as_failure(given: Any) -> Failure:
     if not isinstance(kind, str) or not FAILURE_KIND.match(kind):
         raise InvalidRollout(f"failure: expected a kind {FAILURE_KIND.pattern[:-2]}, got {shown(kind)}")
     kind, message = str.__str__(kind), str.__str__(message)
-    # Messages of errors are anybody's: what UTF-8 cannot hold is escaped.
-    return Failure(kind, message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE])
+    return Failure(kind, escaped(message[:MAX_MESSAGE])[:MAX_MESSAGE])
 
 
 def kind_of(name: str) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Self, cast
 
+from rlbuffer.records.checks import escaped
+
 
 class Wait(StrEnum):
     """What is waited for; :func:`_sentence` says each. Who reads makes `UNHEARD` and `NO_BATCHER`."""
@@ -87,7 +89,7 @@ class _Said:
         """The fields that are set."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
         defaults = {field.name: field.default for field in fields(cast(Any, self))}
-        return {name: str(v) if name == "kind" else v for name, v in values.items() if v != defaults[name]}
+        return {name: escaped(v) if isinstance(v, str) else v for name, v in values.items() if v != defaults[name]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.threads import Place, places_of_thread
+from rlbuffer.records.checks import escaped
 from rlbuffer.state.text import counted, plural
 
 LONG_SECONDS = 5.0
@@ -56,7 +57,7 @@ def place_of(error: BaseException, env: object, function: str) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """The traceback's innermost lines, as Python prints them."""
-    return "".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip()
+    return escaped("".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip())
 
 
 class Failures:

@@ -108,6 +108,7 @@ def test_a_failure_is_placed_in_the_users_file(theirs, earned, kind, text, place
     assert (type(error), str(error)) == (kind, text)
     assert place_of(error, env, "score") == place
     assert traceback_of(error).splitlines()[-1].endswith(text)
+    assert traceback_of(ValueError("half a pair: \ud83d")).encode()
 
 
 @pytest.mark.parametrize("way", ["again", "in_a_circle"])

@@ -13,6 +13,7 @@ import pytest
 
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process, processes, worker_problems
+from rlbuffer.wire.bounded_msgpack import dumps, loads
 
 STRANGE: list[Any] = [
     *(None, "", b"\xff", 7, [], ["no_trainer"], {}, {"kind": "of another version"}, {"kind": ["no_trainer"]}),
@@ -105,3 +106,10 @@ def test_a_run_without_a_worker_is_told_of_while_nothing_has_come() -> None:
     assert worker_problems(()) == ()
     assert worker_problems((), Waiting(kind=Wait.FILLING, env="a")) == ()
     assert worker_problems((), Waiting(kind=Wait.FILLING)) == (Problem(kind=Trouble.NO_WORKER),)
+
+
+def test_what_utf_8_cannot_hold_keeps_no_process_from_saying_what_is_wrong() -> None:
+    for said in (Problem(kind=Trouble.ENV_FAILS, detail="no tool \ud83d"), Waiting(kind=Wait.PROMPT, detail="\ud83d")):
+        record = loads(dumps(said.record()), limit=1000)
+        assert "\\ud83d" in record["detail"]
+        assert type(said).of(record).kind is said.kind
