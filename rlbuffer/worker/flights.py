@@ -283,7 +283,7 @@ class Flights:
         self._refusals.pop(ticket.number, None)
         self._patience.works()
         self._pulse.pushed(group, time.monotonic() - start)
-        if not self._failures and self._versions.is_current:
+        if self._versions.is_current:
             self._pulse.error = ""
 
     def _store_ready(self) -> None:

@@ -148,8 +148,7 @@ class Pulse(Heartbeats):
     def failure(self, kind: str, what: str, sentence: str = "", trace: str = "") -> None:
         """A group is not made, for `what`: counted, and said with its traceback, each kind of error once a minute."""
         self.failures.note(kind, what, trace)
-        self.error = sentence = sentence or what
-        level = logging.DEBUG
+        sentence, level = sentence or what, logging.DEBUG
         if self._failing.is_due(kind, time.monotonic()):
             level, count = logging.WARNING, self.failures.record().get(kind, 0)
             again = f" ({kind}: {plural(count, 'time')} so far)" if count > 1 else ""
@@ -195,7 +194,7 @@ class Pulse(Heartbeats):
 
     def _problems(self) -> list[Problem]:
         failed = failing(self.failures.record(), self.failures.last)
-        problems = super()._problems() if failed is None else [failed]
+        problems = super()._problems() + ([failed] if failed else [])
         if busy := self._calls.sentence():
             problems.append(Problem(kind=Trouble.ENV_HANGS, detail=busy))
         if self.ended:

@@ -130,6 +130,16 @@ def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
     assert told == [ZeroDivisionError, KeyError], "each once"
 
 
+def test_a_group_that_has_failed_once_hides_no_later_trouble(server: Server) -> None:
+    pulse = Pulse(server, "w0", "a")
+    pulse.failure("KeyError", "KeyError: 'x'")
+    assert [problem["kind"] for problem in pulse.record()["problems"]] == ["env_fails"]
+    pulse.trouble("version 3: its files are gone; version 2 goes on sampling")
+    told = {problem["kind"]: problem["detail"] for problem in pulse.record()["problems"]}
+    assert told.keys() == {"env_fails", "worker_stuck"}
+    assert "version 3" in told["worker_stuck"]
+
+
 class Hours:
     """The clock of a pulse's thread, which waits by it until `until`."""
 
