@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rlbuffer.client.details import stand_ins
 from rlbuffer.client.producer import Producer
@@ -235,19 +235,29 @@ class _Scorer:
         read = await self._unless_stopped(in_thread(lambda: [self._read(pending) for pending in claimed]))
         work = {pending: group for pending, group in zip(claimed, read, strict=True) if group is not None}
         await self._add_column(work)
-        for pending, group in work.items():
-            needs = self._wanted(pending.entry)
-            try:
-                if self._rewards is not None:
-                    rollouts = await self._unless_stopped(self._rewards.add(group, needs))
-                    group = replace(group, rollouts=tuple(rollouts))
-                group = replace(group, needs=tuple(need for need in group.needs if need not in needs))
-                pushed = await self._unless_stopped(in_thread(partial(self._stored, producer, group, pending)))
-            except (RewardFailed, InvalidRollout, PushBroken) as error:
-                self._fail(pending, str(error))
-            else:
-                self._found.pop(pending.entry.entry_id, None)
-                self._note(group, is_first=bool(pushed), seconds=time.monotonic() - start)
+        # All of them at once: `concurrent` rollouts are asked about, however small the groups are.
+        asked = {pending: asyncio.ensure_future(self._rewarded(pending, group)) for pending, group in work.items()}
+        try:
+            for pending, rewarded in asked.items():
+                try:
+                    group = await self._unless_stopped(rewarded)
+                    pushed = await self._unless_stopped(in_thread(partial(self._stored, producer, group, pending)))
+                except (RewardFailed, InvalidRollout, PushBroken) as error:
+                    self._fail(pending, str(error))
+                else:
+                    self._found.pop(pending.entry.entry_id, None)
+                    self._note(group, is_first=bool(pushed), seconds=time.monotonic() - start)
+        finally:
+            for rewarded in asked.values():
+                rewarded.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+
+    async def _rewarded(self, pending: _Pending, group: Group) -> Group:
+        """The group with its rewards, which needs nothing more that this scorer adds."""
+        needs = self._wanted(pending.entry)
+        if self._rewards is not None:
+            group = replace(group, rollouts=tuple(await self._rewards.add(group, needs)))
+        return replace(group, needs=tuple(need for need in group.needs if need not in needs))
 
     def _read(self, pending: _Pending) -> Group | None:
         """The whole group of a push; None when it cannot be read."""
@@ -354,7 +364,7 @@ class _Scorer:
         self._beat.error = f"group {pending.entry.group_id} cannot be scored: {reason}{rest}"
         _log.warning("%s", self._beat.error, extra=fields("trouble"))
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
         """Gives the result of `work`; gives it up when the scorer is asked to stop."""
         task = asyncio.ensure_future(work)
         try:

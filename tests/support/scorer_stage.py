@@ -64,6 +64,15 @@ def broken(rollout: Rollout, group: Group) -> Any:
     return answers.get(str(group.answer), 1.0)
 
 
+TOGETHER = threading.Barrier(6)
+
+
+def waits_for_others(rollout: Rollout, group: Group) -> float:
+    """Answers when it has been asked about six rollouts."""
+    TOGETHER.wait(20.0)
+    return 1.0
+
+
 async def broken_later(rollout: Rollout, group: Group) -> Any:
     return broken(rollout, group)
 

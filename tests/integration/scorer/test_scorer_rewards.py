@@ -132,6 +132,15 @@ def test_a_function_that_exits_or_is_cancelled_costs_its_group_and_no_other(stag
     assert stage.raised is None
 
 
+def test_the_function_is_asked_about_rollouts_of_several_groups_at_once(stages: Any):
+    stage = stages("waits_for_others", concurrent=6)
+    for seed in range(3):
+        stage.writer.push(unscored(seed))
+    stage.start()
+    eventually(lambda: stage.told("trouble") or not stage.waiting_groups())
+    assert stage.told("trouble") == []
+
+
 def test_a_scorer_that_has_left_a_group_alone_says_that_it_has_nothing_to_do(stages: Any):
     stage = stages("broken")
     stage.writer.push(unscored(0, answer="raise"))
