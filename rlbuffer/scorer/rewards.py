@@ -85,20 +85,22 @@ class RewardFunction:
             raise self._failed(rollout, str(error)) from None
 
     async def _asked(self, rollout: Rollout, group: Group) -> tuple[float, dict[str, float]]:
-        try:
-            async with self._slots, asyncio.timeout(self._timeout):
-                if self._is_async:
-                    answer = await self._function(rollout, group)
-                else:
-                    answer = await in_thread(lambda: self._function(rollout, group))
-        except TimeoutError:
-            raise self._failed(rollout, f"no reward within {self._timeout:g} s") from None
-        except (SystemExit, asyncio.CancelledError) as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():  # by the scorer
-                raise
-            raise self._failed(rollout, str(exited(error)), place_of(error)) from error
-        except Exception as error:  # the user's code: whatever it raises costs this group only
-            raise self._failed(rollout, f"{type(error).__name__}: {error}", place_of(error)) from error
+        async with self._slots:
+            limit = asyncio.timeout(self._timeout)
+            try:
+                async with limit:
+                    if self._is_async:
+                        answer = await self._function(rollout, group)
+                    else:
+                        answer = await in_thread(lambda: self._function(rollout, group))
+            except (SystemExit, asyncio.CancelledError) as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():  # by the scorer
+                    raise
+                raise self._failed(rollout, str(exited(error)), place_of(error)) from error
+            except Exception as error:  # the user's code: whatever it raises costs this group only
+                if limit.expired():
+                    raise self._failed(rollout, f"no reward within {self._timeout:g} s") from None
+                raise self._failed(rollout, f"{type(error).__name__}: {error}", place_of(error)) from error
         try:
             named = {str(name): float(value) for name, value in answer.items()} if isinstance(answer, Mapping) else {}
             reward = named.pop(REWARD, sum(named.values())) if isinstance(answer, Mapping) else float(answer)

@@ -45,7 +45,7 @@ from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Env, Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, Patience, fault_of
-from rlbuffer.worker.group_maker import GroupMaker, in_words
+from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.versions import Versions
 
@@ -188,7 +188,7 @@ class Flights:
     # -- one group ---------------------------------------------------------------------------------------------------
     async def _prompts_of(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
         try:
-            async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+            async with rollout_limit(self._settings):
                 return await in_thread(lambda: self._prompts(tickets))
         except TimeoutError as error:
             return [error] * len(tickets)
@@ -229,7 +229,7 @@ class Flights:
         try:
             if isinstance(prompt, Exception):
                 function = "prompt"
-                raise GroupFailed(f"prompt failed: {in_words(prompt, self._settings)}") from prompt
+                raise GroupFailed(f"prompt failed: {in_words(prompt)}") from prompt
             group = await self._maker.make(ticket, prompt)
         except Exception as error:
             await self._not_made(ticket, prompt, error, function)
@@ -240,7 +240,7 @@ class Flights:
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
         except (InvalidRollout, PushBroken) as error:
-            await self._give_up(ticket, prompt, in_words(error, self._settings), error.__cause__ or error, function)
+            await self._give_up(ticket, prompt, in_words(error), error.__cause__ or error, function)
 
     async def _not_made(self, ticket: Ticket, prompt: Prompt | Exception, error: Exception, function: str) -> None:
         """Does what the one whose fault it is calls for."""
@@ -248,7 +248,7 @@ class Flights:
         if fault is Fault.SETTINGS:
             raise error
         if fault is Fault.REQUEST or self._is_turned_away(ticket, error):
-            reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
+            reason = str(error) if isinstance(error, GroupFailed) else in_words(error)
             cause = error.__cause__ if isinstance(error, GroupFailed) and error.__cause__ else error
             # The env has no part in what a sampler refuses.
             function = "" if isinstance(cause, RequestFailed | SamplerUnavailable | PromptTooLong) else function

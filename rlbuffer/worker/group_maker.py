@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -50,16 +50,24 @@ def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
         )
 
 
-def in_words(error: BaseException, settings: WorkerSettings) -> str:
-    """Kind and text of an error; of a rollout that was not made in time, the limit."""
-    text = _text(error, settings)
-    return text if isinstance(error, TimeoutError) and not str(error) else f"{type(error).__name__}: {text}"
+def in_words(error: BaseException) -> str:
+    """Kind and text of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
-def _text(error: BaseException, settings: WorkerSettings) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"not finished within rollout_timeout_seconds = {settings.rollout_timeout_seconds:g}"
-    return str(error)
+@asynccontextmanager
+async def rollout_limit(settings: WorkerSettings, seconds: float | None = None) -> AsyncIterator[None]:
+    """Inside, a TimeoutError says which limit it was, unless it is of the env's own: after `seconds`, what is left of
+    it, or all of it."""
+    whole = settings.rollout_timeout_seconds
+    limit = asyncio.timeout(whole if seconds is None else seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"not finished within rollout_timeout_seconds = {whole:g}") from error
 
 
 RETRIES = 1
@@ -178,7 +186,7 @@ class GroupMaker:
         if unfinished and not (is_enough and self._ending.is_set()):
             raise unfinished[0]
         if not is_enough and failed:
-            raise GroupFailed(in_words(failed[0].error, self._settings)) from failed[0].error
+            raise GroupFailed(in_words(failed[0].error)) from failed[0].error
         if not is_enough:
             raise GroupFailed(next(str(rollout.failure) for rollout in rollouts if rollout.failure))
         version = sound[0].max_policy_version
@@ -208,7 +216,7 @@ class GroupMaker:
     async def _scored(self, prompt: Prompt) -> list[Rollout | Failed]:
         env = cast(SingleTurnEnv, self._env)
         deadline = time.monotonic() + self._settings.rollout_timeout_seconds
-        async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+        async with rollout_limit(self._settings):
             completions = await self._sampler.sample(prompt.tokens, n=self._settings.group_size, sampling=self.sampling)
         if any(completion.finish_reason == "abort" for completion in completions):
             raise Aborted("sampling was stopped")
@@ -239,11 +247,11 @@ class GroupMaker:
                         out.append(exited(error))
             return out
 
-        async with self._slots, asyncio.timeout(seconds):
+        async with self._slots, rollout_limit(self._settings, seconds):
             return await in_thread(score_all)
 
     async def _within(self, seconds: float, scoring: Any) -> Any:
-        async with self._slots, asyncio.timeout(seconds):
+        async with self._slots, rollout_limit(self._settings, seconds):
             with self.calls.running("score", asyncio.current_task()):
                 return await scoring
 
@@ -264,7 +272,7 @@ class GroupMaker:
         while True:
             episode = None
             try:
-                async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
+                async with self._slots, rollout_limit(self._settings):
                     with self.calls.running(self.way, asyncio.current_task()) as call:
                         ask = partial(self._ask, call)
                         if self.way == "rollout":
@@ -307,7 +315,7 @@ class GroupMaker:
     def _failed(self, prompt: Prompt, failed: Failed, version: int) -> Rollout:
         """An attempt that failed, with what was sampled until then, for people; `version` sampled beside it."""
         error, episode = failed
-        failure = Failure(kind_of(type(error).__name__), _text(error, self._settings))
+        failure = Failure(kind_of(type(error).__name__), str(error))
         if episode is not None and episode.sampled_tokens:
             with suppress(InvalidRollout):  # that may be why it failed
                 return replace(episode.rollout(Score(reward=0.0)), failure=failure)

@@ -54,6 +54,8 @@ def broken(rollout: Rollout, group: Group) -> Any:
     """Does what the group's answer says."""
     if group.answer == "raise":
         raise KeyError("no judge")
+    if group.answer == "late":
+        raise TimeoutError("the judge")
     if group.answer == "exit":
         sys.exit(10)
     if group.answer == "cancel":

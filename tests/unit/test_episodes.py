@@ -291,6 +291,18 @@ def test_scoring_may_be_a_coroutine_with_a_limit_on_its_time() -> None:
         made(env, Scripted(completion([3, 12])), rollout_timeout_seconds=0.05)
 
 
+@pytest.mark.parametrize("way", ["score", "play"])
+def test_a_time_limit_of_the_envs_own_is_not_called_the_workers(way: str) -> None:
+    async def impatient(*_: Any, **__: Any) -> Score:
+        await asyncio.wait_for(asyncio.sleep(600.0), 0.01)
+        raise AssertionError
+
+    env = Judged() if way == "score" else Tools()
+    setattr(env, way, impatient)
+    with pytest.raises(GroupFailed, match=r"^TimeoutError: $"):
+        made(env, Scripted(completion([3, 12])), rollout_timeout_seconds=600.0)
+
+
 def test_an_env_that_makes_something_else_than_a_rollout_fails_its_group() -> None:
     class Odd(Tools):
         async def rollout(self, prompt: Prompt, policy: Any) -> Any:

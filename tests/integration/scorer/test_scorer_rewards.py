@@ -100,23 +100,32 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
 ):
     monkeypatch.setattr(rewards, "TIMEOUT_SECONDS", 1.0)
     stage = stages("broken")
-    answers = ["raise", "hang", "nan", "words", "endless", "too much", "name", "fine"]
+    answers = ["raise", "hang", "nan", "words", "endless", "too much", "name", "late", "fine"]
     for seed, answer in enumerate(answers):
         stage.writer.push(unscored(seed, answer=answer))
     stage.start()
-    eventually(lambda: len(stage.told("trouble")) >= 21)
+    eventually(lambda: len(stage.told("trouble")) >= 24)
     said = {event.text for event in stage.told("trouble")}
-    reasons = ("KeyError: 'no judge'", "no reward within 1 s", "nan", "'good'", "type int", "1e+39", "n" * 65)
+    reasons = (
+        "KeyError: 'no judge'",
+        "no reward within 1 s",
+        "nan",
+        "'good'",
+        "type int",
+        "1e+39",
+        "n" * 65,
+        "the judge",
+    )
     for number, reason in enumerate(reasons):
         its = sorted(text for text in said if text.startswith(f"group a.{number} "))
         assert all(f"rollout a.{number}/0: " in text and reason in text for text in its)
         assert all(scorer_stage.__file__ in text for text in its)
         assert its[1] == f"{its[0]} (3 times: it is left alone)"
-    assert stage.waiting_groups() == [f"a.{i}" for i in range(7)]
+    assert stage.waiting_groups() == [f"a.{i}" for i in range(8)]
     stage.finish()  # threads that hang hold nobody
     assert stage.raised is None
     record = stage.buffer.store.heartbeats("scorer")["s"]
-    assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)
+    assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 8)
 
 
 @pytest.mark.parametrize("function", ["broken", "broken_later"])
