@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
+from rlbuffer.worker.envs import Env, Prompt, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
@@ -350,8 +349,15 @@ class _Worker:
         _log.info(text, difference, extra=fields("checked", version=policy.version, difference=difference))
 
     def _first_prompt(self) -> Prompt:
-        """The prompt of the first ticket that is not skipped."""
+        """The prompt of the first ticket that has one."""
+        why: Exception | None = None
         for number in range(CHECKED_PROMPTS):
-            with suppress(Skip):
+            try:
                 return self.env.prompt(number)
-        raise ConfigError(f"env {self.env.name} skips its first {CHECKED_PROMPTS} prompts", setting="env")
+            except Exception as error:  # the env is the user's code: it costs the ticket's group, if that
+                why = error
+        raise ConfigError(
+            f"env {self.env.name} has none of its first {CHECKED_PROMPTS} prompts, the last: {type(why).__name__}: "
+            f"{why}{place_of(why) if why else ''}",
+            setting="env",
+        )

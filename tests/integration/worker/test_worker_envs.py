@@ -214,10 +214,29 @@ def test_a_worker_that_stops_pushes_groups_of_which_more_than_half_is_there(stag
     assert [ticket.number for ticket in other.take("counting", 2, timeout_seconds=0.0)] == [1, 3]
 
 
-def test_a_worker_checks_its_sampler_with_the_first_prompt_that_is_none_to_skip(stage: Stage) -> None:
+def test_a_worker_whose_env_has_none_of_its_first_prompts_says_why(stage: Stage) -> None:
     stage.env = Two(nothing=tuple(range(64)))
     stage.announce(0)
     stage.start(self_check="always")
     stage.thread.join(20)  # type: ignore[union-attr]
     assert isinstance(stage.raised, ConfigError)
-    assert str(stage.raised) == "env counting skips its first 64 prompts"
+    assert "none of its first 64 prompts, the last: Skip: " in str(stage.raised)
+
+
+def test_a_worker_checks_its_sampler_with_the_first_prompt_that_there_is(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[list[int]] = []
+
+    async def check(sampler: Any, policy: Any, prompt: np.ndarray, *_: Any) -> float:
+        compared.append(prompt.tolist())
+        return 0.0
+
+    monkeypatch.setattr("rlbuffer.worker.samplers.selfcheck.check_sampler", check)
+    stage.env.bad_prompts = {0, 1}
+    stage.allow(3)
+    stage.announce(0)
+    stage.start(self_check="always")
+    eventually(lambda: stage.raised or stage.groups() == ["counting.2"])
+    stage.finish()
+    assert (stage.raised, compared) == (None, [[2]])
