@@ -112,8 +112,8 @@ class VersionCache:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._lock():
                 if not directory.is_dir():
+                    self._prune(name)  # before: what a killed download has left may be the room that this one needs
                     self._download(directory, [*[self._mirror] * bool(self._mirror), origin], policy)
-                    self._prune(name)
                 now = time.time_ns()  # the kernel's own time of a file moves in ticks of milliseconds
                 os.utime(directory, ns=(now, now))  # most recently used
         except OSError as error:

@@ -96,6 +96,9 @@ def save(
         CheckpointError: the filesystem refused, on this rank or on another one.
     """
     final = path_of(directory, checkpoint.step)
+    if ranks.rank == 0:  # what a killed save has left may be the room that this one needs; the others have no name yet
+        for left in directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)
     temporary = directory / f"{_TEMPORARY}{ranks.first(secrets.randbits(62)):016x}"
     written: dict[str, Any] = {}
     try:
@@ -139,9 +142,9 @@ def _finish(temporary: Path, final: Path, meta: Mapping[str, Any], keep: int) ->
     rename_for_good(temporary, final)
     there = steps(final.parent)
     kept = [step for step in there if step <= meta["step"]][-keep:]
-    gone = [path_of(final.parent, step) for step in there if step not in kept]
-    for path in (*gone, *final.parent.glob(f"{_TEMPORARY}*")):
-        shutil.rmtree(path, ignore_errors=True)
+    for step in there:
+        if step not in kept:
+            shutil.rmtree(path_of(final.parent, step), ignore_errors=True)
 
 
 def _file_of(path: Path, rank: int) -> Path:

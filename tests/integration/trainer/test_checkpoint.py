@@ -104,6 +104,22 @@ def test_the_newest_whole_ones_are_kept_and_count(tmp_path: Path, policy: Traine
     assert save(tmp_path, made(4), *policy, keep=2) == [4], "later ones are of an attempt that was replaced"
 
 
+def test_what_a_killed_save_has_left_makes_room_for_the_next_one(
+    tmp_path: Path, policy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk without room for both, no checkpoint could be written ever again."""
+    left = tmp_path / ".tmp-0123456789abcdef"
+    left.mkdir()
+    (left / "rank-0.safetensors").write_bytes(b"half")
+
+    def saved(*arguments: Any) -> None:
+        assert not left.exists()
+        save_file(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_file", saved)
+    assert save(tmp_path, made(3), *policy, keep=1) == [3]
+
+
 class Together(Ranks):
     """One of several ranks, each in a thread."""
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from weights_places import SIZE, Place, content, make_version, place
@@ -242,6 +244,22 @@ def test_the_most_recently_used_versions_stay_and_who_reads_a_removed_one_reads_
         assert there() == [4, 11]
         cache.localized(at(policies[5], trainer.url))
         assert there() == [4, 5]
+
+
+def test_what_a_killed_download_has_left_makes_room_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk without room for both, no version could be downloaded ever again."""
+    policy, left = make_version(tmp_path / "trainer", 8), tmp_path / "cache" / ".tmp-v00000007-0123456789ab"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=0 if left.exists() else 10**9)
+
+    monkeypatch.setattr("rlbuffer.weights.cache.shutil.disk_usage", usage)
+    with place(tmp_path / "trainer") as trainer:
+        assert bytes_of(VersionCache(tmp_path / "cache").localized(at(policy, trainer.url))) == content(8)
 
 
 def test_a_copy_that_was_damaged_on_this_disk_is_downloaded_again_after_the_load_failed(tmp_path: Path) -> None:
