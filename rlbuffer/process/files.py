@@ -6,6 +6,7 @@ import hashlib
 import os
 import pwd
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -36,6 +37,12 @@ def write_whole(path: Path, text: str | Iterable[str], *, is_private: bool = Fal
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def readable_as_others(path: Path) -> None:
+    """Lets those read a file who may read its folder, by the umask: what makes the file may let its owner alone."""
+    with suppress(OSError):  # a file system that knows no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def rename_for_good(temporary: Path, final: Path) -> None:

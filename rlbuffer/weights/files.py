@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
-from rlbuffer.process.files import flush, rename_for_good, sha256_of
+from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,
@@ -131,6 +131,7 @@ def _write(
         weights = temporary / weights_file
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
         save_file(tensors, weights, metadata={"format": "pt"})
+        readable_as_others(weights)
         for name, values in documents.items():
             (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
         size, checksum = weights.stat().st_size, sha256_of(weights)

@@ -66,6 +66,18 @@ def test_a_version_trained_again_differently_lies_beside_the_announced_one(tmp_p
     assert len(versions(tmp_path)[5]) == 2
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_whoever_may_read_the_folder_may_read_all_of_a_version(tmp_path: Path, umask: int) -> None:
+    """Workers of another user, a web server over the folder."""
+    before = os.umask(umask)
+    try:
+        put(tmp_path / "weights", 5)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "weights").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
 def test_what_a_dead_publisher_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
     old, young = tmp_path / ".tmp-3-dead", tmp_path / ".tmp-4-alive"
     for path in (old, young):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlbuffer.errors import CheckpointError
-from rlbuffer.process.files import flush, rename_for_good, sha256_of
+from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 
@@ -105,6 +105,7 @@ def save(
         temporary.mkdir(parents=True, exist_ok=True)
         file = _file_of(temporary, ranks.rank)
         save_file(_own(policy, optimizer, ranks), file, {_RANDOM: json.dumps(random_state())})
+        readable_as_others(file)
         flush(file)
         written = {file.name: {"size": file.stat().st_size, "sha256": sha256_of(file)}}
     except (OSError, SafetensorError) as refused:

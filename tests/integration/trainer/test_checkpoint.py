@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -102,6 +103,16 @@ def test_the_newest_whole_ones_are_kept_and_count(tmp_path: Path, policy: Traine
     (tmp_path / "step-00000012" / "rank-0.safetensors").write_bytes(b"half")
     assert newest(tmp_path) == (9, [])
     assert save(tmp_path, made(4), *policy, keep=2) == [4], "later ones are of an attempt that was replaced"
+
+
+def test_whoever_may_read_the_folder_may_read_all_of_a_checkpoint(tmp_path: Path, policy: Trained) -> None:
+    """A team whose members start the run in turn has one group, and its umask."""
+    before = os.umask(0o002)
+    try:
+        save(tmp_path, made(3), *policy, keep=1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in path_of(tmp_path, 3).iterdir()} == {0o664}
 
 
 def test_what_a_killed_save_has_left_makes_room_for_the_next_one(
