@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -63,7 +64,7 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
     Raises:
         ConfigError: neither or both of path and config are set; the config or directory is not a causal LM.
     """
-    dtype = _DTYPES[settings.dtype]
+    dtype, make = _DTYPES[settings.dtype], cast(Any, AutoModelForCausalLM)  # its methods carry no types
     if bool(settings.path) == bool(settings.config):
         raise ConfigError(which_model(settings.path), setting="model")
     if settings.path:
@@ -71,13 +72,20 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
         if not directory.is_dir():
             raise ConfigError(f"model.path: {directory} is not a directory", setting="model.path")
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            model, told = make.from_pretrained(
+                directory,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
+            if told["missing_keys"]:  # the library would draw them: a model that nobody has trained
+                raise ValueError(f"its files lack {_some(sorted(told['missing_keys']))}")
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"model.path: {directory}: {error}", setting="model.path") from error
-        model.train()
-        return model
+        trained: PreTrainedModel = model.train()
+        return trained
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU too
         return model_from_config(settings.config, dtype=dtype)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
@@ -191,6 +194,43 @@ def test_settings_that_make_no_model_are_refused(settings: ModelSettings, settin
     with pytest.raises(ConfigError) as error:
         build_model(settings, seed=0)
     assert error.value.setting == setting
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def point(file: Path) -> None:
+    """As a clone without Git LFS has it."""
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n")
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def lose(file: Path) -> None:
+        save_file({key: t for key, t in load_file(file).items() if name not in key}, file, {"format": "pt"})
+
+    return lose
+
+
+def rename(file: Path) -> None:
+    """As a wrapped model's state is saved."""
+    save_file({f"_orig_mod.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def reshape(file: Path) -> None:
+    save_file(load_file(file) | {"model.norm.weight": torch.ones(3)}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("wound", [cut, point, without("layers.1."), without("lm_head"), rename, reshape])
+def test_a_model_whose_files_are_not_all_of_it_is_refused(tmp_path: Path, wound: Callable[[Path], None]) -> None:
+    """The library draws what it does not find: a run would train a model that knows nothing."""
+    model = model_from_config({**TINY_QWEN3, "tie_word_embeddings": False})
+    model.save_pretrained(tmp_path)
+    assert build_model(ModelSettings(path=str(tmp_path)), seed=0).training
+    wound(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))) as error:
+        build_model(ModelSettings(path=str(tmp_path)), seed=0)
+    assert error.value.setting == "model.path"
 
 
 @pytest.mark.parametrize("config", [{"model_type": "no-such-thing"}, {**TINY_QWEN3, "num_attention_heads": 0}])
