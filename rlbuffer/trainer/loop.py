@@ -114,6 +114,8 @@ def train(
         pulls.close()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
+        if pulls.has_ended:
+            publish(session, place.step)  # data may end between two of `publish.every`
         finished = place.step >= trainer.steps or pulls.has_ended
         if finished:
             session.reader.finished()
