@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            settings.model.path, local_files_only=True, trust_remote_code=False
+            Path(settings.model.path).expanduser(), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError):
+    except Exception:  # of the library and of what it asks for: a file or a package that is missing, or too old
         return lambda tokens: ""
     return lambda tokens: str(tokenizer.decode(tokens))
