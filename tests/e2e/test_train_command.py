@@ -25,7 +25,9 @@ def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     assert all("  wait " in line for line in steps[:2])
     assert [line.split()[0] for line in lines if line.startswith(" ")] == ["best", "worst"] * 2
     assert lines[-1] == "finished at step 2"
-    records = [json.loads(line) for line in (home.path / "runs" / "fake" / "metrics.jsonl").read_text().splitlines()]
+    output = home.path / "runs" / "fake"
+    assert [path.name for path in output.iterdir()] == ["fake-data"], "a real run would go on from its checkpoint"
+    records = [json.loads(line) for line in (output / "fake-data" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record["ratio"]["min"] <= record["ratio"]["mean"] <= record["ratio"]["max"]

@@ -48,6 +48,9 @@ def command(given: options.Given, fake_data: bool, debug_samples: int, max_resta
     """
     loaded = given.load(parts=("train",))
     settings = loaded.settings
+    if fake_data:  # a real run never goes on from made-up steps, nor are its checkpoints replaced by theirs
+        trainer = settings.trainer.model_copy(update={"output": settings.output_dir / "fake-data"})
+        settings = settings.model_copy(update={"trainer": trainer})
     # Ranks that cannot connect would be started again and again: whether there is a server is asked first.
     with nullcontext() if fake_data else connected(loaded, "train"), ExitStack() as views:
         starting("train: loading torch and the model")
