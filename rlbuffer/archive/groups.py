@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, group_of
+from rlbuffer.archive.library import ArchivedRollout
 from rlbuffer.archive.rows import BUFFER_BYTES, Source, payload_of, rollout_table, rows_in
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.archive.writer import write_file
@@ -21,15 +21,6 @@ from rlbuffer.wire.payload import decode_group_payload, decode_whole, encode_pus
 
 GROUPS_PER_TABLE = 64
 """Groups of one row group in a file of groups."""
-
-
-def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
-    """Every group of the steps that count, by step, then every drop."""
-    for step in archive.steps:
-        yield from archive.groups(step.step)
-    for dropped in archive.dropped():
-        rows = [row for row in archive.dropped_rows(dropped) if row["group_id"] == dropped.group_id]
-        yield group_of(rows, dropped.group_id, dropped.env, None, dropped)
 
 
 def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[Group]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +227,27 @@ class Archive:
 
     def groups(self, step: int) -> Iterator[ArchivedGroup]:
         """The groups of a step, each with its rollouts that were left out. Raises NotFound."""
-        left_out: dict[str, list[Mapping[str, Any]]] = {}
-        for member in self.rollouts(step, left_out=True):
-            left_out.setdefault(member.row["group_id"], []).extend(member.rows)
-        for group_id, members in groupby(self.rollouts(step), key=lambda member: str(member.row["group_id"])):
-            rows = [*chain.from_iterable(member.rows for member in members), *left_out.get(group_id, ())]
-            yield group_of(rows, group_id, rows[0]["env"], step, None)
+        return _groups_in(self._rows_of(step), step)
+
+    def all_groups(self) -> Iterator[ArchivedGroup]:
+        """Every group of the steps that count, by step, then every drop. Each file is read once."""
+        for file, steps in groupby(self.steps, key=lambda step: step.file):
+            numbers = {step.step for step in steps}
+            for number, rows in groupby(self.rows(_beside(file)), key=lambda row: int(row["step"])):
+                if number in numbers:
+                    yield from _groups_in(rows, number)
+        for file, drops in groupby(self._drops(), key=lambda pair: pair[0]):
+            by_key = {(drop.history_id, drop.group_id): drop for _, drop in drops}
+            rows = self.rows(file) if (self.folder / file).exists() else iter(())
+            for key, its in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
+                if (drop := by_key.pop(key, None)) is not None:
+                    yield group_of([*its], drop.group_id, drop.env, None, drop)
+            for drop in by_key.values():
+                yield group_of([], drop.group_id, drop.env, None, drop)
 
     def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
         """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
-        rows = self.rows(self._archived(step).file.replace("steps-", "rollouts-", 1))
+        rows = self.rows(_beside(self._archived(step).file))
         return (row for row in rows if row["step"] == step)
 
     def _archived(self, number: int) -> ArchivedStep:
@@ -263,6 +274,10 @@ class Archive:
 
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""
+        return (drop for _, drop in self._drops())
+
+    def _drops(self) -> Iterator[tuple[str, DroppedGroup]]:
+        """The file of its rollouts, which may not be there, and each drop."""
         committed: int | None = None
         for _, _, name in history_names(self.folder):
             for row in self.history_rows(name):
@@ -272,7 +287,7 @@ class Archive:
                     step = _record_of(row).get("step")
                     committed = step if isinstance(step, int) else None
                 elif row["kind"] == Dropped.event:
-                    yield _drop_of(row, committed)
+                    yield _beside(name), _drop_of(row, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -333,7 +348,7 @@ class Archive:
         """The rollouts that were archived with one record of the history."""
         place = _id(group.history_id)
         for first, last, name in history_names(self.folder):
-            file = name.replace("history-", "dropped-", 1)
+            file = _beside(name)
             if first <= place <= last and (self.folder / file).exists():
                 yield from (row for row in self.rows(file) if row["history_id"] == group.history_id)
 
@@ -350,6 +365,21 @@ class Archive:
     def _table(self, name: str, columns: Sequence[str] | None = None) -> Any:
         with opened(self.folder / name) as parquet:
             return parquet.read(columns=None if columns is None else list(columns))
+
+
+def _beside(file: str) -> str:
+    """The file with the rollouts of a file of steps, or of the history."""
+    kind, _, rest = file.partition("-")
+    return f"{'rollouts' if kind == 'steps' else 'dropped'}-{rest}"
+
+
+def _groups_in(rows: Iterable[Mapping[str, Any]], step: int) -> Iterator[ArchivedGroup]:
+    """The groups of a step's rows, of which those that were left out come last."""
+    by_group: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_group.setdefault(row["group_id"], []).append(row)
+    for group_id, its in by_group.items():
+        yield group_of(its, group_id, str(its[0]["env"]), step, None)
 
 
 def _header(row: Mapping[str, Any]) -> StepHeader:

@@ -102,14 +102,14 @@ def _of_server(buffer: Buffer, where: str, gone: list[str]) -> Found:
 
 def _of_archive(folder: Path, where: str, gone: list[str]) -> Found:
     from rlbuffer.archive import Archive
-    from rlbuffer.archive.groups import archived_groups, pushes_of
+    from rlbuffer.archive.groups import pushes_of
     from rlbuffer.client.filters import parse
     from rlbuffer_cli.whole_run import detail_of
 
     filtered, archive = parse(where), Archive(folder)
 
     def chosen() -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
-        for group in archived_groups(archive):
+        for group in archive.all_groups():
             detail = detail_of(archive, group)
             if filtered.matches(detail.view, detail.members):
                 yield group, detail

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -144,6 +146,38 @@ def test_a_dropped_group_is_in_the_archive_what_it_was_on_the_server(run: Run, t
     rollouts.unlink()
     archive = Archive(archive.folder)
     assert detail_of(archive, archive.find("a.2")).view == replace(there, reward=None, rewards=(), max_version=0)
+
+
+def test_every_group_comes_out_and_each_file_is_read_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per group, an export of a thousand drops would take an hour."""
+    settled(run)
+    trained = [f"a.{i}" for i in range(5)]
+    for group_id in trained:
+        run.step(group_id, f"{group_id}.more")
+    dropped = [f"b.{i}" for i in range(3)]
+    for group_id in dropped:
+        run.push(group_id)
+        run.drop("stale", run.pool())
+    archive = archived(run, tmp_path / "archive")
+    read: list[str] = []
+    rows = Archive.rows
+
+    def counted(self: Archive, file: str) -> Iterator[dict[str, Any]]:
+        read.append(file)
+        return rows(self, file)
+
+    monkeypatch.setattr(Archive, "rows", counted)
+    groups = [*archive.all_groups()]
+    assert len(read) == len(set(read)) == 4
+    steps = {name: step for step, group_id in enumerate(trained, 1) for name in (group_id, f"{group_id}.more")}
+    assert {group.group_id: group.step for group in groups} == steps | dict.fromkeys(dropped)
+    for group in groups:
+        found = archive.find(group.group_id)
+        payloads = [member.payloads for member in group.members]
+        assert (len(payloads), payloads) == (2, [member.payloads for member in found.members])
+        assert (group.dropped, group.env) == (found.dropped, found.env)
 
 
 def test_after_steps_were_taken_back_no_age_is_known_until_the_next_one(run: Run, tmp_path: Path) -> None:

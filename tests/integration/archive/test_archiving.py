@@ -16,7 +16,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.archive.check import check_archive
-from rlbuffer.archive.groups import archived_groups, pushes_of
+from rlbuffer.archive.groups import pushes_of
 from rlbuffer.archive.library import Archive
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
@@ -125,7 +125,7 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
     assert (detail.view.rollouts, len(detail.members)) == (2, 4)
     assert detail.view.detail == "left out: 1 oversized, 1 failed (tool 1)"
     assert [its.failure for its in detail.members] == [None, None, None, failed.failure]
-    (exported,) = pushes_of(next(archived_groups(archive)).members, [])
+    (exported,) = pushes_of(next(archive.all_groups()).members, [])
     assert (exported.rollouts, exported.planned_size) == (group.rollouts, 4)
     report = check_archive(archive)
     assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 2, 4)
