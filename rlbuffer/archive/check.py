@@ -17,8 +17,8 @@ from typing import Any
 
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import MISSING, payload_of
-from rlbuffer.archive.schema import history_names, settings_file, steps_names
-from rlbuffer.errors import ArchiveError, PayloadError
+from rlbuffer.archive.schema import history_names, steps_names
+from rlbuffer.errors import ArchiveError, NotFound, PayloadError
 from rlbuffer.store.records import PartRollout, Report
 from rlbuffer.store.step_format import decode_part, step_digest
 from rlbuffer.store.verify.snapshot import Findings
@@ -56,8 +56,12 @@ def check_archive(archive: Archive) -> Report:
         except (ArchiveError, PayloadError) as error:
             findings.add("A5", f"{history}: {error}")
     for revision in sorted({step.revision for step in steps.values()}):
-        is_there = (archive.folder / settings_file(revision)).exists()
-        findings.unless(is_there, "A6", f"the settings of revision {revision} are missing")
+        try:
+            archive.settings(revision)
+        except NotFound:
+            findings.add("A6", f"the settings of revision {revision} are missing")
+        except ArchiveError as error:
+            findings.add("A6", str(error))
     _check_trained(archive, findings, counts)
     return Report(findings=tuple(findings.found), checked=dict(counts))
 

@@ -7,11 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from rlbuffer.archive.library import ArchivedRollout
-from rlbuffer.archive.rows import BUFFER_BYTES, Source, payload_of, rollout_table, rows_in
+from rlbuffer.archive.rows import UNREADABLE, Source, parquet_of, payload_of, rollout_table, rows_in
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.archive.writer import write_file
 from rlbuffer.errors import InvalidRollout, PayloadError
@@ -99,14 +96,14 @@ def read_group_file(path: Path) -> Iterator[Group]:
         InvalidRollout: it is no such file, or a rollout of it is damaged; the message names the group.
     """
     try:
-        parquet = pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
-        if missing := [name for name in ROLLOUTS.names if name not in {*parquet.schema_arrow.names, "left_out"}]:
-            raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
-        rows = (row for row in rows_in(parquet) if row.get("left_out") is None)
-        for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
-            try:
-                yield _group(list(push))
-            except PayloadError as error:
-                raise InvalidRollout(f"group {group_id}: {error}") from None
-    except (OSError, pa.ArrowInvalid) as error:
+        with parquet_of(path) as parquet:
+            if missing := [name for name in ROLLOUTS.names if name not in {*parquet.schema_arrow.names, "left_out"}]:
+                raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
+            rows = (row for row in rows_in(parquet) if row.get("left_out") is None)
+            for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
+                try:
+                    yield _group(list(push))
+                except PayloadError as error:
+                    raise InvalidRollout(f"group {group_id}: {error}") from None
+    except UNREADABLE as error:
         raise InvalidRollout(f"it cannot be read as Parquet: {error}") from None

@@ -14,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from rlbuffer.archive.rows import opened, payload_of, rows_in
 from rlbuffer.archive.schema import (
     RUN_KEY,
@@ -164,9 +162,7 @@ class Archive:
     def all_steps(self) -> tuple[ArchivedStep, ...]:
         """Every step of every file, also those that were taken back; by file."""
         return tuple(
-            ArchivedStep(file=name.file(), **row)
-            for name in self._names
-            for row in self._table(name.file(), _LIGHT).to_pylist()
+            ArchivedStep(file=name.file(), **row) for name in self._names for row in self._table(name.file(), _LIGHT)
         )
 
     @cached_property
@@ -193,19 +189,18 @@ class Archive:
     def run(self) -> str:
         """Name of the run."""
         files = [name.file() for name in self._names] or [name for _, _, name in history_names(self.folder)]
-        metadata = pq.read_schema(self.folder / files[0]).metadata or {}
-        return str(metadata.get(RUN_KEY, b"").decode())
+        with opened(self.folder / files[0]) as parquet:
+            return str(parquet.schema_arrow.metadata.get(RUN_KEY, b"").decode())
 
     def step_rows(self, name: StepsName) -> list[dict[str, Any]]:
         """The rows of a file of steps, with headers and parts as they stood on the server."""
-        rows: list[dict[str, Any]] = self._table(name.file()).to_pylist()
-        return rows
+        return self._table(name.file())
 
     def headers(self, steps: Sequence[ArchivedStep]) -> list[StepHeader]:
         """The headers of archived steps, in their order."""
         headers: dict[str, StepHeader | None] = dict.fromkeys(step.digest for step in steps)
         for file in dict.fromkeys(step.file for step in steps):
-            for row in self._table(file, ("digest", "committed_ms", "header")).to_pylist():
+            for row in self._table(file, ("digest", "committed_ms", "header")):
                 if row["digest"] in headers:
                     headers[row["digest"]] = _header(row)
         return [header for header in headers.values() if header is not None]
@@ -213,7 +208,7 @@ class Archive:
     def step(self, number: int) -> tuple[StepHeader, tuple[StepPart, ...]]:
         """The header and the parts of a step that counts. Raises NotFound."""
         archived = self._archived(number)
-        rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts")).to_pylist()
+        rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts"))
         row = next(row for row in rows if row["digest"] == archived.digest)
         return _header(row), tuple(decode_part(part, Keys(self.run).payload_prefix) for part in row["parts"])
 
@@ -261,7 +256,7 @@ class Archive:
         """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
         if self._row_numbers[0] != step:
             archived = next((s for s in self.steps if s.step == step), None)
-            rows = () if archived is None else self._table(archived.file).to_pylist()
+            rows = () if archived is None else self._table(archived.file)
             parts = [decode_part(part) for row in rows if row["step"] == step for part in row["parts"]]
             numbers = {
                 (part.rank, place): number
@@ -306,8 +301,7 @@ class Archive:
         name = settings_file(revision)
         if not (self.folder / name).exists():
             raise NotFound(f"the archive {self.folder} has no settings of revision {revision}")
-        row: Mapping[str, Any] = self._table(name).to_pylist()[0]
-        return row
+        return self._table(name)[0]
 
     def find(self, identifier: str) -> ArchivedGroup:
         """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
@@ -339,7 +333,7 @@ class Archive:
         }
         counting = {step.digest for step in self.steps}
         for name in self._names:
-            for row in self._table(name.file(), ("step", "digest", "group_ids")).to_pylist():
+            for row in self._table(name.file(), ("step", "digest", "group_ids")):
                 if row["digest"] in counting:
                     places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
@@ -354,17 +348,17 @@ class Archive:
 
     def history_rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a file of the history."""
-        rows: list[dict[str, Any]] = self._table(name).to_pylist()
-        return rows
+        return self._table(name)
 
     def rows(self, file: str) -> Iterator[dict[str, Any]]:
         """Every row of a file of rollouts, a few at a time."""
         with opened(self.folder / file) as parquet:
             yield from rows_in(parquet)
 
-    def _table(self, name: str, columns: Sequence[str] | None = None) -> Any:
+    def _table(self, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
         with opened(self.folder / name) as parquet:
-            return parquet.read(columns=None if columns is None else list(columns))
+            rows: list[dict[str, Any]] = parquet.read(columns=None if columns is None else list(columns)).to_pylist()
+            return rows
 
 
 def _beside(file: str) -> str:

@@ -7,6 +7,7 @@ a Python object per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,16 +209,30 @@ def _unpacked(array: Mapping[str, Any]) -> NDArray[Any]:
     return np.frombuffer(array["data"], dtype).reshape(shape) if array["data"] else np.zeros(shape, dtype)
 
 
-def opened(path: Path) -> Any:
-    """A file of an archive, to be read. Raises ArchiveError: it cannot be read, or is of another format."""
+UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
+"""Errors of reading a damaged file, at its opening or at any page of it."""
+
+
+def parquet_of(path: Path) -> Any:
+    """A Parquet file to be read, a context manager."""
+    return pq.ParquetFile(path, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of an archive, to be read within the block.
+
+    Raises:
+        ArchiveError: it cannot be read, now or in the block, or is of another format.
+    """
     try:
-        parquet = pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
-    except (OSError, pa.ArrowInvalid) as error:
+        with parquet_of(path) as parquet:
+            stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
+            if stored != str(ARCHIVE_FORMAT):
+                raise ArchiveError(f"{path} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}")
+            yield parquet
+    except UNREADABLE as error:
         raise ArchiveError(f"{path} cannot be read: {error}") from None
-    stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
-    if stored != str(ARCHIVE_FORMAT):
-        raise ArchiveError(f"{path} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}")
-    return parquet
 
 
 def rows_in(parquet: Any) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ from rlbuffer.store.part_rollouts import StepBytes
 from rlbuffer.store.records import Meta
 
 _NO_DICTIONARY = frozenset({"tokens", "loss_mask", "logprobs", "columns", "attachments", "details", "raw"})
-_OPTIONS: Mapping[str, Any] = {"compression": "zstd", "compression_level": 1}
+_OPTIONS: Mapping[str, Any] = {"compression": "zstd", "compression_level": 1, "write_page_checksum": True}
 
 
 class ArchiveWriter:

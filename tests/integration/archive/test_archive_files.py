@@ -237,6 +237,28 @@ def test_a_flaw_in_any_file_is_named(run: Run, tmp_path: Path) -> None:
     assert findings()[0].startswith("A3 step 4: header and parts have the digest ")
 
 
+def test_a_bit_that_turned_in_any_column_is_said_of_its_file(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    run.push("b.0")
+    run.drop("stale", run.pool())
+    folder = archived(run, tmp_path / "archive").folder
+    assert check_archive(Archive(folder)).ok
+    for path in sorted(folder.iterdir()):
+        whole, group = path.read_bytes(), pq.read_metadata(path).row_group(0)
+        for column in map(group.column, range(group.num_columns)):
+            start = column.dictionary_page_offset or column.data_page_offset
+            data = bytearray(whole)
+            data[start + column.total_compressed_size - 1] ^= 1
+            path.write_bytes(data)
+            try:
+                said = [finding.message for finding in check_archive(Archive(folder)).findings]
+            except ArchiveError as error:
+                said = [str(error)]
+            assert any(path.name in text for text in said), (path.name, column.path_in_schema, said)
+        path.write_bytes(whole)
+
+
 def test_records_that_the_server_forgot_before_they_were_archived_are_named(run: Run, tmp_path: Path) -> None:
     settled(run)
     folder = tmp_path / "archive"
