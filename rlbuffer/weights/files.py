@@ -127,6 +127,7 @@ def _write(
     prefix = "base" if version is None else f"v{version:08d}"
     temporary = directory / f"{TEMPORARY}{prefix}-{uuid.uuid4().hex}"
     try:
+        _sweep(directory)  # before: what a publisher that died has left may be the room that this one needs
         temporary.mkdir(parents=True)
         weights = temporary / weights_file
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
@@ -207,6 +208,9 @@ def _prune(directory: Path, version: int, keep: int) -> None:
     for old in [v for v in paths_of if v <= version][:-keep]:
         for path in paths_of[old]:
             remove(path)
+
+
+def _sweep(directory: Path) -> None:
     for path in directory.glob(f"{TEMPORARY}*"):
         if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights import files
 from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config
 from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, versions
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
@@ -77,19 +79,26 @@ def test_whoever_may_read_the_folder_may_read_all_of_a_version(tmp_path: Path, u
         put(tmp_path / "weights", 5)
     finally:
         os.umask(before)
-    files = [path for path in (tmp_path / "weights").rglob("*") if path.is_file()]
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    written = [path for path in (tmp_path / "weights").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
 
 
-def test_what_a_dead_publisher_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+def test_what_a_dead_publisher_left_is_removed_when_it_is_old_and_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, young = tmp_path / ".tmp-3-dead", tmp_path / ".tmp-4-alive"
     for path in (old, young):
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"half")
     past = time.time() - ABANDONED_SECONDS - 60
     os.utime(old, (past, past))
+
+    def saved(*arguments: Any, **options: Any) -> None:
+        assert not old.exists()
+        save_file(*arguments, **options)
+
+    monkeypatch.setattr(files, "save_file", saved)
     put(tmp_path, 5)
-    assert not old.exists()
     assert young.exists()
     assert list(versions(tmp_path)) == [5]
 
