@@ -107,9 +107,10 @@ def run_ranks(
                         process.kill()
                 deadline = math.inf
         codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
-        if stop.is_set() or INTERRUPTED in codes.values():
-            return End(exit_code=INTERRUPTED, is_final=True)
         words = {int(path.stem): End(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
+        if stop.is_set() or INTERRUPTED in codes.values():
+            own = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
+            return End(exit_code=INTERRUPTED, text=next(own, ""), is_final=True)
         return _cause(words, codes, killed)
 
 

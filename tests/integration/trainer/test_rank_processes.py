@@ -39,6 +39,17 @@ def failing_rank(folder: str, seconds: float) -> None:
     time.sleep(seconds)
 
 
+def refused_rank(folder: str, seconds: float) -> None:
+    """Cannot write its checkpoint."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    Path(folder, f"works-{os.environ['RANK']}").touch()
+    asked.wait()
+    lost = os.environ["RANK"] == "0"
+    End(exit_code=1, text="a peer is lost" if lost else "no space left", is_consequence=lost).leave()
+    raise SystemExit(1)
+
+
 def asked_to_leave(main: Any, folder: Path, seconds: float, leave: float, world_size: int = 1) -> tuple[End, float]:
     stop, context = threading.Event(), get_context("forkserver")
     ends: list[End] = []
@@ -67,6 +78,11 @@ def test_ranks_that_are_asked_to_leave_end_their_step_and_their_checkpoint(tmp_p
 def test_a_rank_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     asked_to_leave(busy_rank, tmp_path, 600.0, 0.5)
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_what_a_rank_could_not_do_while_it_left_is_said(tmp_path: Path) -> None:
+    end, _ = asked_to_leave(refused_rank, tmp_path, 0.0, 60.0, world_size=2)
+    assert (end.exit_code, end.text, end.is_final) == (INTERRUPTED, "no space left", True)
 
 
 def test_nobody_waits_for_the_others_of_a_rank_that_fails_while_it_leaves(
