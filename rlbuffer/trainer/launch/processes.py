@@ -10,6 +10,7 @@ import json
 import math
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.files import write_whole
+from rlbuffer.state.text import printable
 
 END_SECONDS = 4.0
 """Time that ranks have to end by themselves once one has failed: to see the lost connection, and to report it."""
@@ -48,8 +50,12 @@ class End:
     at: float = field(default_factory=time.time)
 
     def leave(self) -> None:
-        """Leaves word for the launcher, which waits for this process's end."""
-        write_whole(Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json", json.dumps(asdict(self)))
+        """Leaves word for the launcher, which waits for this process's end. Where none can be left (a full disk, a
+        folder that was swept from /tmp in weeks of training), it is said here."""
+        try:
+            write_whole(Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json", json.dumps(asdict(self)))
+        except OSError:
+            print(printable(self.text, lines=True), file=sys.stderr, flush=True)
 
 
 def leave_seconds(settings: RunSettings) -> float:
@@ -109,8 +115,8 @@ def run_ranks(
         codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
         words = {int(path.stem): End(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
         if stop.is_set() or INTERRUPTED in codes.values():
-            own = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
-            return End(exit_code=INTERRUPTED, text=next(own, ""), is_final=True)
+            said = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
+            return End(exit_code=INTERRUPTED, text=next(said, ""), is_final=True)
         return _cause(words, codes, killed)
 
 

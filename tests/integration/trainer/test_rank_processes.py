@@ -85,6 +85,16 @@ def test_what_a_rank_could_not_do_while_it_left_is_said(tmp_path: Path) -> None:
     assert (end.exit_code, end.text, end.is_final) == (INTERRUPTED, "no space left", True)
 
 
+def test_a_rank_that_can_leave_no_word_says_it_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What /tmp holds is swept after some days, and it may be full: a rank that fails there must end all the same."""
+    monkeypatch.setenv("RANK_ENDS_FOLDER", str(tmp_path / "swept"))
+    monkeypatch.setenv("RANK", "0")
+    End(exit_code=1, text="Rank 0 failed").leave()
+    assert capsys.readouterr().err == "Rank 0 failed\n"
+
+
 def test_nobody_waits_for_the_others_of_a_rank_that_fails_while_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
