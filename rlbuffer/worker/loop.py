@@ -42,7 +42,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.worker.envs import Env, Prompt, close_env, make_env
+from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
@@ -356,8 +356,6 @@ class _Worker:
                 return self.env.prompt(number)
             except Exception as error:  # the env is the user's code: it costs the ticket's group, if that
                 why = error
-        raise ConfigError(
-            f"env {self.env.name} has none of its first {CHECKED_PROMPTS} prompts, the last: {type(why).__name__}: "
-            f"{why}{place_of(why) if why else ''}",
-            setting="env",
-        )
+        if why is not None and not isinstance(why, Skip):  # what it asks may be away for now: the worker starts again
+            raise why
+        raise ConfigError(f"env {self.env.name} skips its first {CHECKED_PROMPTS} prompts", setting="env")

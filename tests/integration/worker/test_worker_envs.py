@@ -214,13 +214,18 @@ def test_a_worker_that_stops_pushes_groups_of_which_more_than_half_is_there(stag
     assert [ticket.number for ticket in other.take("counting", 2, timeout_seconds=0.0)] == [1, 3]
 
 
-def test_a_worker_whose_env_has_none_of_its_first_prompts_says_why(stage: Stage) -> None:
-    stage.env = Two(nothing=tuple(range(64)))
+@pytest.mark.parametrize(("skips", "error"), [(True, ConfigError), (False, KeyError)])
+def test_an_env_that_skips_its_first_prompts_is_misconfigured_and_one_that_raises_may_be_tried_again(
+    stage: Stage, skips: bool, error: type[Exception]
+) -> None:
+    if skips:
+        stage.env = Two(nothing=tuple(range(64)))
+    else:
+        stage.env.bad_prompts = set(range(64))
     stage.announce(0)
     stage.start(self_check="always")
     stage.thread.join(20)  # type: ignore[union-attr]
-    assert isinstance(stage.raised, ConfigError)
-    assert "none of its first 64 prompts, the last: Skip: " in str(stage.raised)
+    assert type(stage.raised) is error
 
 
 def test_a_worker_checks_its_sampler_with_the_first_prompt_that_there_is(
