@@ -1,7 +1,7 @@
 """A policy that sees images: what a loop of your own adds for rollouts with attachments.
 
-A rollout carries its images as the attachment `pixels` [images, P], and a token IMAGE for each. A micro-batch has those
-of all of its rollouts behind one another, in the order of their tokens.
+A rollout carries its images as the attachment `pixels` [images, P], and its context has a token IMAGE for each. A
+micro-batch has those of all of its rollouts behind one another, in the order of their tokens.
 """
 
 import torch
@@ -24,12 +24,30 @@ class Sees(nn.Module):
         embedded = self.language.get_input_embeddings()(mb.input_ids)
         images = mb.attachments.get("pixels")  # not there where no rollout of this micro-batch has any
         if images is not None:
-            is_image = (mb.input_ids == IMAGE)[:, None]
-            embedded = embedded.masked_scatter(is_image, self.vision(images).to(embedded.dtype))
+            embedded = embedded.masked_scatter(places_of(mb)[:, None], self.vision(images).to(embedded.dtype))
         else:
             embedded = embedded + 0 * sum(p.sum() for p in self.vision.parameters())  # DDP waits for their gradients
         out = self.language(inputs_embeds=embedded[None], position_ids=mb.position_ids[None], use_cache=False)
         return out.logits[0]
+
+
+def places_of(mb):
+    """[T] bool: the tokens that images stand in, which are context: the policy may sample the id IMAGE, as any other.
+
+    In a rollout without images it is a word, too.
+    """
+    is_sampled = mb.loss_mask | (mb.logprobs != 0)  # also what an earlier sequence of its rollout trains
+    is_place = (mb.input_ids == IMAGE) & ~is_sampled
+    for sample, places in zip(mb.samples, mb.unpack(is_place), strict=True):
+        images, count = len(sample.attachments.get("pixels", ())), int(places.sum())
+        if not images:
+            places[:] = False  # a view of is_place
+        elif images != count:
+            raise ValueError(
+                f"rollout {sample.rollout_id} has {images} images, and {count} tokens {IMAGE} in its context: each "
+                "image needs one"
+            )
+    return is_place
 
 
 def loss_of(model, mb):

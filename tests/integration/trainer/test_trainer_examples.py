@@ -206,7 +206,7 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def two_groups() -> list[rlbuffer.Group]:
-    return [make_group(seed=seed, lengths=[9, 12, 7, 10], rewards=[0.0, 1.0, 0.5, 0.0]) for seed in range(2)]
+    return [make_group(seed=seed, lengths=[9, 12, 7, 12], rewards=[0.0, 1.0, 0.5, 0.0]) for seed in range(2)]
 
 
 def test_the_example_of_images_trains_each_token_with_the_images_of_its_own_rollout(
@@ -227,6 +227,63 @@ def test_the_example_of_images_trains_each_token_with_the_images_of_its_own_roll
     batches = assert_trained_as_alone(redis_url, groups, model, partial(images.loss_of, model))
     assert sum(len(mb.attachments["pixels"]) for mb in batches) == 12
     assert model.vision.weight.grad.any()
+
+
+def of_turns(images: int, *turns: tuple[list[int], bool]) -> rlbuffer.Rollout:
+    """Turns as (token ids, whether they were sampled), with so many images of 3 pixels."""
+    told = [{"role": "r", "tokens": ids} | ({"logprobs": [-0.5] * len(ids)} if drawn else {}) for ids, drawn in turns]
+    pixels = {"pixels": np.ones((images, 3), np.float32)} if images else {}
+    return rlbuffer.Rollout.from_turns(told, reward=1.0, policy_version=0, attachments=pixels)
+
+
+def of_two_sequences(image: int) -> rlbuffer.Rollout:
+    """The second begins with what the first one sampled, which is masked there."""
+    first, second = (
+        of_turns(1, ([1, image], False), ([image, 3], True)),
+        of_turns(1, ([1, image], False), ([image, 3], True), ([4], False), ([image], True)),
+    )
+    sequences = [
+        rlbuffer.TokenSequence(
+            tokens=r.tokens,
+            loss_mask=r.loss_mask,
+            logprobs=r.logprobs,
+            version_spans=r.version_spans,
+            attachments=r.attachments,
+        )
+        for r in (first, second)
+    ]
+    return rlbuffer.Rollout.from_sequences(sequences, reward=1.0)
+
+
+SEEN: dict[str, tuple[Callable[[int], rlbuffer.Rollout], list[list[int]]]] = {
+    "sampled as well": (lambda i: of_turns(1, ([1, i, 2], False), ([3, i, 4], True)), [[1]]),
+    "sampled alone": (lambda i: of_turns(0, ([1, 2], False), ([i, i], True)), [[]]),
+    "several": (lambda i: of_turns(3, ([i, 2, i, i], False), ([i], True)), [[0, 2, 3]]),
+    "in a later turn": (lambda i: of_turns(2, ([i], False), ([i, 5], True), ([6, i], False), ([7], True)), [[0, 4]]),
+    "a word of the prompt": (lambda i: of_turns(0, ([1, i], False), ([2], True)), [[]]),
+    "two sequences": (of_two_sequences, [[1], [1]]),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_images_stand_in_tokens_of_the_context_alone(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    images = example(monkeypatch, "images")
+    make, expected = SEEN[case]
+    beside = SEEN["several"]
+    rollouts = [beside[0](images.IMAGE), make(images.IMAGE)]  # so that a micro-batch has images in any case
+    mb = rlbuffer.pack(rollouts, [1.0, 1.0], row_tokens=64).to("cpu")
+    places = [piece.nonzero()[:, 0].tolist() for piece in mb.unpack(images.places_of(mb))]
+    assert places == [*beside[1], *expected]
+    assert torch.isfinite(images.loss_of(images.Sees(tiny(), 3), mb))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_images_that_are_not_as_many_as_their_places_are_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    images = example(monkeypatch, "images")
+    rollout = of_turns(count, ([1, images.IMAGE, images.IMAGE], False), ([images.IMAGE], True))
+    mb = rlbuffer.pack([rollout], [1.0], row_tokens=64).to("cpu")
+    with pytest.raises(ValueError, match=f"has {count} images, and 2 tokens {images.IMAGE} in its context"):
+        images.places_of(mb)
 
 
 def test_the_example_of_routed_experts_computes_with_what_the_engine_chose(
