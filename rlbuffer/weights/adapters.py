@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.weights.files import load_state, open_weights
+from rlbuffer.weights.fit import DOWN, UP, require_adapter
 from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, is_adapter
 
 _PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules."""
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _PLAIN: Mapping[str, Any] = {
     "bias": "none",
     "use_dora": False,
@@ -86,21 +86,25 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
     if not is_adapter(directory):
         return load_state(directory)
     state = dict(load_state(model_directory(directory)) if base is None else base)
-    _, scale = rank_and_scale(directory)
+    rank, scale = rank_and_scale(directory)
     is_transposed = bool(_read_config(directory).get("fan_in_fan_out"))
     path = directory / ADAPTER_FILE
     try:
         factors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} cannot be loaded: {error}") from error
+    try:
+        require_adapter(factors, rank)
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from error
     for name, down in factors.items():
-        if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
+        if name.endswith(UP):
             continue  # met with the other one
-        up = factors.get(name.removesuffix(_DOWN) + _UP)
-        target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
+        up = factors[name.removesuffix(DOWN) + UP]
+        target = f"{name.removeprefix(_PREFIX).removesuffix(DOWN)}.weight"
         weight = state.get(target)
-        shape = () if up is None else (up.shape[0], down.shape[1])[:: -1 if is_transposed else 1]
-        if up is None or weight is None or weight.shape != shape:
+        shape = (up.shape[0], down.shape[1])[:: -1 if is_transposed else 1]
+        if weight is None or weight.shape != shape:
             raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
         # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -26,6 +26,7 @@ from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights.fit import require_adapter
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -98,8 +99,9 @@ def publish_adapter(
     ``base.json`` has the base model's location, size and checksum, as an announcement would.
 
     Raises:
-        WeightsError: the filesystem refused.
+        WeightsError: the tensors are no LoRA adapter of this config, or not finite; the filesystem refused.
     """
+    require_adapter(state, int(config["r"]))
     where = {name: getattr(base, name) for name in ("location", "size", "checksum")}
     return _write(
         directory,

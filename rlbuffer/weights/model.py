@@ -5,6 +5,7 @@ Imports torch and transformers: import this module lazily.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from rlbuffer.config.models import NO_MODEL_TYPE, which_model
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.weights.fit import require_fit, some
 
 TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
     {
@@ -81,7 +84,7 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
                 output_loading_info=True,
             )
             if told["missing_keys"]:  # the library would draw them: a model that nobody has trained
-                raise ValueError(f"its files lack {_some(sorted(told['missing_keys']))}")
+                raise ValueError(f"its files lack {some(sorted(told['missing_keys']))}")
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"model.path: {directory}: {error}", setting="model.path") from error
         trained: PreTrainedModel = model.train()
@@ -121,11 +124,31 @@ def config_of(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> di
         dtype: of the weights beside it, when it is not the model's own.
     """
     values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    values["architectures"] = [type(model).__name__]
+    values["architectures"] = [class_of(model).__name__]
     values.setdefault("model_type", model.config.model_type)
     if dtype is not None:
         values["dtype"] = str(dtype).removeprefix("torch.")
     return values
+
+
+def class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The model's class in the library: FSDP2 gives a model that it shares one of its own."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def made_again(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and config without values, on the meta device: what whoever loads its weights makes.
+
+    Raises:
+        WeightsError: its config alone makes none.
+    """
+    kind = class_of(model)
+    try:
+        with torch.device("meta"):
+            return kind(copy.deepcopy(model.config))
+    except Exception as error:  # of the library, its checks of a config, and torch
+        raise WeightsError(f"no {kind.__name__} can be made of its config alone: {error}") from error
 
 
 def unaliased(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -149,35 +172,15 @@ def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None
     of its family's checkpoints, which :func:`rlbuffer.weights.state.model_state` gives.
 
     Raises:
-        WeightsError: a name is missing or unknown, a shape is another one, or a value is not finite. Everything is
-            checked first: the model is then as it was.
+        WeightsError: a name is missing or unknown, a shape or dtype is another one, or a value is not finite.
+            Everything is checked first: the model is then as it was.
     """
-    own = model.state_dict()
     state = in_own_names(model, state)
-    needed = unaliased(own)
-    missing = [name for name in needed if name not in state]
-    unknown = [name for name in state if name not in own]
-    if missing or unknown:
-        parts = [f"lack {_some(missing)}"] * bool(missing) + [f"have unknown {_some(unknown)}"] * bool(unknown)
-        raise WeightsError(f"the weights do not fit the model: they {' and '.join(parts)}")
-    for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            raise WeightsError(
-                f"the weights do not fit the model: {name} has shape {list(tensor.shape)}, "
-                f"the model's is {list(own[name].shape)}"
-            )
-        if not is_finite(tensor):
-            raise WeightsError(f"the weights are not finite: {name}")
+    require_fit(model, state)
+    own = model.state_dict()
     with torch.no_grad():
-        for name in needed:
+        for name in unaliased(own):
             own[name].copy_(state[name])
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """No value is infinite or NaN. By the extremes, in which a NaN shows: ``isfinite`` takes fifty times as long."""
-    if not tensor.numel() or not tensor.is_floating_point():
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -214,8 +217,3 @@ def _without_progress() -> Iterator[None]:
         yield
     finally:
         bars.enable_progress_bar()
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

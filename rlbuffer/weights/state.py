@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from rlbuffer.errors import WeightsError
+from rlbuffer.weights.fit import require_fit, tied_names
+from rlbuffer.weights.model import made_again
+
+_WRAPPED = "_orig_mod."
+"""What torch.compile puts into the names of a module that is compiled inside of a model."""
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Ranks hold parts of its parameters."""
-    return isinstance(module, FSDPModule)
+    return isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def model_state(
@@ -23,12 +31,16 @@ def model_state(
 
     A tied tensor stands under its first name only: gathered or converted, nobody could tell any more that it is one.
     Names are those of published checkpoints, which engines know: the library's models stack experts, for example.
-    Only rank 0 gets a sharded model's tensors, on the CPU.
+    Only rank 0 gets a sharded model's tensors, on the CPU. Weights that the model's config does not describe, or that
+    are not finite, are refused there: nobody could load them.
 
     Args:
         inside: name of the attribute of `module` that is the language model; "": it is the module itself.
         dtype: floating-point tensors are given in this one.
         only_trained: a sharded model's frozen parameters are neither gathered nor given.
+
+    Raises:
+        WeightsError: see :func:`rlbuffer.weights.fit.require_fit`; not with `only_trained`, which gives a part.
     """
     model = module.get_submodule(inside)
     if is_sharded(module):
@@ -38,7 +50,12 @@ def model_state(
     else:
         state = model.state_dict()
     tied = tied_names(model)
-    kept = {name: tensor for name, tensor in state.items() if name not in tied}
+    kept = {name.replace(_WRAPPED, ""): tensor for name, tensor in state.items() if name not in tied}
+    if kept and not only_trained and isinstance(model, PreTrainedModel):
+        try:
+            require_fit(made_again(model), kept, to="its config")
+        except WeightsError as error:
+            raise WeightsError(f"the model cannot be published: {error}") from error
     if dtype is not None or not only_trained:
         # To the CPU one by one: a GPU that trains has no room for all of them once more, nor for experts in pieces.
         kept = {name: t.to("cpu", dtype if dtype and t.is_floating_point() else t.dtype) for name, t in kept.items()}
@@ -55,10 +72,3 @@ def _as_published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return state
     converted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return converted
-
-
-def tied_names(module: nn.Module) -> set[str]:
-    """Names of parameters that are another name's tensor: every name of it but the first."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlbuffer.weights.model import is_finite
+from rlbuffer.weights.fit import is_finite
 from rlbuffer.weights.shapes import differing, weight_files
 from rlbuffer.worker.samplers.base import ADAPTER_NAME
 

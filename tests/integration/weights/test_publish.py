@@ -20,7 +20,8 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError, WeightsError
 from rlbuffer.weights.files import load_state, open_weights
-from rlbuffer.weights.model import TINY_QWEN3, is_finite, load_into, model_from_config
+from rlbuffer.weights.fit import is_finite
+from rlbuffer.weights.model import TINY_QWEN3, load_into, model_from_config
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers.base import opened
 from rlbuffer.worker.samplers.decoding import Decoder
