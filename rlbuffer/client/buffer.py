@@ -87,9 +87,18 @@ class Policy:
         )
 
     def publish(
-        self, model: object, version: int, folder: str | Path | None = None, *, keep: int | None = None
+        self,
+        model: object,
+        version: int,
+        folder: str | Path | None = None,
+        *,
+        keep: int | None = None,
+        tokenizer: str | Path | None = None,
     ) -> bool:
         """Writes the weights of `model` as a policy version, and says that it can be sampled from.
+
+        Tokenizer, chat template, generation config and the like go with them, from the directory that the model was
+        loaded from, else that of the settings (``model.path``): engines and transformers open a version as a model.
 
         Workers sample with nothing else, so a trainer publishes the weights that it begins with before its first step
         (``publish(model, reader.step)``), and those of each step after it. Every rank calls it; rank 0 writes. A
@@ -102,12 +111,14 @@ class Policy:
             folder: where trainer and workers see it; None: that of the run's settings. ``weights.url`` of the settings
                 is announced where it is set, and `folder` is then what is served there.
             keep: versions that stay in `folder`, the newest; None: ``max_age`` + 3 of the settings, at least 4.
+            tokenizer: directory with another tokenizer, as its ``save_pretrained`` writes it.
 
         Returns:
             True on rank 0 when it was written and announced.
 
         Raises:
-            WeightsError: `model` is something else, or the filesystem refused.
+            WeightsError: `model` is something else, or the filesystem refused. Or nobody could load its weights, by
+                name and reason: they are not those that its config describes, empty (ZeRO-3), or not finite.
             RlbufferError: this buffer has no reader, so nobody knows which rank this is.
             AttemptFenced: a newer attempt of the trainer has taken over.
         """
@@ -130,6 +141,7 @@ class Policy:
             world_size=world_size,
             folder=None if folder is None else Path(folder),
             keep=keep,
+            tokenizer=None if tokenizer is None else Path(tokenizer),
         )
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:

@@ -16,6 +16,7 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state
 from rlbuffer.trainer.session import TrainerSession
+from rlbuffer.weights.companions import companions
 from rlbuffer.weights.files import publish as publish_model
 from rlbuffer.weights.files import publish_adapter
 from rlbuffer.weights.model import config_of, narrow_dtype
@@ -56,8 +57,10 @@ def _write(session: TrainerSession, version: int) -> PolicyVersion | None:
     if not session.is_first:
         return None
     folder, keep = weights_folder(settings), kept_versions(settings)
+    beside = companions(settings.model.path)
     if session.base is None:
-        return publish_model(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)
+        config = config_of(policy.model, dtype=dtype)
+        return publish_model(folder, version, state=state, config=config, keep=keep, beside=beside)
     located = replace(session.base, location=announced(settings, session.base.location))
     return publish_adapter(
         folder,
@@ -66,4 +69,5 @@ def _write(session: TrainerSession, version: int) -> PolicyVersion | None:
         config=adapter_config(policy.model, base=located.location),
         base=located,
         keep=keep,
+        beside=beside,
     )

@@ -35,6 +35,7 @@ from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.ranks.parallel import distribute
 from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
+from rlbuffer.weights.companions import companions
 from rlbuffer.weights.files import publish_base
 from rlbuffer.weights.model import build_model, config_of, narrow_dtype
 from rlbuffer.weights.publishing import weights_folder
@@ -133,6 +134,7 @@ def open_session(
                     weights_folder(settings),
                     state=model_state(policy, inside="model", dtype=dtype),
                     config=config_of(policy.model, dtype=dtype),
+                    beside=companions(settings.model.path),
                 )
             add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)

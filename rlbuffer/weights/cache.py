@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.process.file_locks import try_lock
-from rlbuffer.process.files import flush, rename_for_good
+from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.layout import (
     LIST_FILE,
@@ -173,7 +173,8 @@ class VersionCache:
                     files = fetch_list(client, url, name=name)
                     self._check(files, policy)
                     for file in files:
-                        fetch_file(client, url, file, folder, stopped=self._stop.is_set)
+                        if not self._linked(file, folder):
+                            fetch_file(client, url, file, folder, stopped=self._stop.is_set)
                 except WeightsError as error:
                     reasons.append(f"  {place}: {error}")
                     continue
@@ -187,6 +188,19 @@ class VersionCache:
             + "\n  Is a server of weights running there (weights.listen at the trainer, or `rlbuffer weights serve`), "
             "and can this host reach it?"
         )
+
+    def _linked(self, file: ListedFile, folder: Path) -> bool:
+        """The file of another version here is the same one, and now this one's, too: tokenizers never change."""
+        if weights_among([file]) is not None:
+            return False
+        for other in self.directory.iterdir():
+            path = other / file.name
+            with suppress(OSError):  # not there, or no links on this filesystem
+                if path.stat().st_size == file.size and sha256_of(path) == file.sha256:
+                    (folder / file.name).parent.mkdir(exist_ok=True)
+                    os.link(path, folder / file.name)
+                    return True
+        return False
 
     def _check(self, files: tuple[ListedFile, ...], policy: PolicyVersion) -> None:
         listed = weights_among(files)

@@ -58,6 +58,7 @@ def fetch_file(
         OSError: the filesystem refused.
     """
     digest, have, idle = hashlib.sha256(), 0, 0
+    (directory / file.name).parent.mkdir(exist_ok=True)
     with (directory / file.name).open("wb") as out:
         while have < file.size:
             before, why = have, "the connection was closed early"

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights.companions import put_beside
 from rlbuffer.weights.fit import require_adapter
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,
@@ -46,8 +48,17 @@ ABANDONED_SECONDS = 3600.0
 """A temporary directory untouched for this long belongs to a publisher that died."""
 
 
+NO_FILES: Mapping[str, Path] = MappingProxyType({})
+
+
 def publish(
-    directory: Path, version: int, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], keep: int
+    directory: Path,
+    version: int,
+    *,
+    state: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    keep: int,
+    beside: Mapping[str, Path] = NO_FILES,
 ) -> PolicyVersion:
     """Writes a policy version and removes old ones.
 
@@ -57,6 +68,7 @@ def publish(
     Args:
         state: name -> tensor, on any device; tied weights are written once.
         config: the Hugging Face config, JSON types.
+        beside: what else makes it a model, as :func:`rlbuffer.weights.companions.companions` finds it.
 
     Raises:
         ValueError: `version` is negative or `keep` below 1.
@@ -70,11 +82,18 @@ def publish(
         state,
         {CONFIG_FILE: config},
         weights_file=WEIGHTS_FILE,
+        beside=beside,
         then=lambda: _prune(directory, version, keep),
     )
 
 
-def publish_base(directory: Path, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> PolicyVersion:
+def publish_base(
+    directory: Path,
+    *,
+    state: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    beside: Mapping[str, Path] = NO_FILES,
+) -> PolicyVersion:
     """Writes the model that adapters are trained for, as ``base-<digits of its sha256>``. Nothing ever removes it.
 
     Writing the same weights again changes nothing. The number of the version means nothing.
@@ -82,7 +101,7 @@ def publish_base(directory: Path, *, state: Mapping[str, torch.Tensor], config: 
     Raises:
         WeightsError: the filesystem refused.
     """
-    return _write(directory, None, state, {CONFIG_FILE: config}, weights_file=WEIGHTS_FILE)
+    return _write(directory, None, state, {CONFIG_FILE: config}, weights_file=WEIGHTS_FILE, beside=beside)
 
 
 def publish_adapter(
@@ -93,6 +112,7 @@ def publish_adapter(
     config: Mapping[str, Any],
     base: PolicyVersion,
     keep: int,
+    beside: Mapping[str, Path] = NO_FILES,
 ) -> PolicyVersion:
     """Writes one version of a LoRA adapter in PEFT's layout, beside it where its base model is; removes old ones.
 
@@ -109,6 +129,7 @@ def publish_adapter(
         state,
         {ADAPTER_CONFIG_FILE: config, BASE_FILE: where},
         weights_file=ADAPTER_FILE,
+        beside=beside,
         then=lambda: _prune(directory, version, keep),
     )
 
@@ -120,6 +141,7 @@ def _write(
     documents: Mapping[str, Mapping[str, Any]],
     *,
     weights_file: str,
+    beside: Mapping[str, Path],
     then: Callable[[], None] = lambda: None,
 ) -> PolicyVersion:
     """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory.
@@ -137,6 +159,7 @@ def _write(
         readable_as_others(weights)
         for name, values in documents.items():
             (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
+        put_beside(temporary, beside, among=directory)
         size, checksum = weights.stat().st_size, sha256_of(weights)
         write_list(temporary, listed(temporary, {weights_file: checksum}))
         for path in (weights, *(temporary / name for name in documents), temporary):

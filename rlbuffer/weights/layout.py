@@ -2,6 +2,7 @@
 
     <directory>/v00000012-9f86d081884c/model.safetensors    the weights
                                        config.json          the Hugging Face config
+                                       tokenizer.json ...   what else makes it a model: see `companions`
                                        files.json           size and sha256 of the others: what a download is checked by
 
 A LoRA adapter's version has ``adapter_model.safetensors``, ``adapter_config.json`` and ``base.json`` in place of the
@@ -41,8 +42,8 @@ VERSION = re.compile(r"v(\d{8,20})-([0-9a-f]{12})\Z")
 """Name of a version's directory: version and the first digits of the weights' sha256."""
 SERVED_NAME = re.compile(r"(?:v\d{8,20}|base)-([0-9a-f]{12})\Z")
 """Name of a directory that may be handed to other hosts: a version's, or that of the model that adapters are for."""
-FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
-"""Names that a version's files may have: no path, nothing hidden."""
+FILE = re.compile(r"(?:additional_chat_templates/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+"""Names that a version's files may have: no path but in that one folder, nothing hidden."""
 TEMPORARY = ".tmp-"
 """Begins the name of what is being written or removed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
@@ -69,9 +70,9 @@ def listed(directory: Path, known: Mapping[str, str]) -> list[ListedFile]:
         OSError: a file cannot be read.
     """
     return [
-        ListedFile(name=path.name, size=path.stat().st_size, sha256=known.get(path.name) or sha256_of(path))
-        for path in sorted(directory.iterdir())
-        if path.name != LIST_FILE
+        ListedFile(name=name, size=path.stat().st_size, sha256=known.get(name) or sha256_of(path))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and (name := path.relative_to(directory).as_posix()) != LIST_FILE
     ]
 
 

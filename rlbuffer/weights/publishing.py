@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import WeightsError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights.companions import companions
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import config_of
 from rlbuffer.weights.places import announced, kept_versions
@@ -75,8 +77,11 @@ def publish_model(
     world_size: int,
     folder: Path | None,
     keep: int | None,
+    tokenizer: Path | None = None,
 ) -> bool:
     """Publishes the model's weights, unwrapped, as :meth:`rlbuffer.client.buffer.Policy.publish` does."""
+    if tokenizer is not None and not tokenizer.expanduser().is_dir():
+        raise WeightsError(f"tokenizer = {str(tokenizer)!r} is no directory: tokenizer.save_pretrained(DIR) makes one")
     return announce_once(
         policy,
         settings,
@@ -89,15 +94,32 @@ def publish_model(
             folder=weights_folder(settings) if folder is None else folder.expanduser(),
             keep=kept_versions(settings) if keep is None else keep,
             is_first=rank == 0,
+            beside=companions(origin_of(model) or settings.model.path, tokenizer or ""),
         ),
     )
 
 
 def _write_model(
-    model: PreTrainedModel, version: int, *, folder: Path, keep: int, is_first: bool
+    model: PreTrainedModel, version: int, *, folder: Path, keep: int, is_first: bool, beside: Mapping[str, Path]
 ) -> PolicyVersion | None:
     state = model_state(model)
-    return publish(folder, version, state=state, config=config_of(model), keep=keep) if is_first else None
+    if not is_first:
+        return None
+    return publish(folder, version, state=state, config=config_of(model), keep=keep, beside=beside)
+
+
+def origin_of(model: PreTrainedModel) -> Path | None:
+    """The directory that a model was loaded from, that of a name on the hub in Hugging Face's cache; None of a fresh
+    one."""
+    name = str(model.name_or_path or "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        revision = getattr(model.config, "_commit_hash", None)
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no name that the hub could know, such as a folder that is gone
+        return None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def unwrapped(model: object) -> PreTrainedModel:

@@ -49,14 +49,14 @@ def make_app(directory: Path, *, token: str = "") -> Any:
     async def file(request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["file"]
         path = directory / version / name
-        own = directory.resolve() / version / name  # neither the folder nor the file is a link to elsewhere
+        own = directory.resolve() / version / name  # neither a folder nor the file is a link to elsewhere
         if not SERVED_NAME.match(version) or not FILE.match(name) or path.resolve() != own or not path.is_file():
             raise web.HTTPNotFound(text="no such file\n")
         return web.FileResponse(path, chunk_size=1 << 20)
 
     app = web.Application(middlewares=[_authorization(token)])
     app.router.add_get("/", index)
-    app.router.add_get("/{version}/{file}", file)
+    app.router.add_get("/{version}/{file:.+}", file)
     return app
 
 
