@@ -19,6 +19,7 @@ from typing import Any
 import rlbuffer
 from rlbuffer.checks.check import Context, Finding, Level, check, failure, ok, refused, warning
 from rlbuffer.checks.imports import Asked, Python, wrong
+from rlbuffer.config.adapters import adapter_config, instead_of_a_model, wrong_start
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
 from rlbuffer.config.loading import folders_of
@@ -131,7 +132,9 @@ def model(c: Context) -> Iterator[Finding]:
     """Exactly one of model.path and model.config is set, and a model."""
     chosen = c.settings.model
     if bool(chosen.path) == bool(chosen.config):
-        yield failure(which_model(chosen.path), "model")
+        base = (adapter_config(c.settings.trainer.lora.path) or {}).get("base_model_name_or_path")
+        is_known = base and c.settings.trainer.lora.path and not chosen.path
+        yield failure(which_model(chosen.path), "model", fix=f'The adapter is for path = "{base}"' if is_known else "")
         return
     setting = "model.path" if chosen.path else "model.config"
     if chosen.path:
@@ -147,10 +150,21 @@ def model(c: Context) -> Iterator[Finding]:
         yield failure(why, setting)
 
 
+@check("trainer.lora.path trainer.lora.rank trainer.lora.alpha trainer.lora.targets", parts=["train"])
+def adapter(c: Context) -> Iterator[Finding]:
+    """The adapter that training begins with is LoRA and nothing else, and no other setting contradicts it."""
+    text, setting = wrong_start(c.settings.trainer.lora, c.loaded.sources)
+    if text:
+        yield failure(text, setting)
+
+
 def _directory(setting: str, path: str) -> Iterator[Finding]:
     """Why no Hugging Face model can be loaded from a directory."""
     directory = Path(path).expanduser()
-    if not config_of(ModelSettings(path=path)).get("model_type"):
+    what, fix = instead_of_a_model(setting, path)
+    if what:
+        yield failure(what, setting, fix=fix)
+    elif not config_of(ModelSettings(path=path)).get("model_type"):
         text = f"{setting}: {directory} has no config.json with a model_type"
         fix = "Nothing is downloaded: `hf download NAME --local-dir DIR` fetches a model; give the directory's path"
         yield failure(text, setting, fix=fix)
@@ -194,14 +208,15 @@ def devices(c: Context) -> Iterator[Finding]:
             yield failure(text, "trainer.world_size")
 
 
-@check("trainer.lora.rank trainer.reports.tensorboard trainer.reports.wandb_project")
+@check("trainer.lora.rank trainer.lora.path trainer.reports.tensorboard trainer.reports.wandb_project")
 def packages(c: Context) -> Iterator[Finding]:
     """The packages are installed that settings ask for."""
     trainer = c.settings.trainer
     wanted: list[tuple[str, str, str]] = []
     if "train" in c.parts:
         wanted += [("trainer", "torch", "train"), ("trainer", "transformers", "train")]
-        wanted += [("trainer.lora.rank", "peft", "lora")] * bool(trainer.lora.rank)
+        lora = "trainer.lora.path" if trainer.lora.path else "trainer.lora.rank"
+        wanted += [(lora, "peft", "lora")] * trainer.lora.is_used
         wanted += [("trainer.reports.tensorboard", "tensorboard", "tensorboard")] * trainer.reports.tensorboard
         wanted += [("trainer.reports.wandb_project", "wandb", "wandb")] * bool(trainer.reports.wandb_project)
     for setting, module, extra in wanted:

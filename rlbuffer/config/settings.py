@@ -140,7 +140,7 @@ class ScoreSettings(Table):
     model: str = Field(
         "",
         description="Adds its logprobs of the trained tokens as `column`: a directory with a Hugging Face model, or "
-        "`initial`, the run's [model] as training begins; empty: none.",
+        "`initial`, the run's [model] as training begins, with the adapter at trainer.lora.path; empty: none.",
     )
     column: str = Field("ref_logprobs", description="What the model's logprobs are called.")
     reward: str = Field(

@@ -23,6 +23,16 @@ class LoraSettings(Table):
         min_length=1,
         description="Names of the modules that get one, as PEFT reads them; all-linear leaves out blocks with experts.",
     )
+    path: str = Field(
+        "",
+        description="Directory of a LoRA adapter in PEFT's layout, such as an SFT run's, that training begins with; "
+        "rank, alpha and targets are then those of its adapter_config.json. Empty: a fresh one.",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """An adapter is trained, and not the model's own weights."""
+        return bool(self.rank or self.path)
 
 
 class OptimizerSettings(Table):

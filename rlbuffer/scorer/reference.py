@@ -7,6 +7,7 @@ Imports torch and transformers: import this module lazily.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens
-from rlbuffer.weights.model import build_model, narrow_dtype
+from rlbuffer.weights.adapters import state_of
+from rlbuffer.weights.model import build_model, load_into, narrow_dtype
 
 
 class Reference:
@@ -83,7 +85,8 @@ def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
     """The reference that ``[score.NAME]`` asks for.
 
     Raises:
-        ConfigError: there is no such model, or no such device. PackedForwardError: it cannot be run packed.
+        ConfigError: there is no such model, or no such device. WeightsError: the adapter that training begins with
+            does not fit the model. PackedForwardError: it cannot be run packed.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("score.device = cuda, but torch sees no CUDA device", setting="score.device")
@@ -92,6 +95,9 @@ def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
     if options.model != INITIAL_MODEL:
         model_settings = settings.model.model_copy(update={"path": options.model, "config": {}})
     model = build_model(model_settings, seed=settings.seed)
+    begun = settings.trainer.lora.path
+    if begun and options.model == INITIAL_MODEL:
+        load_into(model, state_of(Path(begun).expanduser(), base=model.state_dict()))
     torch.nn.Module.to(model, torch.device("cuda" if is_on_gpu else "cpu"))
     # As the trainer makes its policy: layout and dtypes are part of what is compared.
     policy = prepare(

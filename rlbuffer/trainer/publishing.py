@@ -51,13 +51,13 @@ def publish(session: TrainerSession, version: int, *, unless: int | None = None)
 def _write(session: TrainerSession, version: int) -> PolicyVersion | None:
     """Writes a version of the policy. Sharded: all ranks must call it. -> what to announce, on rank 0; else None."""
     settings, policy = session.settings, session.policy
-    lora = settings.trainer.lora.rank > 0
+    lora = settings.trainer.lora.is_used
     dtype = narrow_dtype(settings.model)
     state = model_state(policy, inside="model", dtype=None if lora else dtype, only_trained=lora)
     if not session.is_first:
         return None
     folder, keep = weights_folder(settings), kept_versions(settings)
-    beside = companions(settings.model.path)
+    beside = companions(settings.model.path, settings.trainer.lora.path)
     if session.base is None:
         config = config_of(policy.model, dtype=dtype)
         return publish_model(folder, version, state=state, config=config, keep=keep, beside=beside)

@@ -127,7 +127,7 @@ def open_session(
             recompute=settings.trainer.gradient_checkpointing,
         )
         base = None
-        if settings.trainer.lora.rank:
+        if settings.trainer.lora.is_used:
             if rank == 0:  # as it is, before an adapter is put into it, for the versions of the adapter to name
                 dtype = narrow_dtype(settings.model)
                 base = publish_base(

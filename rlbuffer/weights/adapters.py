@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from rlbuffer.config.adapters import beyond_lora
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.weights.files import load_state, open_weights
@@ -28,15 +29,6 @@ from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, 
 
 _PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules."""
-_PLAIN: Mapping[str, Any] = {
-    "bias": "none",
-    "use_dora": False,
-    "target_parameters": None,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-"""Options of PEFT at the values that mean LoRA and nothing else."""
 
 
 def require_base(directory: Path, checksum: str) -> None:
@@ -111,12 +103,6 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
         product = up.to(wide) @ down.to(wide)
         state[target] = weight.to(wide) + scale * (product.T if is_transposed else product)
     return state
-
-
-def beyond_lora(config: Mapping[str, Any]) -> str:
-    """Finds an option of an ``adapter_config.json`` that no sampler serves. -> ``name = value``, or ""."""
-    more = (name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain)
-    return next((f"{name} = {config[name]!r}" for name in more), "")
 
 
 def rank_and_scale(directory: Path) -> tuple[int, float]:

@@ -5,7 +5,7 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,24 @@ def require_fit(model: nn.Module, state: Mapping[str, Tensor], *, to: str = "the
     Raises:
         WeightsError: a name is missing or unknown; a shape or a dtype is another one; a value is not finite.
     """
-    expected, first_of = model.state_dict(), tied_names(model)
-    missing = [name for name in expected if name not in state and name not in first_of]
+    first_of = tied_names(model)
+    require_same(model.state_dict(), state, may_lack=first_of, to=to)
+    for name, first in first_of.items():
+        if name in state and not torch.equal(state[name], state[first]):
+            raise WeightsError(
+                f"the weights do not fit {to}: {name} differs from {first}, to which {to} ties it (tie_word_embeddings)"
+            )
+
+
+def require_same(
+    expected: Mapping[str, Tensor], state: Mapping[str, Tensor], *, may_lack: Collection[str] = (), to: str
+) -> None:
+    """Compares names, shapes and dtypes with those of `expected`, and looks at the values of `state`.
+
+    Raises:
+        WeightsError: as :func:`require_fit`.
+    """
+    missing = [name for name in expected if name not in state and name not in may_lack]
     unknown = [name for name in state if name not in expected]
     if missing or unknown:
         parts = [f"lack {some(missing)}"] * bool(missing) + [f"have unknown {some(unknown)}"] * bool(unknown)
@@ -45,11 +61,6 @@ def require_fit(model: nn.Module, state: Mapping[str, Tensor], *, to: str = "the
                 f"that of {to} is {list(expected[name].shape)}{why}"
             )
         _require_values(name, tensor, like=expected[name].dtype)
-    for name, first in first_of.items():
-        if name in state and not torch.equal(state[name], state[first]):
-            raise WeightsError(
-                f"the weights do not fit {to}: {name} differs from {first}, to which {to} ties it (tie_word_embeddings)"
-            )
 
 
 def require_adapter(state: Mapping[str, Tensor], rank: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from rlbuffer.config.adapters import instead_of_a_model
 from rlbuffer.config.models import NO_MODEL_TYPE, which_model
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
@@ -74,6 +75,9 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
         directory = Path(settings.path).expanduser()
         if not directory.is_dir():
             raise ConfigError(f"model.path: {directory} is not a directory", setting="model.path")
+        what, fix = instead_of_a_model("model.path", settings.path)
+        if what:  # the library would load the base that it names, with the adapter in it
+            raise ConfigError(f"{what}. {fix}", setting="model.path")
         try:
             model, told = make.from_pretrained(
                 directory,

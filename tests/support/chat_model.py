@@ -4,12 +4,13 @@ there."""
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlbuffer.weights.model import model_from_config
 
@@ -70,3 +71,23 @@ def write_chat_model(directory: Path, seed: int = 0) -> Path:
 def files_of(directory: Path) -> set[str]:
     """Names of all files in a directory, and below it."""
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def write_sft_adapter(directory: Path, base: Path, *, template: str = TEMPLATE, **options: Any) -> Path:
+    """An adapter as an SFT run with PEFT leaves it: its own tokenizer beside it, and no weight of it is zero."""
+    import peft
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    chosen = {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT uses
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**chosen))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(directory)
+    write_tokenizer(directory, template)
+    (directory / "optimizer.pt").write_text("stray")
+    return directory

@@ -26,6 +26,14 @@ FILES = {
     "bare/config.json": '{"model_type": "qwen3"}',
     "torn/config.json": '{"model_type": "qwen3", ',
     "torn/model.safetensors": "",
+    **{
+        f"{name}/adapter_config.json": (
+            f'{{"peft_type": "{name.upper()}", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], '
+            '"base_model_name_or_path": "some/base"}'
+        ).replace("SFT", "LORA")
+        for name in ("sft", "ia3")
+    },
+    "sft/adapter_model.safetensors": "",
     "text.jsonl": '{"prompt": "3 + 4 =", "answer": 7}\n',
     "ids.jsonl": '{"prompt": [1, 2], "answer": 3}\n{"prompt": [1, 99], "answer": 3}\n',
     "blank": "\n",

@@ -10,52 +10,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlbuffer.config.adapters import adapter_config as adapter_config_at
+from rlbuffer.config.adapters import beyond_lora, wrong_start
 from rlbuffer.config.trainer import LoraSettings
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.trainer.model.packed_policy import text_model
-from rlbuffer.weights.adapters import beyond_lora
+from rlbuffer.weights.fit import require_same
+from rlbuffer.weights.layout import ADAPTER_FILE
 
 _ADAPTER = "default"
 _SIGN = ".lora_"
+_TAKEN = ("r", "lora_alpha", "target_modules", "layers_to_transform", "layers_pattern", "use_rslora")
+"""Options that an adapter which training begins with decides."""
 _PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules in an adapter's file."""
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:
-    """Puts a fresh adapter into the model, in place; only its matrices train from then on.
+    """Puts an adapter into the model, in place; only its matrices train from then on.
 
-    It changes nothing yet, since one of its two factors is zero. The same seed gives the same adapter everywhere, and
-    the global random state is left as it was.
+    A fresh one changes nothing yet, since one of its two factors is zero. The same seed gives the same adapter
+    everywhere, and the global random state is left as it was. With ``path`` it has that adapter's weights.
 
     Raises:
         ConfigError: PEFT is not installed; no module has a name of `targets`; the head is one of them, or experts that
-            are fused into one parameter.
+            are fused into one parameter; the adapter at `path` is more than LoRA, or does not fit the model.
     """
+    setting = "trainer.lora.path" if settings.path else "trainer.lora.targets"
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(
-            f"trainer.lora.rank = {settings.rank} needs PEFT ({error}): pip install 'rlbuffer[lora]'",
-            setting="trainer.lora.rank",
-        ) from error
-    targets = list(settings.targets)
+        name = "trainer.lora.path" if settings.path else "trainer.lora.rank"
+        raise ConfigError(f"{name} needs PEFT ({error}): pip install 'rlbuffer[lora]'", setting=name) from error
+    why, wrong = wrong_start(settings)
+    if why:
+        raise ConfigError(why, setting=wrong)
     made: Any = peft.LoraConfig  # declares alpha as int; any number does
     config = made(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=_linear_layers(model) if targets == ["all-linear"] else targets,
+        **_chosen(model, settings),
         exclude_modules=_beside_texts(model) or None,
         lora_dropout=0.0,
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's linear layers
         bias="none",
         task_type="CAUSAL_LM",
     )
+    what = f"{setting} = {settings.path or list(settings.targets)}"
     outside: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
     dtype = next(model.parameters()).dtype
     try:
@@ -63,18 +71,50 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(config, model, _ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"trainer.lora.targets = {targets}: {error}", setting="trainer.lora.targets") from error
+        raise ConfigError(f"{what}: {error}", setting=setting) from error
     beyond = beyond_lora(adapter_config(model, base=""))
     if beyond or [model.get_output_embeddings(), model.get_input_embeddings()] != outside:  # type: ignore[no-untyped-call]
-        what = f"experts, of which PEFT makes {beyond}" if beyond else "the embeddings or the head"
+        parts = f"experts, of which PEFT makes {beyond}" if beyond else "the embeddings or the head"
         raise ConfigError(
-            f"trainer.lora.targets = {targets} names {what}: no sampler serves an adapter of experts, and none would "
-            "act in the head, which is computed in chunks of its own matrix. Leave them out",
-            setting="trainer.lora.targets",
+            f"{what} names {parts}: no sampler serves an adapter of experts, and none would act in the head, which is "
+            "computed in chunks of its own matrix. Leave them out",
+            setting=setting,
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad = _SIGN in name
         parameter.data = parameter.data.to(dtype)
+    if settings.path:
+        _load(model, Path(settings.path).expanduser())
+
+
+def _chosen(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
+    """What decides rank, scale and modules: the settings, or the config of the adapter that training begins with."""
+    begun = adapter_config_at(settings.path) if settings.path else None
+    if begun:
+        return {name: begun[name] for name in _TAKEN if begun.get(name) is not None}
+    targets = list(settings.targets)
+    return {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": _linear_layers(model) if targets == ["all-linear"] else targets,
+    }
+
+
+def _load(model: PreTrainedModel, directory: Path) -> None:
+    """Copies the weights of the adapter in a directory into that of the model.
+
+    Raises:
+        ConfigError: the file cannot be read; its tensors are not those of the model's modules, or not finite.
+    """
+    own = adapter_state(model.state_dict())
+    try:
+        begun = load_file(directory / ADAPTER_FILE)
+        require_same(own, begun, to="the model")
+    except (OSError, SafetensorError, WeightsError) as error:
+        raise ConfigError(f"trainer.lora.path: {directory}: {error}", setting="trainer.lora.path") from error
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(begun[name])
 
 
 def _linear_layers(model: PreTrainedModel) -> str | list[str]:

@@ -82,6 +82,13 @@ HOST = [
     ("model", [("model.config", "intermediate_size = [64, 0]")]),
     *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
     ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
+    *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("sft", "ia3")),
+    ("adapter", [("trainer.lora", 'path = "nowhere"')]),
+    ("adapter", [("trainer.lora", 'path = "ia3"')]),
+    ("adapter", [("trainer.lora", 'path = "sft"\nrank = 8')]),
+    ("adapter", [("trainer.lora", 'path = "sft"\nrank = 0')]),
+    ("adapter", [("trainer.lora", 'path = "sft"\nalpha = 16.0')]),
+    ("adapter", [("trainer.lora", 'path = "sft"\ntargets = ["q_proj", "v_proj"]')]),
     ("workers", [("-worker.a", "")]),
     ("scorer-models", [("score.s", 'model = "nowhere"')]),
 ]
@@ -144,6 +151,32 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_config_that_the_mistakes_are_put_into_has_none() -> None:
     assert troubles([], EVERYTHING) == set()
+
+
+def told(*changes: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(written(*changes), environ={}, parts=("train",))
+    return str(caught.value)
+
+
+def test_an_adapter_is_named_with_its_base_and_a_setting_that_contradicts_it_with_both_values() -> None:
+    where = "rlbuffer.toml"
+    text = told(("-model.config", ""), ("model", 'path = "sft"'))
+    assert text.startswith(where)
+    assert "model.path: sft is a LoRA adapter of some/base, not a whole model" in text
+    assert 'Set model.path = "some/base" and trainer.lora.path = "sft"' in text
+    assert "is an adapter (IA3) of some/base" in told(("-model.config", ""), ("model", 'path = "ia3"'))
+    text = told(("trainer.lora", 'path = "sft"\nrank = 8'))
+    assert "trainer.lora.rank = 8, but the adapter at sft has 4" in text
+    assert "trainer.lora.targets = ['k_proj'], but the adapter at sft has ['q_proj']" in told(
+        ("trainer.lora", 'path = "sft"\ntargets = ["k_proj"]')
+    )
+    assert 'The adapter is for path = "some/base"' in told(("-model.config", ""), ("trainer.lora", 'path = "sft"'))
+
+
+def test_settings_that_say_what_the_adapter_says_are_fine() -> None:
+    same = 'path = "sft"\nrank = 4\nalpha = 8\ntargets = ["q_proj"]'
+    assert troubles([("trainer.lora", same)], EVERYTHING) == set()
 
 
 def test_a_model_may_have_a_size_for_each_layer() -> None:

@@ -15,6 +15,7 @@ from parameters import load_parameters
 from test_model_families import published, run, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlbuffer.config.adapters import beyond_lora
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import sha256_of
@@ -23,7 +24,7 @@ from rlbuffer.trainer.model.lora import adapter_config, adapter_state, add_adapt
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
 from rlbuffer.trainer.model.selftest import separate_logprobs
 from rlbuffer.trainer.update.update import make_optimizer
-from rlbuffer.weights.adapters import beyond_lora, state_of
+from rlbuffer.weights.adapters import state_of
 from rlbuffer.weights.files import load_state
 from rlbuffer.weights.model import build_model, in_own_names, load_into
 
