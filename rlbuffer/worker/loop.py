@@ -60,6 +60,9 @@ CHECKED_PROMPTS = 64
 CHECKED_LOADS = 2
 """Versions that a sampler is compared with: the one that an engine starts with, and the first to take the place of
 another, which is another way through the engine (vLLM 0.32 on the CPU goes on with the old experts there)."""
+LOOKED_AGAIN_EVERY = 8
+"""Loads from one later comparison to the next: an engine may stop to follow, and go on under the new numbers. Sampling
+takes a moment, and the comparison, on a host's cores and seconds to a minute long, goes on beside the work."""
 _log = logging.getLogger(__name__)
 DRAIN_LOOK_SECONDS = 5.0
 """Seconds between two looks whether a run that gives no ticket drains, and gives this env a share."""
@@ -132,8 +135,15 @@ class _Worker:
         run = self.buffer.settings
         self._is_done = self._is_draining = False
         # Where another worker changes the weights, nobody knows here which version answers.
-        self._unchecked = CHECKED_LOADS if self.settings.sampler_options.get("updates_weights", True) else 1
-        """Versions that the sampler is still to be compared with."""
+        self._is_alone = bool(self.settings.sampler_options.get("updates_weights", True))
+        self._unchecked = CHECKED_LOADS if self._is_alone else 1
+        """Versions that the sampler is still to be compared with before they serve."""
+        self._loads = 0
+        """Loads after those."""
+        self._right = -1
+        """The newest version that it was compared with, and was right."""
+        self._look: tuple[int, asyncio.Task[float]] | None = None
+        """The later version that it is being compared with."""
         self._shares: Mapping[str, float] = {}
         """env -> its share of a step, by the run's budgets."""
         self._looked_at = float("-inf")
@@ -194,6 +204,7 @@ class _Worker:
                 except RunGone as error:
                     # Another epoch, or another run under the name: version numbers and tickets mean something else.
                     self._pulse.error = str(error)
+                    self._look = None
                     self._versions.forget()
                     self._evaluator.forget()
                     self._flights.forget()
@@ -205,6 +216,9 @@ class _Worker:
                     self._pulse.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
                     await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
+            if self._look is not None:  # whatever it finds, nobody asks any more
+                self._look[1].cancel()
+                await asyncio.gather(self._look[1], return_exceptions=True)
             await self.sampler.close()
             await close_env(self.env)
             await self._evaluator.close()
@@ -314,6 +328,7 @@ class _Worker:
             while True:
                 is_busy = len(self._flights) or self.evaluations
                 asks_suffice = self._asks_for_all and self._versions.is_serving and not is_busy
+                self._judge()
                 if not asks_suffice:
                     await self._versions.refresh()
                 if asks_suffice or is_busy:
@@ -326,15 +341,25 @@ class _Worker:
             await asyncio.gather(evaluating, return_exceptions=True)
 
     async def _check(self, policy: PolicyVersion) -> None:
-        """The sampler must say the truth before anything of it is pushed."""
+        """The sampler must say the truth before anything of it is pushed, and is looked at again now and then."""
         choice, sampler = self.settings.self_check, self.sampler
-        if not self._unchecked or choice == "never" or (choice == "auto" and sampler.traits.is_exact):
+        if choice == "never" or (choice == "auto" and sampler.traits.is_exact):
             return
-        from rlbuffer.worker.samplers.selfcheck import check_sampler  # imports torch
+        if not self._unchecked:
+            self._loads += 1
+            if not self._is_alone or self._look is not None or self._loads % LOOKED_AGAIN_EVERY:
+                return
+        from rlbuffer.worker.samplers import selfcheck  # imports torch
 
         prompt = await asyncio.to_thread(self._first_prompt)
         try:
-            difference = await check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
+            if not self._unchecked:
+                sample = await selfcheck.drawn(sampler, prompt.tokens, self._maker.sampling)
+                look = asyncio.create_task(asyncio.to_thread(selfcheck.compared, policy, sample))
+                look.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may come to ask
+                self._look = policy.version, look
+                return
+            difference = await selfcheck.check_sampler(sampler, policy, prompt.tokens, self._maker.sampling)
         except WeightsError:  # the version's, which is tried again or followed by another one
             raise
         except Exception as error:
@@ -345,8 +370,31 @@ class _Worker:
             place = place_of(error) or defined_at(type(sampler))
             raise WrongLogprobs(f"sampler {name} fails its check: {what}{place}") from error
         self._unchecked -= 1
+        self._passed(policy.version, difference)
+
+    def _judge(self) -> None:
+        """Takes what a later comparison has found, once it has ended.
+
+        Raises:
+            WrongLogprobs: the sampler was right, and is not any more.
+        """
+        if self._look is None or not self._look[1].done():
+            return
+        (version, look), self._look = self._look, None
+        try:
+            self._passed(version, look.result())
+        except WeightsError:
+            return  # its files were removed meanwhile: the next look is at other ones
+        except WrongLogprobs as error:
+            raise WrongLogprobs(
+                f"the sampler was right at version {self._right} and is not at version {version}, so what it sampled "
+                f"in between may be of older weights than it says: {error}"
+            ) from error
+
+    def _passed(self, version: int, difference: float) -> None:
+        self._right = version
         text = "the sampler's logprobs are those of the published weights (to %.1g)"
-        _log.info(text, difference, extra=fields("checked", version=policy.version, difference=difference))
+        _log.info(text, difference, extra=fields("checked", version=version, difference=difference))
 
     def _first_prompt(self) -> Prompt:
         """The prompt of the first ticket that has one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,15 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What a sampler drew to be compared: the end of one prompt, and short completions of it."""
+
+    prompt: NDArray[np.int32]
+    completions: Sequence[Completion]
+    sampling: Sampling
+
+
 async def check_sampler(
     sampler: Sampler, policy: PolicyVersion, prompt: NDArray[np.int32], sampling: Sampling
 ) -> float:
@@ -119,15 +128,24 @@ async def check_sampler(
     Raises:
         WrongLogprobs: it is beyond the tolerance; the message names what usually causes it.
     """
+    return await asyncio.to_thread(compared, policy, await drawn(sampler, prompt, sampling))
+
+
+async def drawn(sampler: Sampler, prompt: NDArray[np.int32], sampling: Sampling) -> Drawn:
+    """Samples a little with the version that serves."""
     sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
     prompt = prompt[-PROMPT_TOKENS:]
     completions = await sampler.sample(prompt, n=2, sampling=sampling)
-    return await asyncio.to_thread(_compared, policy, prompt, completions, sampling)
+    return Drawn(prompt=prompt, completions=completions, sampling=sampling)
 
 
-def _compared(
-    policy: PolicyVersion, prompt: NDArray[np.int32], completions: Sequence[Completion], sampling: Sampling
-) -> float:
+def compared(policy: PolicyVersion, sample: Drawn) -> float:
+    """Compares what was drawn with a forward pass of this version. -> the largest difference of a logprob.
+
+    Raises:
+        WrongLogprobs: it is beyond the tolerance. WeightsError: the version's files are gone.
+    """
+    prompt, completions, sampling = sample.prompt, sample.completions, sample.sampling
     directory = open_weights(policy)
     dtype = _dtype_of(model_directory(directory))
     limit = SELFCHECK_TOLERANCES.get(dtype, SELFCHECK_TOLERANCES["bfloat16"])
