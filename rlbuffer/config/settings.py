@@ -100,7 +100,7 @@ class WorkerSettings(Table):
     self_check: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Compare a few sampled logprobs with a forward pass of the published weights before anything is "
-        "pushed; auto: with engines that are not our own.",
+        "pushed, and at every eighth load; auto: with engines that are not our own.",
     )
     replicas: int = Field(1, ge=1, description="Processes of this kind that `rlbuffer run` starts.")
     python: str = Field(
