@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,16 @@ class VllmServer:
     """vLLM's OpenAI-compatible server as people start it for rlbuffer."""
 
     def __init__(
-        self, model: Path, log: Path, *, context: int, lora_rank: int = 0, mode: str = "processed_logprobs"
+        self,
+        model: Path,
+        log: Path,
+        *,
+        context: int,
+        lora_rank: int = 0,
+        mode: str = "processed_logprobs",
+        more: Sequence[str] = (),
     ) -> None:
+        self.more = more
         self.model, self.log, self.context, self.lora_rank, self.mode = model, log, context, lora_rank, mode
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -62,6 +71,7 @@ class VllmServer:
         ]
         if self.lora_rank:
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(self.lora_rank)]
+        command += self.more
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
