@@ -150,9 +150,14 @@ def model(c: Context) -> Iterator[Finding]:
         yield failure(why, setting)
 
 
-@check("trainer.lora.path trainer.lora.rank trainer.lora.alpha trainer.lora.targets", parts=["train"])
+@check("trainer.lora.path trainer.lora.rank trainer.lora.alpha trainer.lora.targets", parts=("train", "score"))
 def adapter(c: Context) -> Iterator[Finding]:
-    """The adapter that training begins with is LoRA and nothing else, and no other setting contradicts it."""
+    """The adapter that training begins with is LoRA and nothing else, and no other setting contradicts it.
+
+    The initial model of a scorer has it, too.
+    """
+    if "train" not in c.parts and all(scorer.model != INITIAL_MODEL for scorer in c.scorers.values()):
+        return
     text, setting = wrong_start(c.settings.trainer.lora, c.loaded.sources)
     if text:
         yield failure(text, setting)

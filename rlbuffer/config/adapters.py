@@ -65,10 +65,11 @@ def instead_of_a_model(setting: str, path: str) -> tuple[str, str]:
     if config is None:
         return "", ""
     kind = "a LoRA adapter" if config.get("peft_type") == "LORA" else f"an adapter ({config.get('peft_type')})"
-    base = config.get("base_model_name_or_path") or "its base model"
-    what = f"{setting}: {Path(path).expanduser()} is {kind} of {base}, not a whole model"
+    base = config.get("base_model_name_or_path")
+    what = f"{setting}: {Path(path).expanduser()} is {kind} of {base or 'some model'}, not a whole model"
     if kind == "a LoRA adapter" and setting == "model.path":
-        return what, f'Set model.path = "{base}" and trainer.lora.path = "{path}"'
+        set_base = f'model.path = "{base}"' if base else "model.path to the model that it was trained on"
+        return what, f'Set {set_base} and trainer.lora.path = "{path}"'
     return what, "Merge it into its base (PEFT's merge_and_unload), and give the directory of that"
 
 
