@@ -187,10 +187,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """`value` for a message: whatever it is, one short line. Huge ints have no repr, huge lists too much of one."""
+    """`value` for a message: whatever it is, one short line. Huge ints have no repr, nor has what
+    is nested too deeply; huge lists have too much of one."""
     try:
         text = value[:80].__repr__() if isinstance(value, str | bytes | list | tuple) else repr(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= 100 else text[:97] + "..."

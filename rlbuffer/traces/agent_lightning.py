@@ -8,7 +8,6 @@ one call; calls inside a reward are not the agent's), `emitter/reward.py` (rewar
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +15,7 @@ from rlbuffer.traces.agent_lightning_events import Told, attempts, logprobs_of
 from rlbuffer.traces.attempt import Attempt
 from rlbuffer.traces.calls import Call, call_of
 from rlbuffer.traces.values import Value
+from rlbuffer.wire.jsonl import values_of_line
 
 CALL_NAME = re.compile(r"openai\.chat\.completion|raw_gen_ai_request|litellm_request")
 PROMPTS = ("prompt_token_ids", "agentlightning.operation.output.prompt_token_ids", "llm.hosted_vllm.prompt_token_ids")
@@ -31,12 +31,12 @@ REWARD = re.compile(r"agentlightning\.reward\.(\d+)\.(name|value)")
 
 
 def spans(records: Sequence[Value]) -> Iterator[Attempt]:
-    """An attempt per attempt id; a retried rollout has several, of which the last counts."""
+    """An attempt per attempt id of a rollout; one that was retried has several, of which the last counts."""
     yield from attempts(records, _of_spans)
 
 
 def _of_spans(found: Sequence[Value]) -> Told:
-    ordered = sorted(found, key=lambda span: (span.get("sequence_id").value or 0, span.get("start_time").value or 0.0))
+    ordered = sorted(found, key=lambda span: [span.get(n).number_or(0.0) for n in ("sequence_id", "start_time")])
     within = _rewarding(found)
     calls, seen, rewards = list[Call](), set[str](), dict[str, float]()
     reward: float | None = None
@@ -48,7 +48,7 @@ def _of_spans(found: Sequence[Value]) -> Told:
         prompt, answer = _literal(told, PROMPTS), _literal(told, ANSWERS)
         if not CALL_NAME.search(span["name"].text()) or prompt.value is None or answer.value is None:
             continue
-        if answer.value and isinstance(answer.value[0], list):
+        if isinstance(answer.value, list) and answer.value and isinstance(answer.value[0], list):
             answer = next(iter(answer))
         response = told.first(*RESPONSE_IDS).text()
         if span["span_id"].text() in within or (response and response in seen) or not answer.listed():
@@ -88,7 +88,16 @@ def _rewards(told: Value) -> list[tuple[str, float]]:
     if not parts:
         old = told.get("reward")
         return [] if old.value is None else [("primary", old.number())]
-    return [(part["name"].text(), part["value"].number()) for _, part in sorted(parts.items())]
+    rewards = list[tuple[str, float]]()
+    for number, part in sorted(parts.items()):
+        value = told[f"agentlightning.reward.{number}.value"].number()
+        # A first one without a name is what `emit_reward(1.0)` means, which calls it so itself.
+        rewards.append((part["name"].text() if "name" in part else _unnamed(number), value))
+    return rewards
+
+
+def _unnamed(number: int) -> str:
+    return "primary" if number == 0 else f"reward_{number}"
 
 
 def _literal(told: Value, names: Iterable[str]) -> Value:
@@ -96,9 +105,9 @@ def _literal(told: Value, names: Iterable[str]) -> Value:
     found = told.first(*names)
     if not isinstance(found.value, str):
         return found
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (values_of_line, ast.literal_eval):
         try:
             return Value(parse(found.value), found.place, found.path)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all of them, of text
             continue
     raise found.wrong("neither a list nor the text of one")

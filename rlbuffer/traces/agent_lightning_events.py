@@ -20,7 +20,7 @@ Told = tuple[list[Call], dict[str, float], float | None]
 
 
 def events(records: Sequence[Value]) -> Iterator[Attempt]:
-    """An attempt per attempt id; a retried rollout has several, of which the last counts."""
+    """An attempt per attempt id of a rollout; one that was retried has several, of which the last counts."""
     yield from attempts(records, _of_events)
 
 
@@ -40,16 +40,21 @@ def _of_triplet(one: Value) -> Call:
 
 
 def attempts(records: Sequence[Value], told: Callable[[Sequence[Value]], Told]) -> Iterator[Attempt]:
-    rollouts: dict[str, dict[str, list[Value]]] = {}
+    """The attempts at one rollout."""
+    tries: dict[str, list[Value]] = {}
     for record in records:
-        tries = rollouts.setdefault(record["rollout_id"].text(), {})
         tries.setdefault(record["attempt_id"].text(), []).append(record)
-    for rollout, tries in rollouts.items():
-        *earlier, last = tries.items()
-        for name, found in earlier:
-            failed = Failure("retried", f"attempt {name} was made again")
-            yield Attempt(at=found[0], group=rollout, prompt=rollout, failure=failed)
-        yield _attempt(last[1][0], rollout, told(last[1]), "")
+    rollout = rollout_of(records[0])
+    *earlier, last = tries.items()
+    for name, found in earlier:
+        failed = Failure("retried", f"attempt {name} was made again")
+        yield Attempt(at=found[0], group=rollout, prompt=rollout, failure=failed)
+    yield _attempt(last[1][0], rollout, told(last[1]), "")
+
+
+def rollout_of(record: Value) -> str:
+    """The rollout that a span or an event belongs to."""
+    return record["rollout_id"].text()
 
 
 def _attempt(at: Value, rollout: str, told: Told, data_id: str) -> Attempt:
@@ -67,7 +72,7 @@ def _attempt(at: Value, rollout: str, told: Told, data_id: str) -> Attempt:
 
 
 def _of_events(found: Sequence[Value]) -> Told:
-    requests: dict[bytes, Call] = {}
+    requests: dict[bytes, Call | None] = {}
     reward: float | None = None
     for event in found:
         kind, data = event["event_type"].text(), event["data"]
@@ -75,32 +80,37 @@ def _of_events(found: Sequence[Value]) -> Told:
             reward = data["value"].number()
         if kind != "model_request":
             continue
-        call = _request(data)
-        if call is not None:
-            requests.pop(call.prompt.tobytes(), None)
-            requests[call.prompt.tobytes()] = call
-    return list(requests.values()), {}, reward
+        if _has_failed(data):
+            continue
+        prompt, call = _request(data)
+        requests.pop(prompt, None)
+        requests[prompt] = call
+    return [call for call in requests.values() if call is not None], {}, reward
 
 
-def _request(data: Value) -> Call | None:
-    """The call of a request that was answered; None: it failed, or sampled nothing."""
+def _has_failed(data: Value) -> bool:
     status = data.get("http_status").value
-    if data.get("status").value == "error" or (isinstance(status, int) and status >= 400):
-        return None
+    return data.get("status").value == "error" or (isinstance(status, int) and status >= 400)
+
+
+def _request(data: Value) -> tuple[bytes, Call | None]:
+    """Prompt and call of a request that was answered; None: with nothing, which counts as the last answer, too."""
     response, version = data.get("response"), data.get("server").get("version")
     version = data.get("model_version") if version.value is None else version
     number = version.integer() if version.value is not None else None
     if response.value is None:  # already trimmed to a triplet
-        answer = data.get("response_token_ids")
-        if not answer.listed():
-            return None
-        return call_of(data["prompt_token_ids"], answer, logprobs_of(data.get("response_log_probs")), version=number)
-    choices = response.get("choices").listed()
-    if not choices or not choices[0].get("token_ids").listed():
-        return None
-    choice = choices[0]
-    prompt = response if response.get("prompt_token_ids").value is not None else choice
-    return call_of(prompt["prompt_token_ids"], choice["token_ids"], logprobs_of(choice.get("logprobs")), version=number)
+        prompt, answer, logprobs = (
+            data.get(name) for name in ("prompt_token_ids", "response_token_ids", "response_log_probs")
+        )
+    else:
+        choice = next(iter(response.get("choices").listed()), Value(None))
+        prompt = response.get("prompt_token_ids")
+        prompt = choice.get("prompt_token_ids") if prompt.value is None else prompt
+        answer, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    if not answer.listed():
+        return b"" if prompt.value is None else prompt.ids().tobytes(), None
+    call = call_of(prompt, answer, logprobs_of(logprobs), version=number)
+    return call.prompt.tobytes(), call
 
 
 def logprobs_of(value: Value) -> Value:

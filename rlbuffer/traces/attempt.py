@@ -60,6 +60,8 @@ class Attempt:
     """A limit ended it."""
     failure: Failure | None = None
     """Why it cannot be trained; `sequences` has what there is of its tokens. The kind is the producer's word."""
+    at_limit: bool = False
+    """`failure` is a limit that ended it, and it was scored all the same."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What else is worth keeping."""
 
@@ -70,12 +72,12 @@ def rollout_of(attempt: Attempt, *, policy_version: int | None) -> Rollout:
     Raises:
         InvalidRollout: what the record refuses, or neither the producer nor the caller names a policy version.
     """
-    main, *further = [_fields(attempt, stretch, policy_version) for stretch in attempt.sequences]
+    if not attempt.sequences:
+        raise attempt.at.wrong("no token of it is there")
+    columns = [_fields(attempt, stretch, policy_version) for stretch in attempt.sequences]
     try:
-        return Rollout(
-            **main,
-            # What is trained where is known by the act of sampling, not by equal tokens: nothing is masked here.
-            further=tuple(TokenSequence(**its) for its in further if its["loss_mask"].any()),
+        return Rollout.from_sequences(
+            [TokenSequence(**one) for one in columns],
             reward=attempt.reward,
             rewards=attempt.rewards,
             finish_reason=attempt.finish_reason,
@@ -91,7 +93,7 @@ def as_far_as_read(failure: Failure | None, read: Callable[[], Sequence[Stretch]
     """The sequences that `read` gives; of an attempt that failed none where they are damaged or not there."""
     try:
         return tuple(read())
-    except (RlbufferError, ValueError, TypeError, LookupError):
+    except RlbufferError:
         if failure is None:
             raise
         return ()

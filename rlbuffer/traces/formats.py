@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlbuffer.traces import (
@@ -31,7 +31,11 @@ class Format:
     fields: tuple[str, ...]
     """A record that has all of these, of any depth (``steps.0.metrics``), is one."""
     attempts: Callable[[Sequence[Value]], Iterator[Attempt]] = lambda records: iter(())
-    """What its records say."""
+    """What the records of one rollout say."""
+    rollout: Callable[[Value], Hashable] = lambda record: None
+    """What the records of one rollout have in common; None: this one is a rollout, or several, by itself."""
+    parts: Callable[[Value], Iterable[Value]] = lambda record: (record,)
+    """The records that one record of a file holds."""
     lacks: str = ""
     """Why they are no rollouts, where they are none."""
     grouped_by: str = ""
@@ -78,6 +82,7 @@ FORMATS = (
         is_called="trajectories in ATIF",
         fields=("schema_version", "agent", "steps"),
         attempts=harbor.trajectories,
+        rollout=harbor.run_of,
         grouped_by="prompt",
     ),
     Format(
@@ -85,6 +90,7 @@ FORMATS = (
         is_called="token entries of NeMo Gym",
         fields=("rollout_id", "model_call_id", "generation_token_ids"),
         attempts=nemo_gym.entries,
+        rollout=nemo_gym.rollout_of,
         grouped_by="task index",
     ),
     Format(
@@ -99,6 +105,7 @@ FORMATS = (
         is_called="spans of Agent Lightning",
         fields=("rollout_id", "attempt_id", "span_id", "attributes"),
         attempts=agent_lightning.spans,
+        rollout=agent_lightning_events.rollout_of,
         grouped_by="prompt",
     ),
     Format(
@@ -106,6 +113,7 @@ FORMATS = (
         is_called="events of Agent Lightning",
         fields=("rollout_id", "attempt_id", "event_type", "data"),
         attempts=agent_lightning_events.events,
+        rollout=agent_lightning_events.rollout_of,
         grouped_by="prompt",
     ),
     Format(
@@ -120,6 +128,8 @@ FORMATS = (
         is_called="samples of slime",
         fields=("tokens", "response_length", "status"),
         attempts=slime.samples,
+        rollout=slime.rollout_of,
+        parts=slime.parts,
         grouped_by="group_index, else prompt",
     ),
     Format(
@@ -127,6 +137,8 @@ FORMATS = (
         is_called="samples of slime",
         fields=("rollout_id", "samples"),
         attempts=slime.samples,
+        rollout=slime.rollout_of,
+        parts=slime.parts,
         grouped_by="group_index, else prompt",
     ),
     Format(
@@ -174,7 +186,7 @@ def recognised(record: Value, name: str | None) -> Format:
         if name:
             raise record.wrong(f"format {name} is not known; known are {known}")
         raise record.wrong(
-            f"no format that is known has the fields {', '.join(sorted(fields)[:12])}; known are {known}"
+            f"no format that is known has the fields {', '.join(sorted(map(str, fields))[:12])}; known are {known}"
         )
     if found.lacks:
         raise record.wrong(f"this is {found.is_called}: {found.lacks}")

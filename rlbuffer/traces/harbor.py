@@ -1,14 +1,16 @@
 """Harbor: a trial's result with `rollout_details`, and ATIF trajectories with token ids.
 
 Facts: harbor 0.26.0 (on PyPI) `models/agent/rollout_detail.py` (per segment, per turn: full prompt ids, completion
-ids, logprobs; the first segment is the main agent), `models/trial/result.py` (task, rewards by name, `exception_info`),
-`models/trajectories/` (ATIF 1.8: a step's metrics have the ids; `is_copied_context` steps must not train again;
-`llm_call_count` above 1 means metrics of several calls; subagents are embedded). NVIDIA-NeMo/Gym @07d6b0d07
-`responses_api_agents/harbor_agent/utils.py` trains the completion ids of every agent step that has them.
+ids, logprobs; the first segment is the main agent), `models/trial/result.py` (task, rewards by name, `exception_info`;
+the verifier also runs where a limit ended the agent), `models/trajectories/` (ATIF 1.8: a step's metrics have the ids;
+`is_copied_context` steps must not train again; `llm_call_count` above 1 means metrics of several calls; subagents are
+embedded). NVIDIA-NeMo/Gym @07d6b0d07 `responses_api_agents/harbor_agent/utils.py` trains the completion ids of every
+agent step that has them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,8 @@ from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 
+LIMIT = re.compile(r"Agent(Execution)?Timeout|(Context|Output)Length|Max\w*(Turns|Tokens|Steps|Episodes|Iterations)")
+"""Exceptions by which the agent came to a limit; a verifier may have looked at what was done by then."""
 ABSENT = Failure("no_tokens", "the agent needs collect_rollout_details = true")
 
 
@@ -26,11 +30,12 @@ def trials(records: Sequence[Value]) -> Iterator[Attempt]:
     for record in records:
         results = [record, *record.get("step_results").listed()]
         errors = [result["exception_info"] for result in results if result.get("exception_info").value is not None]
+        kinds = [error["exception_type"].text() for error in errors]
         rewards = {name: one.number() for name, one in record.get("verifier_result").get("rewards").items()}
         segments = [one for result in results for one in result.get("agent_result").get("rollout_details").listed()]
         failure = None
         if errors:
-            failure = Failure(errors[0]["exception_type"].text(), errors[0].get("exception_message").text())
+            failure = Failure(kinds[0], errors[0].get("exception_message").text())
         elif not segments:
             failure = ABSENT
         yield Attempt(
@@ -41,6 +46,7 @@ def trials(records: Sequence[Value]) -> Iterator[Attempt]:
             sequences=as_far_as_read(failure, partial(_of_segments, segments)),
             rewards=rewards,
             failure=failure,
+            at_limit=bool(errors and rewards) and all(LIMIT.match(kind) for kind in kinds),
             metadata={"trial": record.get("trial_name").text()},
         )
 
@@ -60,22 +66,24 @@ def _turns(segment: Value) -> list[Call]:
 
 
 def trajectories(records: Sequence[Value]) -> Iterator[Attempt]:
-    """An attempt per run: documents of one `session_id` belong together, as a trajectory and its continuation."""
-    runs: dict[str, list[Value]] = {}
-    for number, record in enumerate(records):
-        runs.setdefault(record.get("session_id").text() or f"{record.place}#{number}", []).append(record)
-    for run, documents in runs.items():
-        name = documents[0]["agent"].get("name").text()
-        sequences = tuple(sequence for document in documents for sequence in _sequences(document))
-        yield Attempt(
-            at=documents[0],
-            group=run,
-            prompt=_task(documents[0]),
-            env=name,
-            sequences=sequences,
-            failure=None if sequences else ABSENT,
-            metadata={"session": run, "agent": name},
-        )
+    """An attempt: documents of one `session_id` belong together, as a trajectory and its continuation."""
+    first = records[0]
+    run, name = run_of(first) or f"{first.place}#0", first["agent"].get("name").text()
+    sequences = tuple(sequence for record in records for sequence in _sequences(record))
+    yield Attempt(
+        at=first,
+        group=run,
+        prompt=_task(first),
+        env=name,
+        sequences=sequences,
+        failure=None if sequences else ABSENT,
+        metadata={"session": run, "agent": name},
+    )
+
+
+def run_of(record: Value) -> str | None:
+    """The run that a trajectory belongs to."""
+    return record.get("session_id").text() or None
 
 
 def _task(document: Value) -> str:

@@ -24,33 +24,37 @@ VERSION = 1
 
 
 def entries(records: Sequence[Value]) -> Iterator[Attempt]:
-    """An attempt per rollout id; entries have no reward."""
-    rollouts: dict[str, dict[str, Value]] = {}
+    """An attempt, of one rollout id; entries have no reward."""
+    found: dict[str, Value] = {}
     for record in records:
         if record.get("schema_version").value is not None and record["schema_version"].integer() > VERSION:
             raise record["schema_version"].wrong(f"version {VERSION} is the newest that is known")
-        calls = rollouts.setdefault(record["rollout_id"].text(), {})
         call_id = record["model_call_id"].text()
-        if call_id in calls and calls[call_id].value != record.value:
-            raise record["model_call_id"].wrong(f"{call_id} has another record in rollout {record.value['rollout_id']}")
-        calls[call_id] = record
-    for rollout, found in rollouts.items():
-        sampled = [entry for entry in found.values() if len(entry["generation_token_ids"].ids())]
-        chains, unresolved = _chains(sampled)
-        failure = None
-        if unresolved:
-            failure = Failure("unresolved_retry", f"calls {', '.join(unresolved)}: which of them was used is unknown")
-        elif not chains:
-            failure = Failure("empty", "no call sampled anything that is trained")
-        task = _task(rollout)
-        yield Attempt(
-            at=next(iter(found.values())),
-            group=task,
-            prompt=task,
-            sequences=() if failure else sequences_of(chains),
-            failure=failure,
-            metadata={"rollout": rollout},
-        )
+        if call_id in found and found[call_id].value != record.value:
+            raise record["model_call_id"].wrong(f"{call_id} has another record in rollout {rollout_of(record)}")
+        found[call_id] = record
+    sampled = [entry for entry in found.values() if len(entry["generation_token_ids"].ids())]
+    chains, unresolved = _chains(sampled)
+    failure = None
+    if unresolved:
+        failure = Failure("unresolved_retry", f"calls {', '.join(unresolved)}: which of them was used is unknown")
+    elif not chains:
+        failure = Failure("empty", "no call sampled anything that is trained")
+    rollout = rollout_of(records[0])
+    task = _task(rollout)
+    yield Attempt(
+        at=records[0],
+        group=task,
+        prompt=task,
+        sequences=() if failure else sequences_of(chains),
+        failure=failure,
+        metadata={"rollout": rollout},
+    )
+
+
+def rollout_of(record: Value) -> str:
+    """The rollout that an entry belongs to."""
+    return record["rollout_id"].text()
 
 
 def _task(rollout: str) -> str:
@@ -81,7 +85,7 @@ def _chains(records: Sequence[Value]) -> tuple[list[list[Call]], list[str]]:
         if len(group) > 1:
             aside |= set(group) - followed
     paths = [path for path in paths_of(parents) if not aside.intersection(path)]
-    created = {key: record.get("created_at").value or 0.0 for key, record in made.items()}
+    created = {key: record.get("created_at").number_or(0.0) for key, record in made.items()}
     paths.sort(key=lambda path: (created[calls[path[0]].key], calls[path[0]].key))
     return [[calls[n] for n in path] for path in paths], unresolved
 

@@ -21,7 +21,7 @@ def rows(records: Sequence[Value]) -> Iterator[Attempt]:
     for row in records:
         mask = row.get("output_mask")
         if mask.value is not None:
-            mask = Value([0] * len(row["input_tokens"].ids()) + list(mask.value), mask.place, mask.path)
+            mask = Value([0] * len(row["input_tokens"].ids()) + [one.value for one in mask], mask.place, mask.path)
         ids = row["input_tokens"], row["output_tokens"], row["output_logprobs"]
         call = call_of(*ids, mask, temperature=row.get("temperature").number_or(1.0))
         problem = row.get("problem_id").text()

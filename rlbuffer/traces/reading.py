@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.process.inputs import Input, opened
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import ENV_NAME, GROUP_ID
@@ -21,21 +20,27 @@ from rlbuffer.state.text import plural
 from rlbuffer.traces.attempt import Attempt, rollout_of
 from rlbuffer.traces.formats import Format, is_known, recognised
 from rlbuffer.traces.values import Value
-from rlbuffer.wire.jsonl import values_of_line
+from rlbuffer.wire.jsonl import Record, records_in
 
-PARQUET, ZIP = b"PAR1", b"PK\x03\x04"
-"""First bytes of a Parquet file, and of one of `torch.save` or `numpy.savez`."""
+PARQUET = b"PAR1"
+"""First bytes of a Parquet file."""
+DAMAGED = "damaged"
+"""Kind of failure of a record that cannot be read."""
+Limits = Literal["fail", "score"]
 
 
 class LeftOut(NamedTuple):
-    """An attempt that is no rollout: it failed and its tokens are not there, or nothing of it is trained."""
+    """An attempt that is no rollout: it failed and its tokens are not there, nothing of it is trained, or its record
+    cannot be read."""
 
     place: str
     """File and line."""
     group_id: str
-    """The group that it would be in."""
+    """The group that it would be in; "" where its record does not say so any more."""
     failure: Failure
-    """Why."""
+    """Why. Of a record that cannot be read the kind is ``damaged``, the message one sentence with file, line, field."""
+    is_damaged: bool = False
+    """Its record cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,14 @@ class Traces:
     groups: tuple[Group, ...]
     """In the order of their first attempts; `planned_size` is how many rollouts of the group are there."""
     left_out: tuple[LeftOut, ...]
-    """Attempts that are no rollout."""
+    """Attempts that are no rollout, and records that cannot be read."""
     said: str
     """One sentence: the format, how lines became groups, and what was left out."""
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """A sentence for each record that cannot be read."""
+        return tuple(one.failure.message for one in self.left_out if one.is_damaged)
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups)
@@ -62,20 +72,25 @@ def read(
     env: str = "",
     policy_version: int | None = None,
     reward: float | str | None = None,
+    limits: Limits = "fail",
 ) -> Traces:
     """Groups of the traces in a file, or in objects of the producer.
 
+    A record that cannot be read takes its rollout with it, and nothing else: it stands in `left_out`.
+
     Args:
-        source: path of a JSON Lines, JSON or Parquet file; or records: a mapping, or an object of the
-            producer's own that gives one (`model_dump`, `to_dict`), or a list of these.
+        source: path of a JSON Lines, JSON or Parquet file, which may be compressed (gzip, bzip2, xz); or records: a
+            mapping, or an object of the producer's own that gives one (`model_dump`, `to_dict`), or a list of these.
         format: name of the format. None: what the first record's fields say.
         env: name of the groups' env. "": the producer's, else the format's.
         policy_version: the version that sampled, where the producer names none.
         reward: reward of attempts that come without; or which of several named rewards is the reward.
+        limits: what an attempt is that came to a limit (time, turns, context) and was scored all the same: "fail", a
+            failed attempt, or "score", a truncated one with its reward. Harbor has such.
 
     Raises:
-        InvalidRollout: a format that is not known or lacks token ids or logprobs, or a record that is damaged; the
-            message begins with file and line, and names the field.
+        InvalidRollout: a file that cannot be read, a format that is not known or lacks token ids or logprobs, or no
+            record is left that can be read; the message begins with file and line, and names the field.
         ConfigError: a Parquet file, and pyarrow is not installed.
 
     Example:
@@ -85,38 +100,112 @@ def read(
         >>> traces.format, traces.groups[0].rollouts[0].tokens.tolist()
         ('openenv', [1, 2, 3])
     """
-    records = list(_records(source))
+    records, left_out = list[Value](), list[LeftOut]()
+    for record in _records(source):
+        if record.wrong is None:
+            records.append(Value(record.value, record.place))
+        else:
+            left_out.append(_damaged(record.place, record.wrong))
     if not records:
-        raise InvalidRollout(f"{source if isinstance(source, str | PathLike) else 'source'}: nothing is there")
-    found = recognised(records[0], format)
+        where = source.name if isinstance(source, Input) else source if isinstance(source, str | PathLike) else "source"
+        raise InvalidRollout(left_out[0].failure.message if left_out else f"{where}: nothing is there")
+    found = _format(records, format)
     members: dict[str, list[tuple[Attempt, Rollout]]] = {}
-    left_out = list[LeftOut]()
-    for attempt in found.attempts(records):
-        name = env or _env_name(attempt.env) or found.name
-        group_id = _group_id(name, attempt)
-        rollout = None
-        if not (failure := attempt.failure or _beyond(attempt)):
-            rollout = rollout_of(_rewarded(attempt, reward), policy_version=policy_version)
-        elif attempt.sequences and not _beyond(attempt):
-            with suppress(InvalidRollout):  # there is not all of it
-                rollout = rollout_of(attempt, policy_version=policy_version)
-        if rollout is not None:
-            members.setdefault(group_id, []).append((attempt, rollout))
-        elif failure:
-            left_out.append(LeftOut(attempt.at.place, group_id, failure))
-    groups = tuple(
-        _group(group_id, env or _env_name(pairs[0][0].env) or found.name, pairs) for group_id, pairs in members.items()
+    for unit in rollouts_in(found, records, left_out):
+        try:
+            attempts = list(found.attempts(unit))
+            made = [
+                _rollout(attempt, policy_version=policy_version, reward=reward, limits=limits) for attempt in attempts
+            ]
+        except (InvalidRollout, RecursionError) as error:
+            left_out.append(_damaged(unit[0].place, error))
+            continue
+        for attempt, rollout in zip(attempts, made, strict=True):
+            group_id = _group_id(env or _env_name(attempt.env) or found.name, attempt)
+            if isinstance(rollout, Rollout):
+                members.setdefault(group_id, []).append((attempt, rollout))
+            else:
+                left_out.append(LeftOut(attempt.at.place, group_id, rollout))
+    groups = list[Group]()
+    for group_id, pairs in members.items():
+        try:
+            groups.append(_group(group_id, env or _env_name(pairs[0][0].env) or found.name, pairs))
+        except InvalidRollout as error:
+            left_out += [_damaged(attempt.at.place, error)._replace(group_id=group_id) for attempt, _ in pairs]
+    traces = Traces(
+        format=found.name, groups=tuple(groups), left_out=tuple(left_out), said=_said(found, groups, left_out)
     )
-    return Traces(format=found.name, groups=groups, left_out=tuple(left_out), said=_said(found, groups, left_out))
+    if len(traces.damaged) == len(left_out) and not groups:
+        raise InvalidRollout(traces.damaged[0])
+    return traces
 
 
-def is_trace(path: Path) -> bool:
-    """True of a file whose first record is of a format that is known, also of one that lacks what a rollout needs."""
+def is_trace(source: str | PathLike[str] | Input) -> bool:
+    """True of a file of a format that is known, also of one that lacks what a rollout needs.
+
+    The first record that says so decides, since those before it may be damaged; a group of rlbuffer's own says no.
+    """
     try:
-        first = next(_of_file(path), None)
+        for record in _records(source):
+            if isinstance(record.value, Mapping):
+                if is_known(Value(record.value, record.place)):
+                    return True
+                if "group_id" in record.value and record.value.keys() & {"rollouts", "payload_key"}:
+                    return False
     except InvalidRollout:
-        return False
-    return first is not None and isinstance(first.value, Mapping) and is_known(first)
+        pass
+    return False
+
+
+def _damaged(place: str, error: InvalidRollout | RecursionError) -> LeftOut:
+    why = f"{place}  it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return LeftOut(place, "", Failure(DAMAGED, why), is_damaged=True)
+
+
+def _format(records: Sequence[Value], name: str | None) -> Format:
+    """The format of the first record that has one: those before it may be damaged."""
+    refused = list[InvalidRollout]()
+    for record in records:
+        try:
+            return recognised(record, name)
+        except InvalidRollout as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def rollouts_in(found: Format, records: Iterable[Value], left_out: list[LeftOut]) -> list[list[Value]]:
+    """The records of each rollout; `left_out` gets those that do not say which one is theirs."""
+    rollouts: dict[Hashable, list[Value]] = {}
+    for record in records:
+        try:
+            parts = list(found.parts(record))
+        except InvalidRollout as error:
+            left_out.append(_damaged(record.place, error))
+            continue
+        for number, part in enumerate(parts):
+            try:
+                key = found.rollout(part)
+            except InvalidRollout as error:
+                left_out.append(_damaged(record.place, error))
+            else:
+                rollouts.setdefault((record.place, number) if key is None else (key,), []).append(part)
+    return list(rollouts.values())
+
+
+def _rollout(
+    attempt: Attempt, *, policy_version: int | None, reward: float | str | None, limits: Limits
+) -> Rollout | Failure:
+    """The rollout of an attempt, or why there is none. Raises InvalidRollout: its record cannot be read."""
+    if attempt.at_limit and limits == "score":
+        attempt = replace(attempt, failure=None, is_truncated=True)
+    if (beyond := _beyond(attempt)) is not None:
+        return attempt.failure or beyond
+    if attempt.failure is None:
+        return rollout_of(_rewarded(attempt, reward), policy_version=policy_version)
+    if attempt.sequences:
+        with suppress(InvalidRollout):  # there is not all of it
+            return rollout_of(attempt, policy_version=policy_version)
+    return attempt.failure
 
 
 def _beyond(attempt: Attempt) -> Failure | None:
@@ -125,14 +214,17 @@ def _beyond(attempt: Attempt) -> Failure | None:
     return Failure("sequences", f"{count}, a rollout has {MAX_SEQUENCES} at most") if count > MAX_SEQUENCES else None
 
 
-def _records(source: Any) -> Iterator[Value]:
-    if isinstance(source, str | PathLike):
-        yield from _of_file(Path(source))
+def _records(source: Any) -> Iterator[Record]:
+    if isinstance(source, Input):
+        yield from _of_file(source)
+    elif isinstance(source, str | PathLike):
+        with opened(source) as file:
+            yield from _of_file(file)
     elif isinstance(source, Mapping) or not isinstance(source, Iterable) or hasattr(source, "model_dump"):
-        yield Value(_plain(source))
+        yield Record("", _plain(source))
     else:
         for number, item in enumerate(source):
-            yield Value(_plain(item), f"record {number}")
+            yield Record(f"record {number}", _plain(item))
 
 
 def _plain(item: Any) -> Any:
@@ -142,35 +234,14 @@ def _plain(item: Any) -> Any:
     return item.to_dict() if hasattr(item, "to_dict") else item
 
 
-def _of_file(path: Path) -> Iterator[Value]:
-    with path.open("rb") as stream:
-        start = stream.read(4)
-        stream.seek(0)
-        if start == PARQUET:
-            yield from _of_parquet(path)
-            return
-        if start == ZIP:
-            raise InvalidRollout(f"{path}: a zip archive, as torch.save and numpy.savez write: give the samples in it")
-        first = next((line for line in stream if line.strip()), b"").strip()
-        if first == b"{" or first.startswith(b"["):  # one document, on one line or on many
-            whole = _parsed(path.read_bytes(), str(path))
-            for number, item in enumerate(whole if isinstance(whole, list) else [whole]):
-                yield Value(item, f"{path}[{number}]" if isinstance(whole, list) else str(path))
-            return
-        stream.seek(0)
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield Value(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+def _of_file(file: Input) -> Iterator[Record]:
+    file.stream.seek(0)
+    if file.stream.read(len(PARQUET)) == PARQUET:
+        return _of_parquet(file)
+    return records_in(file.stream, file.name)
 
 
-def _parsed(line: bytes, place: str) -> Any:
-    try:
-        return values_of_line(line.removeprefix(BOM_UTF8))
-    except InvalidRollout as error:
-        raise InvalidRollout(f"{place}  {error}") from None
-
-
-def _of_parquet(path: Path) -> Iterator[Value]:
+def _of_parquet(file: Input) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -178,14 +249,15 @@ def _of_parquet(path: Path) -> Iterator[Value]:
         raise ConfigError(
             "Parquet files need pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir"
         ) from None
+    file.stream.seek(0)
     try:
         number = 0
-        for batch in ParquetFile(path).iter_batches():
+        for batch in ParquetFile(file.stream).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield Value(row, f"{path} row {number}")
-    except ArrowException as error:
-        raise InvalidRollout(f"{path}: {error}") from None
+                yield Record(f"{file.name} row {number}", row)
+    except (ArrowException, OSError) as error:
+        raise InvalidRollout(f"{file.name}: {error}") from None
 
 
 def _rewarded(attempt: Attempt, reward: float | str | None) -> Attempt:
@@ -245,8 +317,12 @@ def _said(found: Format, groups: Sequence[Group], left_out: Sequence[LeftOut]) -
         said += f"; {plural(bare, 'rollout')} of them without a reward"
     if failed:
         said += f"; {plural(len(failed), 'rollout')} of them failed ({_by_kind(failed)})"
-    if left_out:
-        said += f"; {plural(len(left_out), 'attempt')} left out ({_by_kind([one.failure for one in left_out])})"
+    not_made = [one.failure for one in left_out if not one.is_damaged]
+    damaged = [one.failure for one in left_out if one.is_damaged]
+    if not_made:
+        said += f"; {plural(len(not_made), 'attempt')} left out ({_by_kind(not_made)})"
+    if damaged:
+        said += f"; {plural(len(damaged), 'damaged record')} left out ({damaged[0].message})"
     return f"{said}. {found.note[:1].upper()}{found.note[1:]}" if found.note else said
 
 

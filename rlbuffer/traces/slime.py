@@ -1,19 +1,21 @@
 """slime's samples (`--save-debug-rollout-data`), one per line or as the object that it saves.
 
 Facts: THUDM/slime @624b824a8 `slime/utils/types.py` (`Sample`; mask and logprobs are over the last `response_length`
-tokens; samples of one `rollout_id` are one rollout), `slime/ray/rollout.py` (no mask: all of the response trains;
+tokens; samples of one `rollout_id`, else of one `index`, are one rollout), `slime/ray/rollout.py`
+(segments of a rollout whose rewards differ are refused; no mask: all of the response trains;
 `remove_sample`: none of it, and the reward still counts), `observability/rollout_data_utils.py` (`torch.save` of
 ``{"rollout_id": ..., "samples": [...]}``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.records.checks import shown
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.spans import Turn
 from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read, spans_of
@@ -23,24 +25,29 @@ NOT_FINISHED = frozenset(("pending", "aborted", "failed"))
 
 
 def samples(records: Sequence[Value]) -> Iterator[Attempt]:
-    """An attempt per rollout id, else per sample."""
-    rollouts: dict[Any, list[Value]] = {}
-    for number, sample in enumerate(_flat(records)):
-        own = sample.get("rollout_id").value
-        key = (sample.get("group_index").value, own) if own is not None else number
-        rollouts.setdefault(key, []).append(sample)
-    for found in rollouts.values():
-        yield _attempt(found)
+    """An attempt, of the samples of one rollout: its segments."""
+    yield _attempt(records)
 
 
-def _flat(records: Sequence[Value]) -> Iterator[Value]:
-    for record in records:
-        yield from [record] if record.get("samples").value is None else record["samples"]
+def parts(record: Value) -> Iterable[Value]:
+    """The samples of the object that slime saves; a sample is itself."""
+    return (record,) if record.get("samples").value is None else record["samples"]
+
+
+def rollout_of(sample: Value) -> tuple[str, str] | None:
+    """The rollout that a sample is a segment of: `rollout_id`, else `index`, as slime falls back; None: its own."""
+    rollout = sample.first("rollout_id", "index").text()
+    return (sample.get("group_index").text(), rollout) if rollout else None
 
 
 def _attempt(found: Sequence[Value]) -> Attempt:
     first = found[0]
     status = next((one for one in found if one.get("status").text() in NOT_FINISHED), None)
+    for other in found[1:] if status is None else ():
+        if other.get("reward").value != first.get("reward").value:
+            rewards = f"{shown(first.get('reward').value)} ({first.place}) and {shown(other.get('reward').value)}"
+            rollout = other.first("rollout_id", "index")
+            raise rollout.wrong(f"rollout {rollout.value} has the rewards {rewards}; segments of one share its reward")
     failure = Failure(status["status"].text(), "the sample is not finished") if status is not None else None
     reward, named = first.get("reward"), dict[str, float]()
     if reward.value is not None and not isinstance(reward.value, int | float):

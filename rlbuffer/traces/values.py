@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import as_finite, as_flag, as_integer, shown
+from rlbuffer.records.checks import as_finite, as_flag, as_integer, escaped, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class Value:
         return next((one for one in found if one.value is not None), found[0])
 
     def __iter__(self) -> Iterator[Value]:
-        if not isinstance(self.value, list | tuple):
+        if not isinstance(self.value, list | tuple) and not (isinstance(self.value, np.ndarray) and self.value.ndim):
             raise self.wrong(f"expected a list, got {shown(self.value)}")
         for i, item in enumerate(self.value):
             yield Value(item, self.place, f"{self.path}[{i}]")
@@ -64,7 +65,9 @@ class Value:
         return array.astype(np.int32)
 
     def floats(self) -> NDArray[np.float32]:
-        return self._array("numbers", "iuf").astype(np.float32)
+        """What is beyond float32 becomes infinite, and is no number of a rollout."""
+        with np.errstate(over="ignore"):
+            return self._array("numbers", "iuf").astype(np.float32)
 
     def flags(self) -> NDArray[np.bool_]:
         """Booleans, or zeros and ones."""
@@ -88,23 +91,25 @@ class Value:
         return False if self.value is None else bool(self._checked(as_flag))
 
     def text(self) -> str:
-        """A string, or a number as one; "" where the record does not say."""
+        """A string that UTF-8 can hold, or a whole number as one; "" where the record does not say."""
         if self.value is None:
             return ""
-        if isinstance(self.value, bool) or not isinstance(self.value, str | int):
+        if isinstance(self.value, int) and not isinstance(self.value, bool):
+            return str(self._checked(partial(as_integer, low=-(2**127), high=2**127)))
+        if not isinstance(self.value, str):
             raise self.wrong(f"expected a string, got {shown(self.value)}")
-        return str(self.value)
+        return escaped(self.value)
 
     def wrong(self, message: str) -> InvalidRollout:
         """What is wrong with the value, as an error with its place and its path."""
         place = f"{self.place}  " if self.place else ""
-        return InvalidRollout(f"{place}{self.path}: {message}" if self.path else f"{place}{message}")
+        return InvalidRollout(escaped(f"{place}{self.path}: {message}" if self.path else f"{place}{message}"))
 
     def _checked(self, check: Any) -> Any:
         try:
             return check(self.path or "value", self.value)
         except InvalidRollout as error:
-            raise InvalidRollout(f"{self.place}  {error}" if self.place else str(error)) from None
+            raise InvalidRollout(escaped(f"{self.place}  {error}" if self.place else str(error))) from None
 
     def _array(self, what: str, kinds: str) -> NDArray[Any]:
         try:

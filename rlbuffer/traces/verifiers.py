@@ -2,9 +2,10 @@
 
 Facts: verifiers 0.4.0 `v1/trace.py`, `v1/graph.py`, `v1/episode.py` (a trace is a graph of messages, each with the ids
 that it adds; a branch per leaf; a leaf that is a compaction attempt trains only where a later message has it as parent
-of type "compaction"; `to_record` rounds logprobs to 4 decimals). PrimeIntellect-ai/prime-rl @559b44772
-`orchestrator/trajectories.py` (a sampled message that branches share trains in the first), `orchestrator/algo/base.py`
-(failed traces and those of agents that are not trainable are left out), `monitors/file.py` (an episode per line).
+of type "compaction"; what was sampled before one trains; `to_record` rounds logprobs to 4 decimals).
+PrimeIntellect-ai/prime-rl @559b44772 `orchestrator/trajectories.py` (a sampled message that branches share trains in
+the first), `orchestrator/algo/base.py` (failed traces and those of agents that are not trainable are left out),
+`monitors/file.py` (an episode per line).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def attempt(
         weighted += rewards[name] * (1.0 if is_plain else reward.get("weight").number_or(1.0))
     sequences = as_far_as_read(failure, lambda: sequences_of(trace, version, spans))
     if not failure and not sequences:
-        failure = Failure("empty", "nothing was sampled, or without token ids")
+        failure = Failure("empty", _nothing(trace))
     answered = [call for call in trace.get("calls").listed() if call.get("error").value is None]
     stop = trace.get("stop_condition").text()
     metrics = {name: value.number() for name, value in trace.get("metrics").items() if value.value is not None}
@@ -85,6 +86,13 @@ def attempt(
     )
 
 
+def _nothing(trace: Value) -> str:
+    """Why nothing of a trace is trained."""
+    if any(node["mask"].flags().any() for node in trace["nodes"].listed()):
+        return "only a compaction was sampled, which nothing goes on from"
+    return "nothing was sampled, or without token ids"
+
+
 def _task(record: Value) -> str:
     """Key of a task: its own, else the hash of its data, else its number or its prompt."""
     task = record.get("task")
@@ -92,8 +100,8 @@ def _task(record: Value) -> str:
         return record.get("id").text()
     data = task.get("data") if task.get("data").value is not None else task
     found = task.first("key", "hash").text() or data.first("id", "name", "idx").text()
-    prompt = data.get("prompt").value
-    return found or (prompt if isinstance(prompt, str) else "")
+    prompt = data.get("prompt")
+    return found or (prompt.text() if isinstance(prompt.value, str) else "")
 
 
 def _failure(record: Value) -> Failure | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +40,7 @@ def sequences_of(trace: Value, version: int | None, spans: Spans | None) -> tupl
                 raise at.wrong(f"{at.value} is none of {len(messages)} messages")
             messages[at.integer()].temperature = temperature.number()
     trained, out = set[int](), list[Stretch]()
-    for path in paths_of(parents):
-        if path[-1] in attempts - resumed:
-            continue
+    for path in _trained_paths(parents, attempts - resumed):
         masks = [np.zeros_like(messages[n].mask) if n in trained else messages[n].mask for n in path]
         if any(mask.any() for mask in masks):
             sequence = _sequence([messages[n] for n in path], masks)
@@ -51,6 +49,20 @@ def sequences_of(trace: Value, version: int | None, spans: Spans | None) -> tupl
             out.append(replace(sequence, version_spans=known if exact is None else exact))
             trained |= {n for n in path if messages[n].mask.any()}
     return tuple(out)
+
+
+def _trained_paths(parents: Sequence[int | None], unused: Set[int]) -> list[list[int]]:
+    """From each root to each leaf; those that end in an unused compaction without it, behind the others.
+
+    Where the trace goes on beside such a compaction, another path trains what comes before it.
+    """
+    whole, cut = list[list[int]](), list[list[int]]()
+    for path in paths_of(parents):
+        kept = list(path)
+        while kept and kept[-1] in unused:
+            kept.pop()
+        (whole if kept == path else cut).append(kept)
+    return whole + [path for path in cut if path]
 
 
 class _Message:
@@ -91,7 +103,8 @@ def _sequence(messages: Sequence[_Message], masks: Sequence[NDArray[np.bool_]]) 
         columns["temperatures"] = np.concatenate(heat)
     routed = [message.routed for message in messages if len(message.tokens)]
     whole = [rows for rows in routed if rows is not None]
-    if len(whole) == len(routed) and sum(map(len, whole)) == ends[-1]:
+    is_one_kind = len({(rows.dtype, rows.shape[1:]) for rows in whole if rows.ndim}) == 1
+    if len(whole) == len(routed) and is_one_kind and sum(map(len, whole)) == ends[-1]:
         columns["routed_experts"] = np.concatenate(whole)
     return Stretch(
         tokens=np.concatenate([message.tokens for message in messages]),
@@ -124,9 +137,9 @@ def _array(value: Value) -> NDArray[Any] | None:
         return None
     if isinstance(value.value, np.ndarray):
         return value.value
-    data = value["data"].value
-    raw = binascii.a2b_base64(data) if isinstance(data, str) else data
+    data, dtype, shape = value["data"].value, value["dtype"].text(), [size.integer() for size in value["shape"]]
     try:
-        return np.frombuffer(raw, np.dtype(value["dtype"].text())).reshape(value["shape"].value)
-    except (TypeError, ValueError) as error:
+        raw = binascii.a2b_base64(data) if isinstance(data, str) else data
+        return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+    except (TypeError, ValueError, SyntaxError) as error:  # all of them, of text that names no dtype
         raise value.wrong(str(error)) from None

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
-from collections.abc import Mapping
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from inspect import signature
-from typing import Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import shown
+from rlbuffer.records.checks import escaped, shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
@@ -39,6 +41,8 @@ _LIKE_BYTES = re.compile(r"\$*base64\Z")
 _GROUP_VALUES = ("group_id", "env", "prompt_id", "planned_size", "adapter", "worker", "created")
 _ROLLOUT_VALUES = ("rollout_id", "reward", "finish_reason", "is_truncated", "failure", "text")
 _Sequence = TypeVar("_Sequence", bound=TokenSequence)
+MAX_DOCUMENT_BYTES = 2**31
+"""Longest JSON document, over one line or many, that is parsed."""
 
 
 # -- to JSON -----------------------------------------------------------------------------------------------------------
@@ -128,6 +132,66 @@ def values_of_line(line: str | bytes) -> Any:
         raise InvalidRollout(f"not JSON: {error}") from None
 
 
+class Record(NamedTuple):
+    """One value of a file of JSON, or why there is none."""
+
+    place: str
+    """``file:line``, or ``file[index]`` of a document's list."""
+    value: Any
+    wrong: InvalidRollout | None = None
+    """Why it cannot be read, with its place; `value` is None then."""
+
+
+def records_in(stream: IO[bytes], name: str, *, most: int = MAX_DOCUMENT_BYTES) -> Iterator[Record]:
+    """The records of a file: its lines, or the items of the list that it is as a whole, or the one object.
+
+    A line that is no JSON is a record that is wrong, and the lines behind it are read.
+
+    Args:
+        stream: from its beginning, or can be sought.
+        most: bytes of the longest line that is parsed.
+    """
+    first = _first_line(stream, most)
+    if first.startswith(b"[") or (first.startswith(b"{") and _parsed(first, name).wrong):
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        whole = _parsed(stream.read(), name) if size <= MAX_DOCUMENT_BYTES else None
+        if whole is not None and whole.wrong is None:
+            if isinstance(whole.value, list):
+                yield from (Record(f"{name}[{number}]", item) for number, item in enumerate(whole.value))
+            else:
+                yield whole
+            return
+    stream.seek(0)
+    number = 0
+    while line := stream.readline(most + 1):
+        number += 1
+        place = f"{name}:{number}"
+        if len(line) > most:
+            why = f"the line is longer than {most // 2**20} MiB, the most that is read; push larger groups from Python"
+            yield Record(place, None, InvalidRollout(f"{place}  {why}"))
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(most)
+        elif line.removeprefix(BOM_UTF8).strip():
+            yield _parsed(line, place)
+
+
+def _first_line(stream: IO[bytes], most: int) -> bytes:
+    """The first that is not blank, or its beginning where it is longer than `most`."""
+    stream.seek(0)
+    while line := stream.readline(most):
+        if line := line.removeprefix(BOM_UTF8).strip():
+            return line
+    return b""
+
+
+def _parsed(line: bytes, place: str) -> Record:
+    try:
+        return Record(place, values_of_line(line.removeprefix(BOM_UTF8)))
+    except InvalidRollout as error:
+        return Record(place, None, InvalidRollout(f"{place}  {error}"))
+
+
 def group_from_dict(d: Mapping[str, Any]) -> Group:
     """A group from the fields of Group and Rollout, with lists for arrays.
 
@@ -144,7 +208,9 @@ def group_from_dict(d: Mapping[str, Any]) -> Group:
         values |= {name: _with_bytes(values[name]) for name in ("answer", "metadata") if name in values}
         return Group(**values)
     except InvalidRollout as error:
-        raise InvalidRollout(" ".join(str(error).split())) from None
+        raise InvalidRollout(escaped(" ".join(str(error).split()))) from None
+    except RecursionError:
+        raise InvalidRollout("it is nested too deeply") from None
 
 
 def _sequence(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
@@ -238,9 +304,9 @@ def _further(path: str, values: Any) -> NDArray[Any]:
     array = _array(f"{path}.values", values["values"])
     try:
         dtype = np.dtype(values["dtype"])
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="raise"):  # invalid: NaN and infinity are no integers
             return array.astype(dtype).reshape(values["shape"])
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, FloatingPointError) as error:
         raise InvalidRollout(f"{path}: dtype, shape and values do not go together: {error}") from None
 
 

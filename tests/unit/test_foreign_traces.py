@@ -11,17 +11,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trace_records import (
+    LA,
+    LB,
+    A,
+    B,
+    P,
+    answered,
+    atif,
+    completed,
+    gym,
+    harbor,
+    instruct,
+    lightning_event,
+    row,
+    slime,
+    trace,
+)
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces import read
 from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
 from rlbuffer.traces.formats import recognised
+from rlbuffer.traces.reading import rollouts_in
 from rlbuffer.traces.values import Value
 
 FIXTURES = Path(__file__).parent / "fixtures" / "traces"
-P, A, B = [1, 15, 27, 4], [8, 9, 2], [8, 10, 11, 2]
-LA, LB = [-0.5, -0.25, -0.125], [-0.5, -1.5, -0.75, -0.0625]
 
 
 def recorded(name: str) -> tuple[list[Value], Any]:
@@ -31,7 +47,8 @@ def recorded(name: str) -> tuple[list[Value], Any]:
 
 
 def attempts(records: list[Value], name: str = "") -> list[Attempt]:
-    return list(recognised(records[0], name or None).attempts(records))
+    found = recognised(records[0], name or None)
+    return [one for unit in rollouts_in(found, records, []) for one in found.attempts(unit)]
 
 
 def trained(sequences: Iterable[Stretch]) -> list[list[Any]]:
@@ -121,60 +138,6 @@ def file_of(path: Path, *records: Any) -> Path:
     return path
 
 
-def slime(i: int, **changes: Any) -> dict[str, Any]:
-    answer, logprobs = ((A, LA), (B, LB))[i]
-    base = {"group_index": 7, "index": i, "tokens": P + answer, "response_length": len(answer), "reward": 1.0 - i}
-    base |= {"loss_mask": [0] + [1] * (len(answer) - 1), "weight_versions": ["5", "6"], "rollout_log_probs": logprobs}
-    return base | {"remove_sample": False, "status": ("completed", "truncated")[i]} | changes
-
-
-def harbor(i: int, **changes: Any) -> dict[str, Any]:
-    """A trial with two turns of the main agent, a rewritten history and a summary by a sub-agent."""
-    turns = [P, [*P, *A, 30], [1, 40]]
-    main = {"prompt_token_ids": turns, "completion_token_ids": [A, B, A], "logprobs": [LA, LB, LA]}
-    sub = {"prompt_token_ids": [[1, 50]], "completion_token_ids": [B], "logprobs": [LB]}
-    result = {"rollout_details": [main, sub]}
-    base = {"task_name": "hello", "trial_name": f"t{i}", "agent_result": result, "exception_info": None}
-    return base | {"verifier_result": {"rewards": {"reward": 1.0 - i, "style": 0.5}}} | changes
-
-
-def atif() -> dict[str, Any]:
-    def step(number: int, prompt: list[int], answer: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
-        metrics = {"prompt_token_ids": prompt, "completion_token_ids": answer, "logprobs": logprobs}
-        return {"step_id": number, "source": "agent", "message": "", "metrics": metrics, **more}
-
-    agent = {"name": "terminus-2", "version": "2"}
-    observed = {"observation": {"results": [{"content": "ok"}]}, "llm_call_count": 1}
-    child = {"schema_version": "ATIF-v1.8", "trajectory_id": "sub", "agent": agent}
-    child["steps"] = [step(1, [1, 50], B, LB)]
-    steps = [{"step_id": 1, "source": "user", "message": "hi"}, step(2, P, A, LA, **observed)]
-    steps += [step(3, [*P, *A, 30], B, LB), step(4, P, A, LA, is_copied_context=True)]
-    root = {"schema_version": "ATIF-v1.8", "session_id": "s", "agent": agent, "steps": steps}
-    return root | {"subagent_trajectories": [child]}
-
-
-def lightning_event(kind: str, attempt: str = "0", **data: Any) -> dict[str, Any]:
-    return {"event_type": kind, "rollout_id": "r", "attempt_id": attempt, "timestamp": 1.0, "data": data}
-
-
-def answered(prompt: list[int], answer: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
-    content = {"content": [{"logprob": p} for p in logprobs]}
-    response = {"prompt_token_ids": prompt, "choices": [{"token_ids": answer, "logprobs": content}]}
-    return lightning_event("model_request", response=response, server={"version": 4}, **more)
-
-
-def row(i: int, **changes: Any) -> dict[str, Any]:
-    answer, logprobs = ((A, LA), (B, LB))[i]
-    base = {"input_tokens": P, "output_tokens": answer, "output_logprobs": logprobs, "rewards": 1.0 - i, "step": 2}
-    return base | {"problem_id": "p7", "task_type": "math", "task_rewards": 1.0 - i} | changes
-
-
-def instruct(i: int, **changes: Any) -> dict[str, Any]:
-    answer, logprobs = ((A, LA), (B, LB))[i]
-    base = {"step": 3, "prompt_idx": 0, "sample_idx": i, "prompt_tokens": P, "response_tokens": answer}
-    return base | {"logprobs": logprobs, "reward": 10.0 * i, "finish_reason": "stop", "dataset": "gsm8k"} | changes
-
-
 def mask(before: int, *after: int) -> list[int]:
     return [0] * before + list(after)
 
@@ -197,7 +160,7 @@ def test_samples_of_slime_keep_their_mask_their_versions_and_their_rollout(tmp_p
         second.tokens.tolist(),
     )
     assert groups.left_out == ()
-    (split,) = attempts([Value(slime(0, rollout_id=3)), Value(slime(1, rollout_id=3))])
+    (split,) = attempts([Value(slime(0, rollout_id=3)), Value(slime(1, rollout_id=3, reward=1.0))])
     assert len(split.sequences) == 2
     assert read({"rollout_id": 1, "samples": [slime(0), slime(1)]}).groups[0].planned_size == 2
 
@@ -256,18 +219,11 @@ def test_events_of_agent_lightning_keep_the_last_answer_to_a_prompt() -> None:
     (rollout,) = groups.groups[0].rollouts
     assert rollout.tokens.tolist() == [*P, *A, 30, *B]
     assert (rollout.reward, {span.policy_version for span in rollout.version_spans}) == (0.25, {4})
-    triplet = {"prompt": {"token_ids": P}, "response": {"token_ids": A, "log_probs": LA}}
-    whole = {"rollout_id": "r", "data_id": "d", "triplets": [triplet], "final_reward": 1.0}
-    assert read(whole, policy_version=0).groups[0].prompt_id == "d"
+    assert read(completed(), policy_version=0).groups[0].prompt_id == "d"
 
 
 def test_a_finished_rollout_of_nemo_gym_is_what_its_output_holds() -> None:
-    def item(prompt: list[int], answer: list[int], logprobs: list[float]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": prompt, "generation_token_ids": answer, "generation_log_probs": logprobs}
-        return {"type": "message", **ids}
-
-    output = [item(P, A, LA), {"type": "function_call_output"}, item([*P, *A, 30], B, LB)]
-    record = {"response": {"output": output}, "reward": 0.5, "_ng_task_index": 3, "_ng_rollout_index": 0}
+    record = gym(0)
     groups = read([record, record | {"mask_sample": True}, record | {"_ng_rollout_index": 1}], policy_version=2)
     (group,) = groups
     assert (group.prompt_id, len(group.rollouts)) == ("3", 3)
@@ -319,17 +275,7 @@ def test_a_file_of_text_is_named_for_what_it_is(record: dict[str, Any], tmp_path
 DAMAGED = {
     "slime": (slime(0), ["tokens", "response_length", "rollout_log_probs", "loss_mask"]),
     "openenv": (
-        {
-            "schema_version": 1,
-            "turns": [
-                {
-                    "prompt_token_ids": P,
-                    "completion_token_ids": A,
-                    "per_token_logps": LA,
-                    "loss_mask": mask(4, 1, 1, 1),
-                }
-            ],
-        },
+        trace(),
         ["turns.0.prompt_token_ids", "turns.0.completion_token_ids", "turns.0.per_token_logps", "turns.0.loss_mask"],
     ),
     "harbor": (harbor(0), ["agent_result.rollout_details.0.logprobs.1", "verifier_result.rewards.reward"]),
@@ -337,6 +283,10 @@ DAMAGED = {
     "open-instruct": (instruct(0), ["prompt_tokens", "response_tokens", "logprobs", "reward"]),
     "agent-lightning-events": (answered(P, A, LA), ["data.response.prompt_token_ids", "data.server.version"]),
 }
+
+
+TOGETHER: dict[str, dict[str, Any]] = {"slime": {"index": 5}, "agent-lightning-events": {"rollout_id": "other"}}
+"""Formats in which the good and the damaged record are of one rollout -> what makes another one."""
 
 
 @pytest.mark.parametrize(
@@ -348,24 +298,25 @@ DAMAGED = {
         for wrong in ("oops", [1, "x"], {"a": 1})
     ],
 )
-def test_a_damaged_line_is_one_error_that_names_the_field(name: str, path: str, wrong: Any, tmp_path: Path) -> None:
+def test_a_damaged_line_is_left_out_with_its_rollout_and_names_the_field(
+    name: str, path: str, wrong: Any, tmp_path: Path
+) -> None:
     good = DAMAGED[name][0]
+    others = [good | TOGETHER[name]] if name in TOGETHER else []
     bad = json.loads(json.dumps(good))
     at: Any = bad
     *way, last = path.split(".")
     for step in way:
         at = at[int(step)] if step.isdecimal() else at[step]
     at[int(last) if last.isdecimal() else last] = wrong
-    with pytest.raises(InvalidRollout, match=r"x\.jsonl:2  ") as raised:
-        read(
-            file_of(tmp_path / "x.jsonl", good, bad),
-            name,
-            policy_version=1,
-            reward="reward" if name == "harbor" else 0.5,
-        )
-    field = next(part for part in reversed(path.split(".")) if not part.isdecimal())
-    assert field in str(raised.value)
-    assert "\n" not in str(raised.value)
+    reward = "reward" if name == "harbor" else 0.5
+    found = read(file_of(tmp_path / "x.jsonl", good, bad, *others), name, policy_version=1, reward=reward)
+    (sentence,) = found.damaged
+    assert sentence.startswith(f"{tmp_path}/x.jsonl:2  ")
+    assert next(part for part in reversed(path.split(".")) if not part.isdecimal()) in sentence
+    assert "\n" not in sentence
+    assert sentence in found.said
+    assert sum(len(group.rollouts) for group in found) == len(others) + (name not in TOGETHER)
 
 
 @pytest.mark.parametrize("line", ['{"tokens": [1, ', "nonsense", "[]", '{"unheard": 1}', '{"a": 1, "a": 2}', ""])
