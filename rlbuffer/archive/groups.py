@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlbuffer.archive.library import ArchivedRollout
 from rlbuffer.archive.rows import UNREADABLE, Source, parquet_of, payload_of, rollout_table, rows_in
@@ -89,21 +89,39 @@ def _sources(number: int, group: Group) -> Iterator[Source]:
         yield Source(ref=ref, data=data, group=group_payload, needs=group.needs, created=group.created)
 
 
-def read_group_file(path: Path) -> Iterator[Group]:
+def read_group_file(
+    file: Path | IO[bytes],
+    *,
+    name: str = "",
+    wrong: Callable[[str, InvalidRollout], None] | None = None,
+) -> Iterator[Group]:
     """The groups of a file of rollouts, a push after the other.
+
+    Args:
+        file: path, or a binary stream that can be sought.
+        name: begins what is said of it; "": nothing does.
+        wrong: gets the id of each group of which a rollout is damaged, and why; None: it is raised.
 
     Raises:
         InvalidRollout: it is no such file, or a rollout of it is damaged; the message names the group.
     """
+    place = f"{name}  " if name else ""
     try:
-        with parquet_of(path) as parquet:
-            if missing := [name for name in ROLLOUTS.names if name not in {*parquet.schema_arrow.names, "left_out"}]:
-                raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
+        with parquet_of(file) as parquet:
+            if missing := [
+                column for column in ROLLOUTS.names if column not in {*parquet.schema_arrow.names, "left_out"}
+            ]:
+                raise InvalidRollout(f"{place}it lacks the columns {', '.join(missing)}: it is no file of rollouts")
             rows = (row for row in rows_in(parquet) if row.get("left_out") is None)
             for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
                 try:
-                    yield _group(list(push))
-                except PayloadError as error:
-                    raise InvalidRollout(f"group {group_id}: {error}") from None
+                    group = _group(list(push))
+                except (PayloadError, InvalidRollout) as error:
+                    why = InvalidRollout(f"{place}group {group_id}: {error}")
+                    if wrong is None:
+                        raise why from None
+                    wrong(group_id, why)
+                else:
+                    yield group
     except UNREADABLE as error:
-        raise InvalidRollout(f"it cannot be read as Parquet: {error}") from None
+        raise InvalidRollout(f"{place}it cannot be read as Parquet: {error}") from None

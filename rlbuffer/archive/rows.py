@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -213,7 +213,7 @@ UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 """Errors of reading a damaged file, at its opening or at any page of it."""
 
 
-def parquet_of(path: Path) -> Any:
+def parquet_of(path: Path | IO[bytes]) -> Any:
     """A Parquet file to be read, a context manager."""
     return pq.ParquetFile(path, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
 

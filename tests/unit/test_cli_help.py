@@ -14,6 +14,7 @@ import click
 import pytest
 
 import rlbuffer
+from rlbuffer.process.inputs import Input
 from rlbuffer_cli.commands.push import read_groups
 from rlbuffer_cli.main import COMMANDS
 
@@ -126,15 +127,18 @@ def line(**changes: Any) -> str:
     [
         ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value: line 1 column 13 (char 12)"]),
         ('{"env": "a", "env": "b"}', ["g.jsonl:3  ", "'env' occurs twice"]),
-        ("[1]", ["g.jsonl:3  "]),
+        ("[1]", ["g.jsonl[0]  "]),
+        ("1", ["g.jsonl:3  "]),
         (line(reward=float("nan")), ["g.jsonl:3  ", "reward"]),
         (line(logprobs=[0.0]), ["g.jsonl:3  ", "logprobs"]),
         (line(version_spans=[[-1, 1, 3]]), ["g.jsonl:3  ", "version"]),
         (line(rewrad=1), ["g.jsonl:3  ", "rewrad", "reward"]),
     ],
 )
-def test_a_file_with_a_bad_line_is_refused_with_its_place(run: Run, tmp_path: Path, bad: str, words: list[str]) -> None:
-    Path("g.jsonl").write_text(f"{line()}\n\n{bad}\n")
+def test_a_file_of_bad_lines_is_refused_with_the_place_of_the_first(
+    run: Run, tmp_path: Path, bad: str, words: list[str]
+) -> None:
+    Path("g.jsonl").write_text(f"\n\n{bad}\n")
     code, out, err = run("push", "g.jsonl")
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert all(word in err for word in words), err
@@ -146,5 +150,5 @@ def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Run) -> None:
 
 
 def test_a_file_of_groups_that_begins_with_a_byte_order_mark_is_read() -> None:
-    groups = read_groups(io.BytesIO(line().encode("utf-8-sig")), "groups.jsonl")
-    assert [group.group_id for group in groups] == ["g1"]
+    file = Input("groups.jsonl", io.BytesIO(line().encode("utf-8-sig")))
+    assert [group.group_id for group in read_groups(file, wrong=pytest.fail)] == ["g1"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,8 +21,10 @@ from rlbuffer_cli.session import connected
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.process.inputs import Input
     from rlbuffer.records.group import Group
     from rlbuffer.records.rollout import TokenSequence
+    from rlbuffer.traces.reading import Limits
 
 SAY_SECONDS = 5.0
 """Seconds between two words about what is waited for."""
@@ -33,13 +34,17 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 PARQUET_MAGIC = b"PAR1"
 """First bytes of a Parquet file."""
+MOST_SENTENCES = 5
+"""Records left out of which each is told about."""
 _Sequence = TypeVar("_Sequence", bound="TokenSequence")
 Ages = tuple[str, str, int, int]
 """Env, adapter, oldest and newest policy version of a group."""
+Wrong = Callable[[str, InvalidRollout], None]
+"""Gets the id of a group that is damaged, "" where its line does not say it, and what is wrong, with its place."""
 
 
 @click.command("push")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @options.common
 @click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")
 @click.option("--done", is_flag=True, help="Nothing more comes of the file's envs: say so after the last group.")
@@ -53,6 +58,13 @@ Ages = tuple[str, str, int, int]
 @click.option(
     "--reward", metavar="NAME|N", help="Which named reward of a trace is its reward; a number: of those without."
 )
+@click.option(
+    "--limits",
+    type=click.Choice(["fail", "score"]),
+    default="fail",
+    show_default=True,
+    help="What an attempt of a trace is that came to a limit and was scored: a failed one, or one with that reward.",
+)
 @options.json_lines("The counts as one object.")
 def command(
     file: str,
@@ -62,13 +74,15 @@ def command(
     version: int | str | None,
     env: str,
     reward: str | None,
+    limits: Limits,
 ) -> int:
     """Push groups, or another framework's traces, from a JSON, JSON Lines or Parquet file.
 
-    One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
-    of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
-    nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
-    the run trains what is left and ends, once all its envs are done.
+    The file may be compressed (gzip, bzip2, xz) or a pipe; - is standard input. One group per line, with the field
+    names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote, of which the same rollouts are stored,
+    byte for byte. The whole file is read and checked first. A line that is damaged is left out with all of its group,
+    the others are stored, and the exit code is 1. Pushing the same file again changes nothing: every group is answered
+    as a duplicate. With --done the run trains what is left and ends, once all its envs are done.
 
     Groups keep the policy versions of the file, which are those of the run that sampled them. Those that this run has
     not made, or that are too old for it, are dropped: a sentence says how many. --version makes them this run's own.
@@ -88,58 +102,127 @@ def command(
     Example:
       rlbuffer push groups.jsonl --run math
     """
+    from rlbuffer.process.inputs import opened
     from rlbuffer.records.states import PushStatus
-    from rlbuffer.wire.payload import encode_push
 
     loaded = given.load()
     statuses: Counter[PushStatus] = Counter()
-    with Path(file).open("rb") as stream:
-        traces = _traces(Path(file), env, reward, version)
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-        ages = Counter(map(_ages_of, read_groups(stream, file, traces, check=encode_push)))
-        envs = sorted({env for env, *_ in ages})
+    left_out = list[str]()
+    with ExitStack() as stack:
+        with _told(f"waiting for the end of {file}: what is compressed, or comes through a pipe, is copied first"):
+            source = stack.enter_context(opened(file))
+        traces = _traces(source, env, reward, version, limits, left_out)
+        source.stream.seek(0)
+        checksum = hashlib.file_digest(source.stream, "sha256").hexdigest()
+        ages, damaged = _checked(source, traces, left_out)
         if not ages:
-            raise InvalidRollout(f"{file} holds no group")
-        with connected(loaded, "push") as buffer:
-            writer = buffer.writer(worker, incarnation=checksum, on_retry=_teller())
-            current = {adapter: newest_version(buffer, adapter) for _, adapter, *_ in ages}
-            own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
-            if sentence := _said_of_versions(buffer, ages, current, own):
-                say(f"{file}: {sentence}", err=True)
-            for first, groups in _together(_as_sampled_by(own, read_groups(stream, file, traces))):
-                try:
-                    statuses.update(one.status for one in writer.push_many(groups, sequence=first))
-                except (ServerRefused, ServerUnreachable) as error:
-                    raise type(error)(
-                        f"{error}\n  {writer.sequence} of {plural(ages.total(), 'group')} are stored; pushing the file "
-                        "again goes on from there"
-                    ) from error
-            for env in envs if done else ():
-                writer.done(env)
+            more = f"\n  so are {len(left_out) - 1} more, and nothing is stored" if len(left_out) > 1 else ""
+            raise InvalidRollout(left_out[0] + more if left_out else f"{source.name} holds no group")
+        _tell(left_out)
+        envs = sorted({env for env, *_ in ages})
+        buffer = stack.enter_context(connected(loaded, "push"))
+        writer = buffer.writer(worker, incarnation=checksum, on_retry=_teller())
+        current = {adapter: newest_version(buffer, adapter) for _, adapter, *_ in ages}
+        own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
+        if sentence := _said_of_versions(buffer, ages, current, own):
+            say(f"{source.name}: {sentence}", err=True)
+        whole = (group for group in read_groups(source, traces, wrong=_passed_over) if group.group_id not in damaged)
+        for first, groups in _together(_as_sampled_by(own, whole)):
+            try:
+                statuses.update(one.status for one in writer.push_many(groups, sequence=first))
+            except (ServerRefused, ServerUnreachable) as error:
+                raise type(error)(
+                    f"{error}\n  {writer.sequence} of {plural(ages.total(), 'group')} are stored; pushing the file "
+                    "again goes on from there"
+                ) from error
+        for env in envs if done else ():
+            writer.done(env)
     run, stored, duplicate = buffer.run, statuses[PushStatus.STORED], statuses[PushStatus.DUPLICATE]
     record = {"schema": "rlbuffer.push/1", "run": run, "stored": stored, "duplicate": duplicate}
-    text = f'{file}: {plural(ages.total(), "group")} into run "{run}": {stored} stored, {duplicate} duplicate'
+    record["left_out"] = len(left_out)
+    text = f'{source.name}: {plural(ages.total(), "group")} into run "{run}": {stored} stored, {duplicate} duplicate'
+    if left_out:
+        text += f"; {plural(len(left_out), 'damaged record')} left out"
     if done:
         record["done"] = envs
         text += f"\ndone: nothing more comes of {', '.join(envs)}"
     answer(record, text)
-    return 0
+    return 1 if left_out else 0
 
 
-def _traces(path: Path, env: str, reward: str | None, version: int | str | None) -> tuple[Group, ...] | None:
-    """The groups of somebody else's traces, told about; None of a file of groups."""
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Says now and then what is waited for, while it lasts."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(SAY_SECONDS):
+            say(what, err=True)
+
+    teller = threading.Thread(target=tell, name="push-teller", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+
+
+def _traces(
+    source: Input, env: str, reward: str | None, version: int | str | None, limits: Limits, left_out: list[str]
+) -> tuple[Group, ...] | None:
+    """The groups of somebody else's traces, told about; None of a file of groups. `left_out` gets damaged records."""
     from rlbuffer.traces import is_trace, read
 
-    if not is_trace(path):
+    if not is_trace(source):
         return None
     named: str | float | None = reward
     with suppress(ValueError):
         named = named if reward is None else float(reward)
-    found = read(path, env=env, reward=named, policy_version=None if version is None else 0)
+    found = read(source, env=env, reward=named, policy_version=None if version is None else 0, limits=limits)
     if not found.groups:
-        raise InvalidRollout(f"{path}: {found.said}")
-    say(f"{path}: {found.said}", err=True)
+        raise InvalidRollout(f"{source.name}: {found.said}")
+    say(f"{source.name}: {found.said}", err=True)
+    left_out += found.damaged
     return found.groups
+
+
+def _checked(
+    source: Input, traces: Sequence[Group] | None, left_out: list[str]
+) -> tuple[Counter[Ages], frozenset[str]]:
+    """What a run asks of the groups that are whole, and the ids of those that are damaged.
+
+    Every group is encoded once, as it will be sent. `left_out` gets a sentence for each record that is left out: what
+    is wrong with it, or that another part of its group is damaged.
+    """
+    from rlbuffer.wire.payload import encode_push
+
+    seen, damaged = Counter[tuple[str, Ages]](), set[str]()
+
+    def wrong(group_id: str, error: InvalidRollout) -> None:
+        damaged.add(group_id)
+        left_out.append(str(error))
+
+    for group in read_groups(source, traces, check=encode_push, wrong=wrong):
+        seen[group.group_id, _ages_of(group)] += 1
+    ages = Counter[Ages]()
+    for (group_id, its_ages), count in seen.items():
+        if group_id in damaged:
+            left_out += [f"{source.name}: group {group_id}: another record of it is damaged"] * count
+        else:
+            ages[its_ages] += count
+    return ages, frozenset(damaged)
+
+
+def _tell(left_out: Sequence[str]) -> None:
+    for sentence in left_out[:MOST_SENTENCES]:
+        say(f"left out: {sentence}", err=True)
+    if len(left_out) > MOST_SENTENCES:
+        say(f"left out: {len(left_out) - MOST_SENTENCES} more", err=True)
+
+
+def _passed_over(group_id: str, error: InvalidRollout) -> None:
+    """What is damaged was told about when the file was checked."""
 
 
 def _ages_of(group: Group) -> Ages:
@@ -241,50 +324,41 @@ def _teller() -> Callable[[Exception], None]:
 
 
 def read_groups(
-    stream: IO[bytes],
-    file: str,
+    source: Input,
     traces: Sequence[Group] | None = None,
     *,
     check: Callable[[Group], Any] = lambda group: None,
+    wrong: Wrong,
 ) -> Iterator[Group]:
-    """The groups of `traces`, else of the file: one per line that is not blank. `check` gets every group.
+    """The groups of `traces`, else of the file, that are whole. `check` gets each, and `wrong` those that are not."""
+    from rlbuffer.wire.jsonl import group_from_dict, records_in
 
-    Raises:
-        InvalidRollout: the first bad one; the message begins with its place.
-    """
-    from rlbuffer.wire.jsonl import group_from_line
-
-    stream.seek(0)
-    groups: Iterable[Group] | None = traces
-    if groups is None and stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
-        from rlbuffer.archive.groups import read_group_file
-
-        groups = read_group_file(Path(file))
-    stream.seek(0)
-    if groups is not None:
+    def is_right(group: Group, place: str) -> bool:
         try:
-            for group in groups:
-                check(group)
-                yield group
-        except InvalidRollout as error:
-            raise InvalidRollout(f"{file}  {error}") from None
-        return
-    number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        place = f"{file}:{number}"
-        if len(line) > MAX_LINE_BYTES:
-            raise InvalidRollout(
-                f"{place}  the line is longer than {MAX_LINE_BYTES // 2**20} MiB, the most that one rollout may take; "
-                "push large rollouts from Python"
-            )
-        if number == 1:
-            line = line.removeprefix(BOM_UTF8)
-        if not line.strip():
-            continue
-        try:
-            group = group_from_line(line)
             check(group)
         except (InvalidRollout, PayloadError) as error:
-            raise InvalidRollout(f"{place}  {error}") from None
-        yield group
+            wrong(group.group_id, InvalidRollout(f"{place}  {error}"))
+            return False
+        return True
+
+    source.stream.seek(0)
+    groups: Iterable[Group] | None = traces
+    if groups is None and source.stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
+        from rlbuffer.archive.groups import read_group_file
+
+        groups = read_group_file(source.stream, name=source.name, wrong=wrong)
+    if groups is not None:
+        yield from (group for group in groups if is_right(group, source.name))
+        return
+    for record in records_in(source.stream, source.name, most=MAX_LINE_BYTES):
+        try:
+            if record.wrong is not None:
+                raise record.wrong
+            group = group_from_dict(record.value)
+        except InvalidRollout as error:
+            its = record.value.get("group_id") if isinstance(record.value, Mapping) else None
+            why = error if record.wrong is not None else InvalidRollout(f"{record.place}  {error}")
+            wrong(its if isinstance(its, str) else "", why)
+            continue
+        if is_right(group, record.place):
+            yield group
