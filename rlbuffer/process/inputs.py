@@ -73,7 +73,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Input]:
             try:
                 stream = _copy(stream, stack.enter_context(_temporary(name)), name)
             except OSError as error:
-                raise InvalidRollout(f"{name}: cannot be read: {_reason(error)}") from None
+                raise InvalidRollout(f"{name} cannot be read: {_reason(error)}") from None
         start = _start(stream)
         wrote, unpack = next((one for magic, one in COMPRESSED.items() if start.startswith(magic)), ("", None))
         if unpack is not None:
@@ -94,7 +94,7 @@ def _file(path: str | os.PathLike[str], name: str) -> IO[bytes]:
             return open(0, "rb", closefd=False)
         return Path(path).open("rb")
     except (OSError, ValueError) as error:  # a ValueError: a null byte in the name
-        raise InvalidRollout(f"{name}: cannot be read: {_reason(error)}") from None
+        raise InvalidRollout(f"{name} cannot be read: {_reason(error)}") from None
 
 
 def _temporary(name: str) -> IO[bytes]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import hashlib
 import json
+import lzma
+import os
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +46,64 @@ def test_a_line_becomes_a_prompt_with_its_answer_name_and_further_fields(tmp_pat
     assert prompt.tokens.dtype == np.int32
     assert prompt.metadata == {"level": 3, "epoch": 0, "data": env.digest}
     assert env.prompt(5).metadata["epoch"] == 5
+
+
+LINES = b'{"prompt": [1], "answer": "1"}\r\n\r\n{"prompt": [2], "answer": "2", "id": "two"}\r\n'
+FILES = {
+    "data.jsonl": LINES,
+    "data.jsonl.gz": gzip.compress(LINES),
+    "data.jsonl.bz2": bz2.compress(LINES),
+    "data.xz": lzma.compress(LINES),
+    "compressed under a plain name.jsonl": gzip.compress(LINES),
+    "with a mark.jsonl": BOM_UTF8 + LINES,
+    "a list.json": b'[\n  {"prompt": [1], "answer": "1", "id": "line-1"},\n'
+    b'  {"prompt": [2], "answer": "2", "id": "two"}]',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_data_set_may_be_compressed_or_a_list_and_its_first_bytes_say_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    env = make_env("jsonl", path=str(tmp_path / name), shuffle=False, **IDS)
+    assert [(env.prompt(n).prompt_id, env.prompt(n).tokens.tolist()) for n in range(2)] == [
+        ("line-1", [1]),
+        ("two", [2]),
+    ]
+
+
+def test_the_digest_is_of_the_prompts_and_not_of_what_packed_them(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("data.jsonl", "data.jsonl.gz", "data.xz"):
+        (tmp_path / name).write_bytes(FILES[name])
+        digests.add(make_env("jsonl", path=str(tmp_path / name), **IDS).digest)
+    assert digests == {hashlib.sha256(LINES).hexdigest()[:12]}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (gzip.compress(LINES)[:30], "gzip, and is cut off"),
+        (b"\x28\xb5\x2f\xfd" + LINES, "zstd"),
+        (LINES.decode().encode("utf-16"), "UTF-16"),
+        (b"[1, 2", r"x:1 is no JSON object"),
+        (b"[1, 2]", r"x:1 is no JSON object"),
+        (b'{"prompt": ' + b"[" * 1000, r"x:1 is no JSON object"),
+        (b"\xff\xfa", r"x:1 is no JSON object"),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_one_sentence(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_env("jsonl", path=str(tmp_path / "x"), **IDS)
+    assert "\n" not in str(caught.value)
+    assert caught.value.setting == "env_options.path"
+
+
+def test_a_pipe_is_no_data_set_since_every_worker_reads_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(ConfigError, match="every worker reads"):
+            make_env("jsonl", path=path, **IDS)
 
 
 def test_a_prompt_without_a_name_goes_by_its_line(tmp_path: Path) -> None:

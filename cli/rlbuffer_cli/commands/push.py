@@ -116,7 +116,7 @@ def command(
         checksum = hashlib.file_digest(source.stream, "sha256").hexdigest()
         ages, damaged = _checked(source, traces, left_out)
         if not ages:
-            more = f"\n  so are {len(left_out) - 1} more, and nothing is stored" if len(left_out) > 1 else ""
+            more = f"; so are {len(left_out) - 1} more, and nothing is stored" if len(left_out) > 1 else ""
             raise InvalidRollout(left_out[0] + more if left_out else f"{source.name} holds no group")
         _tell(left_out)
         envs = sorted({env for env, *_ in ages})

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from codecs import BOM_UTF8
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,7 +25,8 @@ from numpy.typing import NDArray
 from pydantic import StringConstraints, validate_call
 
 from rlbuffer.config.table import Count, PathText
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.process.inputs import opened
 from rlbuffer.records.checks import shown
 from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt, Score
@@ -56,7 +59,7 @@ class JsonLines:
     All workers of a run need the same file: `digest`, which goes along as metadata, tells whether they had it.
 
     Args:
-        path: the file.
+        path: the file, which may be compressed (gzip, bzip2, xz).
         name: the env's name.
         fields: the names of ``prompt``, ``answer`` and ``id`` in the file, where they are others.
         tokenizer: directory of the model's tokenizer; without one prompts are token ids, and an answer that rewards
@@ -155,23 +158,35 @@ def _are_messages(prompt: object) -> bool:
 
 
 def _read(path: Path, names: Mapping[Known, str]) -> tuple[list[Line], str]:
-    """Returns every line that is not empty, and the digest of the file."""
+    """Returns every line that is not empty, and the digest of what the file holds, unpacked."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", setting="env_options.path") from error
-    lines = [_line(path, number, text, names) for number, text in enumerate(data.splitlines(), 1) if text.strip()]
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidRollout(f"{path} is a pipe or a device, and every worker reads the prompts from the beginning")
+        with opened(path) as file:
+            data = file.stream.read()
+    except InvalidRollout as error:
+        raise ConfigError(str(error), setting="env_options.path") from None
+    lines = [_line(path, number, text, names) for number, text in enumerate(_texts(data), 1) if text.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no prompt", setting="env_options.path")
     return lines, hashlib.sha256(data).hexdigest()[:12]
 
 
-def _line(path: Path, number: int, text: bytes, names: Mapping[Known, str]) -> Line:
+def _texts(data: bytes) -> Sequence[str | bytes]:
+    """The lines, or the items of the list that the file is as a whole."""
+    data = data.removeprefix(BOM_UTF8)
+    if data.lstrip().startswith(b"["):
+        with suppress(ValueError, RecursionError):  # then a line says what is wrong
+            return [json.dumps(item) for item in json.loads(data)]
+    return data.splitlines()
+
+
+def _line(path: Path, number: int, text: str | bytes, names: Mapping[Known, str]) -> Line:
     try:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{number} is no JSON object: {error}", setting="env_options.path") from error
     for field, name in names.items():
         if name not in values and (field == "prompt" or name != field):
