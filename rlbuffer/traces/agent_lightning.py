@@ -105,6 +105,8 @@ def _literal(told: Value, names: Iterable[str]) -> Value:
     found = told.first(*names)
     if not isinstance(found.value, str):
         return found
+    if not found.value.strip():
+        return Value(None, found.place, found.path)
     for parse in (values_of_line, ast.literal_eval):
         try:
             return Value(parse(found.value), found.place, found.path)

@@ -4,7 +4,10 @@ NeMo Gym); of other formats a small file of the documented shape is read."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from trace_records import (
 )
 
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces import read
 from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
@@ -374,3 +378,219 @@ def test_a_path_that_trains_nothing_is_no_sequence_of_the_rollout() -> None:
     )
     assert [len(one.tokens) for one in rollout_of(attempt, policy_version=1).sequences] == [2, 3]
     assert [one.loss_mask.tolist() for one in rollout_of(attempt, policy_version=1).further] == [[False, False, True]]
+
+
+def node(role: str, ids: list[int], logprobs: list[float] | None = None, *, parent: int | None, link: str = "") -> Any:
+    """A message of verifiers; one with logprobs was sampled."""
+    mask = [False] * len(ids) if logprobs is None else [True] * len(ids)
+    links = [{"node": 0, "type": link}] if link else []
+    base = {"message": {"role": role}, "token_ids": ids, "mask": mask, "logprobs": logprobs or []}
+    return base | {"parent": parent, "semantic_parents": links}
+
+
+def compacted(*nodes: Any) -> dict[str, Any]:
+    return {"nodes": list(nodes), "rewards": {"exact": 1.0}, "group_id": "g", "policy_version": 3, "ok": True}
+
+
+TURNS = [
+    node("user", P, parent=None),
+    node("assistant", A, LA, parent=0),
+    node("tool", [30], parent=1),
+    node("assistant", B, LB, parent=2),
+]
+SUMMARY = [node("user", [31], parent=3), node("assistant", [40, 2], [-0.5, -0.5], parent=4, link="compaction_attempt")]
+
+
+def test_turns_before_a_compaction_that_nothing_resumed_are_trained() -> None:
+    """Of a branch that ends in an attempt at a compaction that attempt alone does not train."""
+    (rollout,) = read(compacted(*TURNS, *SUMMARY)).groups[0].rollouts
+    assert rollout.tokens.tolist() == [*P, *A, 30, *B, 31]
+    assert rollout.tokens[rollout.loss_mask].tolist() == [*A, *B]
+    assert (rollout.reward, rollout.failure) == (1.0, None)
+
+
+def test_two_attempts_at_a_compaction_leave_the_turns_before_them_trained_once() -> None:
+    again = node("assistant", [41, 2], [-1.5, -0.5], parent=4, link="compaction_attempt")
+    (rollout,) = read(compacted(*TURNS, *SUMMARY, again)).groups[0].rollouts
+    assert [s.tokens[s.loss_mask].tolist() for s in rollout.sequences] == [[*A, *B]]
+
+
+def test_a_branch_that_goes_on_beside_an_unused_compaction_is_the_main_one_as_before() -> None:
+    on = [node("tool", [32], parent=3), node("assistant", A, LA, parent=6)]
+    (rollout,) = read(compacted(*TURNS, *SUMMARY, *on)).groups[0].rollouts
+    assert [s.tokens.tolist() for s in rollout.sequences] == [[*P, *A, 30, *B, 32, *A]]
+
+
+def test_a_trace_of_nothing_but_a_compaction_says_so() -> None:
+    attempt = node("assistant", [40, 2], [-0.5, -0.5], parent=0, link="compaction_attempt")
+    (one,) = read([compacted(TURNS[0], attempt)]).left_out
+    assert one.failure == ("empty", "only a compaction was sampled, which nothing goes on from")
+    (one,) = read([compacted(TURNS[0])]).left_out
+    assert one.failure == ("empty", "nothing was sampled, or without token ids")
+
+
+def test_samples_of_slime_without_a_rollout_id_are_segments_by_their_index() -> None:
+    other = slime(1, index=4, reward=0.0)
+    lines = [slime(0), slime(0, tokens=[*P, 5], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0]), other]
+    (group,) = read(lines)
+    assert [(rollout.reward, len(rollout.sequences)) for rollout in group.rollouts] == [(1.0, 2), (0.0, 1)]
+    nameless = [{name: value for name, value in slime(i).items() if name != "index"} for i in (0, 1)]
+    assert [len(rollout.sequences) for rollout in read(nameless).groups[0].rollouts] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["index", "rollout_id"])
+@pytest.mark.parametrize("rewards", [(1.0, 0.5), (1.0, None), ({"a": 1.0}, {"a": 0.0})])
+def test_segments_of_slime_whose_rewards_differ_are_left_out_with_both(
+    tmp_path: Path, name: str, rewards: tuple[Any, Any]
+) -> None:
+    lines = [slime(0, **{"index": i, name: 5, "reward": reward}) for i, reward in enumerate(rewards)]
+    found = read(file_of(tmp_path / "x.jsonl", *lines, slime(1)), reward=0.5)
+    (sentence,) = found.damaged
+    assert sentence.startswith(f"{tmp_path}/x.jsonl:2  {name}: rollout 5 has the rewards {rewards[0]} ")
+    assert str(rewards[1]) in sentence
+    assert [rollout.reward for rollout in found.groups[0].rollouts] == [0.0]
+    with pytest.raises(InvalidRollout, match="has the rewards"):
+        read(lines, reward=0.5)
+
+
+LIMITS = ["AgentTimeoutError", "ContextLengthExceededError", "OutputLengthExceededError", "MaxTurnsExceededError"]
+FAILURES = ["VerifierTimeoutError", "EnvironmentStartTimeoutError", "AgentSetupTimeoutError", "RateLimitError"]
+
+
+@pytest.mark.parametrize("kind", LIMITS + FAILURES)
+@pytest.mark.parametrize("scored", [True, False])
+def test_an_attempt_of_harbor_at_a_limit_keeps_its_score_where_that_is_asked_for(kind: str, scored: bool) -> None:
+    error = {"exception_type": kind, "exception_message": "900 s"}
+    changes = {} if scored else {"verifier_result": None}
+    trial = harbor(0, exception_info=error, **changes)
+    (as_ever,) = read([trial], policy_version=1, reward="reward").groups[0].rollouts
+    assert (as_ever.failure, as_ever.reward) == ((kind, "900 s"), None)
+    (rollout,) = read([trial], policy_version=1, reward="reward", limits="score").groups[0].rollouts
+    if scored and kind in LIMITS:
+        assert (rollout.failure, rollout.reward, rollout.is_truncated) == (None, 1.0, True)
+    else:
+        assert (rollout.failure, rollout.reward) == (as_ever.failure, None)
+
+
+def test_a_limit_beside_another_error_of_a_step_is_no_score() -> None:
+    errors = [{"exception_type": kind} for kind in ("AgentTimeoutError", "DockerError")]
+    steps = [{"exception_info": errors[1]}]
+    trial = harbor(0, exception_info=errors[0], step_results=steps)
+    (rollout,) = read([trial], policy_version=1, reward="reward", limits="score").groups[0].rollouts
+    assert rollout.failure is not None
+
+
+def spans(**attributes: Any) -> list[dict[str, Any]]:
+    """A call and its reward, as Agent Lightning 0.3 records them."""
+    call = {"prompt_token_ids": P, "response_token_ids": A, "logprobs.content": [{"logprob": p} for p in LA]}
+    told = [("openai.chat.completion", call), ("agentlightning.annotation", attributes)]
+    base = {"rollout_id": "r", "attempt_id": "a"}
+    return [base | {"span_id": str(i), "name": name, "attributes": its} for i, (name, its) in enumerate(told)]
+
+
+def test_a_reward_of_agent_lightning_without_a_name_is_the_primary_one() -> None:
+    name = "agentlightning.reward"
+    records = spans(**{f"{name}.0.value": 0.5, f"{name}.1.name": "form", f"{name}.1.value": 0.25, f"{name}.2.value": 2})
+    (rollout,) = read(records, policy_version=1).groups[0].rollouts
+    assert (rollout.reward, rollout.rewards) == (0.5, {"primary": 0.5, "form": 0.25, "reward_2": 2.0})
+    with pytest.raises(InvalidRollout, match=r"attributes\.agentlightning\.reward\.0\.value: missing"):
+        read(spans(**{f"{name}.0.name": "primary"}), policy_version=1)
+
+
+@pytest.mark.parametrize("empty", [None, [], "", "[]", [[]]])
+def test_an_empty_last_answer_of_agent_lightning_keeps_the_turns_before_it(empty: Any) -> None:
+    records = spans(reward=1.0)
+    last = {"prompt_token_ids": [*P, *A, 30], "response_token_ids": empty}
+    records.insert(1, records[0] | {"span_id": "9", "attributes": last})
+    (rollout,) = read(records, policy_version=1).groups[0].rollouts
+    assert rollout.tokens.tolist() == [*P, *A]
+    assert rollout.reward == 1.0
+
+
+def test_an_empty_answer_is_the_last_one_to_its_prompt() -> None:
+    """As Agent Lightning 1.0 has it: of requests with one prompt the last counts, and then empty ones are left out."""
+    events = [answered(P, A, LA), answered([*P, *A, 30], B, LB), answered([*P, *A, 30], [], [])]
+    (rollout,) = read([*events, lightning_event("reward", value=1.0)]).groups[0].rollouts
+    assert rollout.tokens.tolist() == [*P, *A]
+    failed = answered([*P, *A, 30], [], [], status="error")
+    (rollout,) = read([*events[:2], failed, lightning_event("reward", value=1.0)]).groups[0].rollouts
+    assert rollout.tokens.tolist() == [*P, *A, 30, *B], "a request that failed answers nothing"
+
+
+def test_retries_weigh_the_same_by_way_of_a_reader_and_of_from_sequences() -> None:
+    """A and B are two answers to one prompt, whose first token has the same logprob: one act of sampling, as it is told
+    by ids and logprobs, which trains once. LC differs in it, and trains by itself."""
+    lc = [-0.75, *LB[1:]]
+    for logprobs, trained_of_second in ((LB, B[1:]), (lc, B)):
+        sequences = [
+            TokenSequence.from_turns(
+                [{"role": "user", "tokens": P}, {"role": "assistant", "tokens": answer, "logprobs": its}],
+                policy_version=1,
+            )
+            for answer, its in ((A, LA), (B, logprobs))
+        ]
+        by_hand = Rollout.from_sequences(sequences, reward=1.0)
+        assert [s.tokens[s.loss_mask].tolist() for s in by_hand.sequences] == [A, trained_of_second]
+        mask = [0] * len(P)
+        turns = [
+            {"prompt_token_ids": P, "completion_token_ids": t, "per_token_logps": p, "loss_mask": mask + [1] * len(t)}
+            for t, p in ((A, LA), (B, logprobs))
+        ]
+        detail = {"prompt_token_ids": [P, P], "completion_token_ids": [A, B], "logprobs": [LA, logprobs]}
+        second = slime(1, reward=1.0, index=0, rollout_log_probs=logprobs, loss_mask=None)
+        read_ones = [
+            read(trace() | {"turns": turns, "reward": 1.0}, policy_version=1),
+            read(harbor(0, agent_result={"rollout_details": [detail]}), policy_version=1, reward="reward"),
+            read([slime(0, loss_mask=None), second]),
+            read(compacted(TURNS[0], TURNS[1], node("assistant", B, logprobs, parent=0))),
+        ]
+        for found in read_ones:
+            (rollout,) = found.groups[0].rollouts
+            assert [s.tokens.tolist() for s in rollout.sequences] == [[*P, *A], [*P, *B]], found.format
+            assert [s.loss_mask.tolist() for s in rollout.sequences] == [
+                s.loss_mask.tolist() for s in by_hand.sequences
+            ], found.format
+
+
+def test_a_call_that_was_recorded_twice_trains_once() -> None:
+    turn = trace()["turns"][0]
+    (rollout,) = read(trace() | {"turns": [turn, turn], "reward": 1.0}, policy_version=1).groups[0].rollouts
+    assert rollout.loss_tokens == len(A)
+
+
+def test_lines_that_are_torn_or_no_record_are_left_out_and_the_first_of_them_decides_no_format(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.jsonl", {"torn": 1}, row(0), row(1))
+    path.write_text(path.read_text() + json.dumps(row(0))[:60] + "\n[]\n" + json.dumps(row(0, problem_id="p8")))
+    found = read(path, policy_version=1)
+    assert [(group.prompt_id, len(group.rollouts)) for group in found] == [("p7", 2), ("p8", 1)]
+    assert [one.place for one in found.left_out] == [f"{path}:4", f"{path}:1", f"{path}:5"]
+    assert all(one.is_damaged and one.failure.kind == "damaged" for one in found.left_out)
+    assert "3 damaged records left out" in found.said
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_traces_may_be_compressed(tmp_path: Path, pack: Any) -> None:
+    path = file_of(tmp_path / "x.jsonl", row(0), row(1))
+    path.write_bytes(pack(path.read_bytes()))
+    assert len(read(path, policy_version=1).groups[0].rollouts) == 2
+
+
+def test_what_cannot_be_opened_is_one_sentence_of_rlbuffers_own(tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "no.jsonl", "cannot be read: No such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        ("a\0b", "cannot be read"),
+        ("/dev/null", "nothing is there"),
+    ):
+        with pytest.raises(InvalidRollout, match=words):
+            read(path)
+
+
+@pytest.mark.parametrize("nested", ["[" * 1000 + "]" * 1000, '{"a":' * 1000 + "1" + "}" * 1000])
+def test_a_line_nested_a_thousand_deep_is_left_out(tmp_path: Path, nested: str) -> None:
+    path = file_of(tmp_path / "x.jsonl", row(0), row(1))
+    deep = json.dumps(row(0, seed="DEEP")).replace('"DEEP"', nested)
+    path.write_text(f"{path.read_text()}{nested}\n{deep}\n")
+    found = read(path, policy_version=1)
+    assert len(found.groups[0].rollouts) == 2
+    assert [one.place for one in found.left_out] == [f"{path}:3", f"{path}:4"]
