@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import MAX_SPANS, Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
@@ -383,6 +384,54 @@ def test_turns_become_one_table_with_a_span_for_each_sampled_one() -> None:
     assert rollout.version_spans == (VersionSpan(8, 2, 3), VersionSpan(9, 5, 7))
     assert rollout.turns[1] == Turn("assistant", 2, 3, 0.25, None)
     assert rollout.turns[2] == Turn("tool", 3, 5, None, {"exit": 0})
+
+
+def sequence(*sampled: tuple[int, float, int]) -> TokenSequence:
+    """A prompt of two tokens, then sampled ones: id, logprob, policy version."""
+    turns = [{"role": "user", "tokens": [1, 5]}]
+    turns += [
+        {"role": "assistant", "tokens": [token], "logprobs": [logprob], "policy_version": version}
+        for token, logprob, version in sampled
+    ]
+    return TokenSequence.from_turns(turns, policy_version=0)
+
+
+def test_a_beginning_that_an_earlier_sequence_trains_is_masked_and_its_spans_are_gone() -> None:
+    """What was sampled once trains once, and ages the rollout where it trains."""
+    rollout = Rollout.from_sequences(
+        [sequence((7, -0.5, 3), (8, -0.5, 3)), sequence((7, -0.5, 3), (9, -0.5, 8))], reward=1.0
+    )
+    first, second = rollout.sequences
+    assert first.loss_mask.tolist() == [False, False, True, True]
+    assert second.loss_mask.tolist() == [False, False, False, True]
+    assert second.version_spans == (VersionSpan(8, 3, 4),)
+    assert first.version_spans == (VersionSpan(3, 2, 3), VersionSpan(3, 3, 4))
+
+
+def test_a_span_of_which_a_token_is_still_trained_and_one_of_context_stay() -> None:
+    long = replace(sequence((7, -0.5, 3), (9, -0.5, 3)), version_spans=(VersionSpan(2, 0, 1), VersionSpan(3, 2, 4)))
+    (_, second) = Rollout.from_sequences([sequence((7, -0.5, 3), (8, -0.5, 3)), long], reward=1.0).sequences
+    assert second.version_spans == (VersionSpan(2, 0, 1), VersionSpan(3, 2, 4))
+
+
+def test_a_masked_sequence_ages_the_rollout_no_longer() -> None:
+    old, new = (7, -0.5, 1), (9, -0.5, 8)
+    rollout = Rollout.from_sequences([sequence(old), sequence(old, new), sequence(old, (4, -0.5, 6))], reward=1.0)
+    assert [min(s.version_spans).policy_version for s in rollout.sequences] == [1, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "trained"),
+    [((-0.5, -0.25), [2]), ((-0.5, -0.75), [9, 2]), ((-0.75, -0.25), [7, 9, 2])],
+    ids=["sampled once", "parted at the second token", "sampled twice"],
+)
+def test_tokens_that_are_equal_are_one_act_of_sampling_only_where_their_logprobs_are(
+    logprobs: tuple[float, float], trained: list[int]
+) -> None:
+    first = sequence((7, -0.5, 3), (9, -0.25, 3), (4, -0.5, 3))
+    second = sequence((7, logprobs[0], 3), (9, logprobs[1], 3), (2, -0.5, 3))
+    rollout = Rollout.from_sequences([first, second], reward=1.0)
+    assert [s.tokens[s.loss_mask].tolist() for s in rollout.sequences] == [[7, 9, 4], trained]
 
 
 @pytest.mark.parametrize(
