@@ -113,7 +113,8 @@ def command(
             source = stack.enter_context(opened(file))
         traces = _traces(source, env, reward, version, limits, left_out)
         source.stream.seek(0)
-        checksum = hashlib.file_digest(source.stream, "sha256").hexdigest()
+        binary: Any = source.stream  # to mypy an IO[bytes] has no `readinto`
+        checksum = hashlib.file_digest(binary, "sha256").hexdigest()
         ages, damaged = _checked(source, traces, left_out)
         if not ages:
             more = f"; so are {len(left_out) - 1} more, and nothing is stored" if len(left_out) > 1 else ""
