@@ -42,12 +42,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Normalizers:
-    """The update's counts over all ranks: what a loss divides by."""
+    """The update's counts over all ranks: what a loss divides by.
+
+    A step's are counted as it is planned, and whole. A step that is cut into several updates has others for each slice
+    (:func:`rlbuffer.trainer.update.slices.slices_of`).
+    """
 
     loss_tokens: int
     """Trained tokens."""
-    rollouts: int
-    """Rollouts."""
+    rollouts: float
+    """Rollouts, also those of which no token is trained; of a slice the sum of the shares of rollouts that lie in it: a
+    fraction where other slices have some of a rollout's sequences."""
     groups: int
     """Groups."""
 

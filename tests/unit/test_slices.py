@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-import trees
-from step_headers import step_of
+from samples import sample_of
+from step_headers import header_of, step_of
 
+from rlbuffer.config.losses import LossChoice
+from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
+from rlbuffer.trainer.losses import TrainedTokens, loss_of
 from rlbuffer.trainer.update.slices import slices_of
 from rlbuffer.trainer.update.token_choice import draws
 
@@ -61,12 +66,91 @@ def test_a_slice_is_divided_by_its_own_counts() -> None:
         assert all(m.normalizers == expected for m in part.micro_batches)
 
 
-def test_a_rollout_counts_in_the_slice_of_its_first_sequence() -> None:
-    rollout = trees.rollout(np.random.default_rng(2))
-    assert len(rollout.sequences) > 1
-    packed = pack([rollout, *make_group(size=1).rollouts], [0.5, 0.5], row_tokens=512, normalizers=WHOLE)
-    first, _ = slices_of(dataclasses.replace(step(2), micro_batches=(packed, packed)), ALONE, 2)
-    assert first.normalizers.rollouts == 2
+def of_lengths(*lengths: int) -> Rollout:
+    """A rollout of sequences that train as many tokens."""
+    sequences = [
+        TokenSequence.from_turns(
+            [
+                {"role": "user", "tokens": [1, 2 + place]},
+                {"role": "assistant", "tokens": [3] * length, "logprobs": [-0.5] * length},
+            ],
+            policy_version=0,
+        )
+        for place, length in enumerate(lengths)
+    ]
+    return Rollout.from_sequences(sequences, reward=1.0)
+
+
+def cut_as(*held: Sequence[tuple[int, int, int]], masks_truncated: bool = False) -> list[float]:
+    """The counts of rollouts of slices of one micro-batch each; in each (rollout, sequence, trained tokens)."""
+    rollouts = [of_lengths(30, 10), of_lengths(20), of_lengths(5, 5, 10)]
+    micro_batches = []
+    for places in held:
+        items = []
+        for r, s, tokens in places:
+            its = rollouts[r].sequences[s]
+            sample = sample_of(
+                str(r),
+                length=len(its.tokens),
+                sequence=s,
+                sequences=len(rollouts[r].sequences),
+                rollout_loss_tokens=rollouts[r].loss_tokens,
+                is_truncated=r == 2,
+            )
+            items.append(PackItem(rollout=its if tokens else None, length=len(its.tokens), sample=sample))
+        micro_batches += assemble([[tuple(range(len(items)))]], items, row_tokens=512, normalizers=WHOLE)
+    header = header_of(masks_truncated=masks_truncated)
+    parts = slices_of(step_of(*micro_batches, header=header), ALONE, len(micro_batches))
+    assert [part.normalizers.loss_tokens for part in parts] == [sum(t for _, _, t in places) for places in held]
+    return [part.normalizers.rollouts for part in parts]
+
+
+def test_a_slice_counts_the_share_of_a_rollouts_tokens_that_lies_in_it() -> None:
+    assert cut_as([(0, 0, 30)], [(0, 1, 10), (1, 0, 20)]) == [0.75, 1.25]
+    assert cut_as([(2, 1, 5), (2, 2, 10)], [(2, 0, 5)]) == [0.75, 0.25]
+    assert cut_as([(1, 0, 20)], [(0, 0, 30), (0, 1, 10)]) == [1.0, 1.0]
+
+
+def test_a_damaged_sequence_counts_in_no_slice_and_its_rollout_with_the_rest() -> None:
+    assert cut_as([(0, 0, 0), (1, 0, 20)], [(0, 1, 10)]) == [1.0, 0.25]
+    assert cut_as([(1, 0, 0)], [(0, 0, 30), (0, 1, 10)]) == [0.0, 1.0]
+
+
+def test_a_masked_rollout_counts_one_in_all() -> None:
+    held = [(2, 0, 0), (1, 0, 20)], [(2, 1, 0), (0, 0, 30), (0, 1, 10)], [(2, 2, 0)]
+    assert cut_as(*held, masks_truncated=True) == pytest.approx([4 / 3, 4 / 3, 1 / 3])
+    assert cut_as(*held) == [1.0, 1.0, 0.0]  # the same, where the step does not mask: they are damaged
+
+
+def test_a_slice_of_less_than_a_rollout_weighs_one_as_any_other() -> None:
+    ones = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    held = TrainedTokens(
+        logprobs=ones,
+        entropy=torch.zeros(4),
+        inference_logprobs=ones.detach(),
+        advantages=torch.full((4,), -1.0, dtype=torch.float64),
+        rollout=torch.zeros(4, dtype=torch.int64),
+        samples=(sample_of("0", length=5, sequences=2, rollout_loss_tokens=40),),
+    )
+    counts = Normalizers(loss_tokens=4, rollouts=0.1, groups=1)
+    for name, expected in (("clip", 1.0), ("dapo", 1.0), ("dr_grpo", 4 / (0.1 * 50))):
+        assert float(loss_of(held, LossChoice(name=name), counts, longest=50).detach()) == pytest.approx(expected)
+
+
+def test_a_slice_without_a_trained_token_has_no_gradient() -> None:
+    logprobs = torch.zeros(0, dtype=torch.float64, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.float64)
+    held = TrainedTokens(
+        logprobs=logprobs,
+        entropy=nothing,
+        inference_logprobs=nothing,
+        advantages=nothing,
+        rollout=torch.zeros(0, dtype=torch.int64),
+    )
+    for normalizer in ("rollouts", "tokens", "longest"):
+        choice = LossChoice(normalizer=normalizer, entropy_bonus=0.1)
+        counts = Normalizers(loss_tokens=0, rollouts=0.0, groups=1)
+        assert float(loss_of(held, choice, counts, longest=0).detach()) == 0.0
 
 
 def test_a_step_of_no_micro_batches_has_no_updates() -> None:

@@ -70,10 +70,13 @@ def token_weights(divisor: Divisor, tokens: TrainedTokens) -> Tensor:
     return 1.0 / counts[tokens.rollout].to(tokens.logprobs.dtype)
 
 
-def divisor_of(divisor: Divisor, normalizers: Normalizers, longest: int) -> int:
-    """The divisor of the weighted sum over all ranks."""
+def divisor_of(divisor: Divisor, normalizers: Normalizers, longest: int) -> float:
+    """The divisor of the weighted sum over all ranks: what the weights sum to, or 1 where nothing is trained.
+
+    A slice's count of rollouts may be a fraction below 1.
+    """
     if divisor == "rollouts":
-        return max(1, normalizers.rollouts)
+        return normalizers.rollouts or 1
     if divisor == "tokens":
-        return max(1, normalizers.loss_tokens)
-    return max(1, normalizers.rollouts * longest)
+        return normalizers.loss_tokens or 1
+    return normalizers.rollouts * longest or 1
