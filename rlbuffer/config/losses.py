@@ -57,7 +57,7 @@ class LongestOptions(ClipOptions):
 class SequenceClipOptions(Options):
     """Of gspo."""
 
-    clip_low: float = Field(3e-4, gt=0, le=1, description="The rollout's ratio is clipped below at 1 - clip_low.")
+    clip_low: float = Field(3e-4, gt=0, le=1, description="The sequence's ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(4e-4, gt=0, description="And above at 1 + clip_high.")
 
 
@@ -112,14 +112,14 @@ class MaskOptions(Options):
 class SequenceMaskOptions(Options):
     """Of the corrections sequence_mask and geometric_mask."""
 
-    low: float = Field(0.5, ge=0, description="Weight of a rollout below which it is left out.")
+    low: float = Field(0.5, ge=0, description="Weight of a sequence below which it is left out.")
     high: float = Field(2.0, gt=0, description="Weight above which it is.")
 
 
 class DriftOptions(Options):
     """Of the correction negative_mask."""
 
-    most: float = Field(0.1, ge=0, description="Drift of a rollout, in nats per token, above which it is left out.")
+    most: float = Field(0.1, ge=0, description="Drift of a sequence, in nats per token, above which it is left out.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

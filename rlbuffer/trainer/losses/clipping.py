@@ -42,11 +42,12 @@ def clip_cov(tokens: TrainedTokens, options: ClipCovOptions) -> Tensor:
 
 
 def sequence_clipped(tokens: TrainedTokens, options: SequenceClipOptions) -> Tensor:
-    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with s = exp(mean over the rollout of logprob - old): one ratio for
-    all.
+    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with s = exp(mean over the sequence of logprob - old): one ratio for
+    all of its tokens.
 
     The reward is given to a whole answer, so the ratio is the answer's, too: the geometric mean of its tokens' ratios.
-    Tokens share it, gradient included, so the mean over a rollout's tokens is the rollout's own loss.
+    Tokens share it, gradient included, so the mean over a sequence's tokens is the sequence's own loss. A rollout of
+    several sequences has a ratio for each, as each was sampled from a context of its own.
 
     Shapes: -> [N]. Source: GSPO, arXiv 2507.18071, equations 5 to 7; default clip of 3e-4 and 4e-4: section 5.1.
     """

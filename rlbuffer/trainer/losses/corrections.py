@@ -3,6 +3,9 @@
 A loss with a clip around 1 wants ratios against the policy that the step started from; the samples are from another
 one, older, and computed by another engine. A correction makes up for that with w = pi_old / pi_inference (behaviour
 weight). Several multiply. A masked token still counts in the divisor.
+
+Those of whole answers go by sequence: a rollout of several has a weight for each, as each was sampled from a context of
+its own, and as no rank need have them all.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def masked(tokens: TrainedTokens, options: MaskOptions) -> Tensor:
 
 
 def sequence_truncated(tokens: TrainedTokens, options: CapOptions) -> Tensor:
-    """``min(product of w over the rollout's tokens, cap)``, the same for all of its tokens.
+    """``min(product of w over the sequence's tokens, cap)``, the same for all of its tokens.
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (sequence-level TIS).
     """
@@ -56,7 +59,7 @@ def sequence_truncated(tokens: TrainedTokens, options: CapOptions) -> Tensor:
 
 
 def sequence_masked(tokens: TrainedTokens, options: SequenceMaskOptions) -> Tensor:
-    """The rollout's product of w where it is within `low` and `high`, else 0.
+    """The sequence's product of w where it is within `low` and `high`, else 0.
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (sequence-level masked importance sampling).
     """
@@ -65,7 +68,7 @@ def sequence_masked(tokens: TrainedTokens, options: SequenceMaskOptions) -> Tens
 
 
 def geometric_mask(tokens: TrainedTokens, options: SequenceMaskOptions) -> Tensor:
-    """1 where the rollout's geometric mean of w is within `low` and `high`, else 0.
+    """1 where the sequence's geometric mean of w is within `low` and `high`, else 0.
 
     A product over a long answer leaves any bounds by itself; the mean per token does not. To be used with `tis`.
 
@@ -76,7 +79,7 @@ def geometric_mask(tokens: TrainedTokens, options: SequenceMaskOptions) -> Tenso
 
 
 def negative_mask(tokens: TrainedTokens, options: DriftOptions) -> Tensor:
-    """0 where A < 0 and the rollout's mean of log(pi_inference / pi) exceeds `most`, else 1.
+    """0 where A < 0 and the sequence's mean of log(pi_inference / pi) exceeds `most`, else 1.
 
     Bad answers that the policy would hardly give any more have little to teach, and much to break.
 
