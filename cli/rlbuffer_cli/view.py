@@ -21,7 +21,7 @@ from rlbuffer.records.waiting import Wait
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited_of
+from rlbuffer.state.trained import RECENT_STEPS, example_lines, masked_words, nothing_left, waited_of
 from rlbuffer.store.history import Committed, Dropped
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, env_rows, process_rows
@@ -225,6 +225,7 @@ def step_line(record: StepRecord, planned: int) -> str:
         f"step {record.step}/{planned}",
         *(f"{name} {value:{form}}" for name, value, form in _learned(record) if value is not None),
         f"age {record.age:.1f} max {record.max_age}" if record.age is not None else "",
+        masked_words(record),
         f"{amount(record.tokens)} tok",
         f"{amount(record.tokens_per_second or 0.0)} tok/s",
         f"wait {percent(record.wait or 0.0)}",
@@ -260,6 +261,7 @@ def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float, *,
         *((name, None if value is None else f"{value:{form}}") for name, value, form in _learned(last)),
         ("ratio p99", f"{last.ratio['p99']:.2f}" if "p99" in last.ratio else None),
         ("clipped", percent(last.clip_fraction) if last.clip_fraction else None),
+        ("masked", percent(last.masked_fraction) if last.masked_fraction else None),
         ("truncated", percent(last.truncated) if last.truncated else None),
         ("age", f"{last.age:.1f} max {last.max_age}" if last.age is not None and is_alone else None),
         ("trained", f"{amount(tokens)} tok/s"),
@@ -270,6 +272,7 @@ def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float, *,
     times = look.pairs(*((name, f"{s:.2f} s") for name, s in _seconds(last).items() if s >= 0.005))
     beside = [_note("ranks", rank_line(last.ranks))] if is_alone and len(last.ranks) > 1 else []
     beside += [_note("trainer", waited_of(recent).text)] if is_alone else []
+    beside += [_note("masked", text) for text in (masked_words(last), nothing_left(last)) if text]
     examples = next((record.examples for record in reversed(records) if record.examples), ())
     return Group(
         progress,

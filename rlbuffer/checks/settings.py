@@ -94,11 +94,15 @@ def env_names(c: Context) -> Iterator[Finding]:
                 yield warning(f"{text}: its groups will never train", setting, "batcher.budgets")
 
 
-@check("trainer.loss.name trainer.loss.old_logprobs trainer.loss.options batcher.max_age")
+@check(
+    """trainer.loss.name trainer.loss.old_logprobs trainer.loss.options trainer.loss.correction batcher.max_age
+    batcher.row_tokens""",
+)
 def loss(c: Context) -> Iterator[Finding]:
     """The loss's gradient is the policy's."""
-    chosen = c.settings.trainer.loss
-    for sentence, others in losses.doubts(chosen, largest_age=c.settings.batcher.largest_max_age):
+    chosen, batcher = c.settings.trainer.loss, c.settings.batcher
+    told = losses.doubts(chosen, largest_age=batcher.largest_max_age, row_tokens=batcher.row_tokens)
+    for sentence, others in told:
         names = ("trainer.loss.name", "trainer.loss.old_logprobs", *others)
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 

@@ -55,6 +55,10 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
         facts.append(f"{flat} of the {groups} groups of the last {plural(len(steps), 'step')} {share} are flat")
     if gradient is not None:
         facts.append(f"the largest norm of the trainer's last gradients is {gradient:.1g}")
+    masked = [record.masked_by for record in records if record.masked_fraction == 1.0]
+    if masked:
+        by = max(masked[0], key=lambda stage: masked[0][stage])
+        facts.append(f"no token had a gradient by the loss in {plural(len(masked), 'step')}, in the newest by {by}")
     if entropy is not None:
         facts.append(f"the policy's mean entropy is {entropy:.3f} nats")
     reward = mean_reward(steps)

@@ -6,6 +6,7 @@ Their formulas are in :mod:`rlbuffer.trainer.losses`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -131,6 +132,8 @@ class LossFacts:
     options: type[Options] | None = None
     """None: any, a table."""
     divisor: Divisor = "tokens"
+    has_penalty: bool = False
+    """A part of it has a gradient whatever the advantage is, as a penalty on the ratio."""
     columns: tuple[str, ...] = ()
     """Further columns that it reads: a rollout without one is not trained."""
     corrections: Mapping[str, Options] = field(default_factory=dict)
@@ -156,7 +159,7 @@ LOSSES: dict[str, LossFacts] = {
     "dapo": LossFacts(function="clipping:clipped", options=ClipOptions),
     "dr_grpo": LossFacts(function="clipping:clipped", options=LongestOptions, divisor="longest"),
     "ratio": LossFacts(function="weighting:capped_ratio", options=RatioOptions),
-    "kl_cov": LossFacts(function="weighting:kl_cov", options=KlCovOptions),
+    "kl_cov": LossFacts(function="weighting:kl_cov", options=KlCovOptions, has_penalty=True),
     "clip_cov": LossFacts(function="clipping:clip_cov", options=ClipCovOptions),
     "gspo": LossFacts(
         function="clipping:sequence_clipped",
@@ -166,7 +169,7 @@ LOSSES: dict[str, LossFacts] = {
     ),
     "cispo": LossFacts(function="weighting:cispo", options=CispoOptions),
     "masked_ratio": LossFacts(function="weighting:masked_ratio", options=MaskOptions),
-    "dppo_tv": LossFacts(function="weighting:dppo_tv", options=DppoOptions),
+    "dppo_tv": LossFacts(function="weighting:dppo_tv", options=DppoOptions, has_penalty=True),
     "tis": LossFacts(
         function="clipping:clipped", options=ClipOptions, divisor="rollouts", corrections={"tis": CapOptions()}
     ),
@@ -184,6 +187,9 @@ CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
     "negative_mask": CorrectionFacts(options=DriftOptions, needs_old=False),
 }
 """Every correction by its name in ``trainer.loss.correction``."""
+
+STAGES = ("advantage", "clip", "top_entropy", "weights", *CORRECTION_FACTS)
+"""Stages that may leave a trained token without a gradient."""
 
 BUILT_IN_LOSSES = tuple(LOSSES)
 """Names of the losses above; :func:`declare` adds others to `LOSSES`."""
@@ -344,8 +350,15 @@ NARROW_CLIP = 0.01
 """Share of a ratio within which the sampler's rounding alone moves it."""
 
 
-def doubts(loss: LossChoice, *, largest_age: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+BIAS_NATS = 3e-4
+"""Nats by which a token's logprob in a sampler differs from the trainer's in the mean, either way: a small one."""
+
+
+def doubts(loss: LossChoice, *, largest_age: int, row_tokens: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Losses whose gradient is not the policy's, or hardly is one: a sentence, and settings beside the loss's own."""
+    for name, options in corrections_of(loss).items():
+        if text := _of_products(name, options, row_tokens):
+            yield text, ("trainer.loss.correction", "batcher.row_tokens")
     if uses_old(loss):
         if largest_age > 0 and not _weighing(corrections_of(loss)):
             sentence = (
@@ -364,3 +377,21 @@ def doubts(loss: LossChoice, *, largest_age: int) -> Iterator[tuple[str, tuple[s
             f'"recomputed" with correction = {{ tis = {{}} }}, or clips of {NARROW_CLIP:g} and more'
         )
         yield sentence, ("trainer.loss.options",)
+
+
+def _of_products(name: str, options: Any, row_tokens: int) -> str:
+    """The doubt about a correction whose weight is a product over a sequence: a small bias of each token has a large
+    one over a long answer. "" where that is small, or of another correction."""
+    bias = BIAS_NATS * row_tokens
+    said = (
+        f"{name} weighs by the product over a sequence's tokens: with a bias of {BIAS_NATS:g} nats a token between "
+        f"sampler and trainer, one of batcher.row_tokens = {row_tokens} tokens"
+    )
+    instead = "Where answers are so long take tis, which weighs each token, with geometric_mask for whole answers"
+    if name == "sequence_tis" and (weight := math.exp(-bias)) < 0.5:
+        return f"{said} has a weight of {weight:.2g}, and hardly trains. {instead}"
+    if name == "sequence_mask":
+        most = min(math.log(options.high), -math.log(options.low) if options.low else math.inf) / BIAS_NATS
+        if most < row_tokens:
+            return f"{said} is left out, as is each of more than {max(0.0, most):.0f}. {instead}"
+    return ""

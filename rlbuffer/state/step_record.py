@@ -55,6 +55,22 @@ class StepRecord:
     clip_fraction: float | None = metric(
         "train_clip_ratio", "gauge", "Trained tokens from which the loss takes the gradient: clip, cap, mask.", None
     )
+    masked_fraction: float | None = metric(
+        "train_masked_ratio", "gauge", "Tokens brought to train that end without a gradient; 1: nothing trains.", None
+    )
+    masked_by: Mapping[str, float] = metric(
+        "train_masked_by_ratio",
+        "gauge",
+        "Share of the tokens that come to a stage which it leaves without a gradient, whatever the others do.",
+        dict,
+        labels="stage",
+    )
+    """Stages: `truncated` (masked as such) and `damaged` (missing, broken, or without a column that the loss needs), of
+    the tokens that come from the batcher; of those that are trained `advantage` (it is 0), `clip` (the loss itself, as
+    `clip_fraction`), `top_entropy`, `weights` (a column that is 0), and each correction by its name."""
+    correction_weight: Mapping[str, float] = metric(
+        "train_correction_weight_mean", "gauge", "Mean over the trained tokens.", dict, labels="correction"
+    )
     grad_norm: float | None = metric("train_gradient_norm", "gauge", "Of the last update, before clipping.", None)
     learning_rate: float | None = metric("train_learning_rate", "gauge", "Of the last update.", None)
     # -- what was trained on

@@ -1,4 +1,4 @@
-"""The trained steps in text: the time that was waited for data, and examples."""
+"""The trained steps in text: the time that was waited for data, what trained nothing, and examples."""
 
 from __future__ import annotations
 
@@ -43,6 +43,38 @@ def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
 def waited_of(records: Sequence[StepRecord]) -> Waited:
     """The time that the trainer waited in these steps."""
     return waited([r.seconds.get("wait", 0.0) for r in records], [r.seconds.get("total", 0.0) for r in records])
+
+
+def masked_words(record: StepRecord) -> str:
+    """What leaves a step's tokens without a gradient, beside the loss itself, and what corrections weigh; "": nothing.
+
+    Example:
+        >>> masked_words(StepRecord(masked_fraction=0.3, masked_by={"clip": 0.25, "icepop": 0.1},
+        ...     correction_weight={"icepop": 0.93}))
+        'masked 30.0% (icepop 10.0%)  weight icepop 0.93'
+    """
+    others = {stage: share for stage, share in record.masked_by.items() if share and stage != "clip"}
+    masked = [f"masked {record.masked_fraction:.1%} ({_shares(others)})"] if others and record.masked_fraction else []
+    weights = " ".join(f"{name} {weight:.2f}" for name, weight in record.correction_weight.items())
+    return "  ".join([*masked, *([f"weight {weights}"] if weights else [])])
+
+
+def nothing_left(record: StepRecord) -> str:
+    """The sentence of a step of which no token has a gradient by its loss; "" of another.
+
+    Example:
+        >>> nothing_left(StepRecord(step=3, masked_fraction=1.0, masked_by={"advantage": 0.125, "icepop": 1.0}))
+        'step 3 trains nothing by its loss: of its tokens are masked by icepop 100.0%, advantage 12.5%'
+    """
+    if record.masked_fraction != 1.0:
+        return ""
+    by = {stage: share for stage, share in record.masked_by.items() if share}
+    why = f"of its tokens are masked by {_shares(by)}" if by else "it brings no token to train"
+    return f"step {record.step} trains nothing by its loss: {why}"
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{stage} {share:.1%}" for stage, share in sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def example_lines(examples: Sequence[Mapping[str, Any]]) -> list[str]:

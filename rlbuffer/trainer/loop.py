@@ -74,7 +74,7 @@ def train(
             if debug_samples and place.step == place.resumed_from:
                 show_samples(session, step, debug_samples)
 
-            tally = Tally(session.ranks, step)
+            tally = Tally(session.ranks, step, trainer.loss)
             with watch.measure("train"):
                 updates = Updates(
                     session.module,

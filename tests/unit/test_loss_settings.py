@@ -10,7 +10,7 @@ import torch
 from trained_tokens import logs, tokens
 
 from rlbuffer.config.loading import validated
-from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES
+from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, LossChoice, doubts
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
 from rlbuffer.trainer.losses import get_loss
@@ -86,3 +86,31 @@ def test_an_option_that_the_chosen_loss_does_not_have_is_refused(values: dict[st
     with pytest.raises(ConfigError) as refused:
         validated({"trainer": {"loss": values}})
     assert refused.value.setting == f"trainer.loss.{setting}"
+
+
+@pytest.mark.parametrize(
+    ("correction", "longest"),
+    [
+        ({"sequence_tis": {}}, 2310),  # exp(-0.0003 n) is 0.5 at 2310.5 tokens
+        ({"sequence_mask": {}}, 2310),  # from 0.5 to 2: the same
+        ({"sequence_mask": {"low": 0.1, "high": 2.0}}, 2310),
+        ({"sequence_mask": {"low": 0.1, "high": 20.0}}, 7675),  # log(0.1) / 0.0003
+        ({"sequence_mask": {"low": 0.0, "high": 20.0}}, 9985),
+        ({"tis": {}}, 10**6),
+        ({"tis": {}, "geometric_mask": {}, "negative_mask": {}}, 10**6),
+    ],
+)
+def test_a_product_over_a_long_answer_is_doubted_from_the_length_where_a_small_bias_halves_or_masks_it(
+    correction: dict[str, Any], longest: int
+) -> None:
+    def told(row_tokens: int) -> list[str]:
+        found = doubts(LossChoice(correction=correction), largest_age=0, row_tokens=row_tokens)
+        return [text for text, settings in found if "batcher.row_tokens" in settings]
+
+    assert told(longest) == []
+    assert len(told(longest + 1)) == ("tis" not in correction)
+
+
+def test_the_weight_of_ten_thousand_tokens_is_said() -> None:
+    (found,) = doubts(LossChoice(correction={"sequence_tis": {}}), largest_age=0, row_tokens=10_000)
+    assert "batcher.row_tokens = 10000 tokens has a weight of 0.05, and hardly trains" in found[0]

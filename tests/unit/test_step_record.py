@@ -14,6 +14,7 @@ import pytest
 import torch
 from step_headers import step_of
 
+from rlbuffer.config.losses import LossChoice
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
@@ -100,7 +101,7 @@ def test_a_record_is_of_the_rollouts_of_all_ranks() -> None:
     steps = [step_of(pack(half, row_tokens=4096), world_size=2) for half in (rollouts[:2], rollouts[2:])]
     ranks = Halves()
     for step in steps:
-        tally = Tally(ranks, step)
+        tally = Tally(ranks, step, LossChoice())
         tally.sums += 1.0
         record = tally.record(Stopwatch(), Utilization(WORK, 0, ranks.device, passes=1))
     (env,) = record.reward_std  # rows that were packed by hand name none

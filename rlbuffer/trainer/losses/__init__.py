@@ -15,10 +15,11 @@ Open first: `registry`, then `clipping`.
 
 from rlbuffer.config.losses import Options, uses_old
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
+from rlbuffer.trainer.losses.masking import clipped_of, masks_of
 from rlbuffer.trainer.losses.registry import get_loss, register_loss
 from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
-from rlbuffer.trainer.losses.total import clipped_of, divisor_of, loss_of, per_token_of
+from rlbuffer.trainer.losses.total import divisor_of, loss_of, per_token_of, weights_of
 
 __all__ = [
     "CORRECTIONS",
@@ -29,7 +30,9 @@ __all__ = [
     "get_loss",
     "kl_to_reference",
     "loss_of",
+    "masks_of",
     "per_token_of",
     "register_loss",
     "uses_old",
+    "weights_of",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -18,33 +20,32 @@ def per_token_of(tokens: TrainedTokens, choice: LossChoice) -> Tensor:
     return get_loss(choice.name).per_token(tokens, choice.options)
 
 
-def clipped_of(tokens: TrainedTokens, per_token: Tensor) -> Tensor:
-    """[N] bool; tokens that have an advantage, and from which the loss took the gradient: by a clip, a cap or a mask.
-
-    `per_token` is :func:`per_token_of` those tokens.
-    """
-    gradient = None
-    if per_token.requires_grad and len(per_token):
-        (gradient,) = torch.autograd.grad(per_token.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
-    has_none = torch.ones_like(tokens.advantages, dtype=torch.bool) if gradient is None else gradient == 0
-    return has_none & (tokens.advantages != 0)
+def weights_of(tokens: TrainedTokens, choice: LossChoice) -> dict[str, Tensor]:
+    """Each correction in force -> [N] the weight that it gives, without gradient."""
+    return {name: CORRECTIONS[name](tokens, options) for name, options in corrections_of(choice).items()}
 
 
 def loss_of(
-    tokens: TrainedTokens, choice: LossChoice, counts: Normalizers, *, longest: int, per_token: Tensor | None = None
+    tokens: TrainedTokens,
+    choice: LossChoice,
+    counts: Normalizers,
+    *,
+    longest: int,
+    per_token: Tensor | None = None,
+    corrections: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """This micro-batch's share of the update's loss, a scalar: over all micro-batches of all ranks, shares add up.
 
     Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
     tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
     by and whichever tokens it leaves out. `counts` are the update's counts over all ranks; `longest` is the
-    constant of dr_grpo, in tokens, used where its option `max_length` is 0. `per_token` is :func:`per_token_of`, where
-    it is known.
+    constant of dr_grpo, in tokens, used where its option `max_length` is 0. `per_token` is :func:`per_token_of` and
+    `corrections` :func:`weights_of`, where they are known.
     """
     loss = get_loss(choice.name)
     per_token = per_token_of(tokens, choice) if per_token is None else per_token
-    for name, options in corrections_of(choice).items():
-        per_token = per_token * CORRECTIONS[name](tokens, options)
+    for weight in (weights_of(tokens, choice) if corrections is None else corrections).values():
+        per_token = per_token * weight
     if tokens.is_uncertain is not None:
         per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
     if choice.kl_beta:

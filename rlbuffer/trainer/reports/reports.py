@@ -20,7 +20,7 @@ from rlbuffer.state.heartbeats import LEADER
 from rlbuffer.state.run_state import buffer_record
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
-from rlbuffer.state.trained import RECENT_STEPS, example_lines, waited
+from rlbuffer.state.trained import RECENT_STEPS, example_lines, masked_words, nothing_left, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.ranks.parallel import digest_parameters
@@ -183,13 +183,16 @@ class Reports:
 
 
 def step_lines(record: StepRecord) -> str:
-    """A trained step for people: one line, and one for each of its examples."""
+    """A trained step for people: one line; a sentence where nothing of it trains; a line for each of its examples."""
+    masked = masked_words(record)
+    nothing = nothing_left(record)
     reward = "-" if record.reward is None else f"{record.reward:.3f}"
     rewards = " ".join(f"{env} {r:.3f}" for env, r in record.rewards.items() if r is not None)
     return (
         f"step {record.step}  reward {reward} ({rewards})  loss {record.loss:+.4f}  "
         f"entropy {record.entropy:.3f}  kl {record.kl:.4f}  clipped {record.clip_fraction:.1%}  "
+        f"{masked}{'  ' * bool(masked)}"
         f"grad {record.grad_norm:.2f}  age {record.age:.2f}  tokens {record.tokens}  "
         f"{record.seconds['total']:.2f} s  wait {record.wait:.0%}"
-        + "".join(f"\n  {line}" for line in example_lines(record.examples))
+        + "".join(f"\n  {line}" for line in [*([nothing] if nothing else []), *example_lines(record.examples)])
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlbuffer.config.losses import STAGES, LossChoice, corrections_of
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_plan import version_trained
@@ -24,11 +25,12 @@ from rlbuffer.trainer.update.update import SUMS
 
 
 class Tally:
-    """The counts that one rank makes while it trains a step."""
+    """The counts that one rank makes while it trains a step, by the loss that the settings choose."""
 
-    def __init__(self, ranks: Ranks, step: Step) -> None:
+    def __init__(self, ranks: Ranks, step: Step, loss: LossChoice) -> None:
         self._ranks = ranks
         self._step = step
+        self._loss = loss
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
@@ -73,7 +75,8 @@ class Tally:
             entropy=sums["entropy"] / trained,
             kl=sums["kl"] / trained,
             ratio=ratios_of([part["ratios"] for part in parts]),
-            clip_fraction=sums["clipped"] / trained,
+            clip_fraction=sums["masked/clip"] / trained,
+            **self._masked(sums, sum(its["truncated_tokens"] for its in envs.values())),
             grad_norm=self.gradient_norm,
             learning_rate=self.learning_rate,
             tokens=header.tokens,
@@ -102,6 +105,24 @@ class Tally:
             world_size=self._ranks.world_size,
         )
 
+    def _masked(self, sums: Mapping[str, float], truncated: float) -> dict[str, Any]:
+        """The fields that say what became of the tokens that the rollouts brought to train: `truncated` of them were
+        masked as such, and `damaged_tokens` of the rest could not be trained."""
+        planned, passed = self._step.normalizers.loss_tokens, max(1.0, sums["loss_tokens"])
+        corrections = corrections_of(self._loss)
+        in_force = {"advantage", "clip", *corrections}
+        in_force |= {"top_entropy"} if self._loss.top_entropy < 1 else set()
+        in_force |= {"weights"} if any("weights" in micro_batch.columns for micro_batch in self._step) else set()
+        by = {"truncated": truncated / max(1.0, planned + truncated)} if self._step.header.masks_truncated else {}
+        by["damaged"] = self.damaged_tokens / max(1, planned)
+        by |= {stage: sums[f"masked/{stage}"] / passed for stage in STAGES if stage in in_force}
+        left = (planned - self.damaged_tokens) * (sums["loss_tokens"] - sums["masked"]) / passed
+        return {
+            "masked_fraction": 1.0 - left / max(1.0, planned + truncated),
+            "masked_by": by,
+            "correction_weight": {name: sums[f"weight/{name}"] / passed for name in corrections},
+        }
+
     def _part(self, watch: Stopwatch) -> dict[str, Any]:
         """This rank's own, JSON types; tables are sums by env. A rollout counts where its first sequence is."""
         envs, named, counts = (defaultdict[str, Any](lambda: defaultdict(float)) for _ in range(3))
@@ -113,6 +134,8 @@ class Tally:
             env = envs[sample.env]
             env["response_tokens"] += sample.length - sample.prompt_tokens
             env["length_squares"] += sample.length**2
+            masked = sample.info if header.masks_truncated and sample.is_truncated else None
+            env["truncated_tokens"] += 0 if masked is None else masked.loss_tokens
             if sample.sequence:
                 continue  # its rollout counts once
             env["rollouts"] += 1

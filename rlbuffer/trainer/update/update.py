@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlbuffer.config.losses import CORRECTION_FACTS, STAGES
 from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
-from rlbuffer.trainer.losses import TrainedTokens, clipped_of, loss_of, per_token_of, uses_old
+from rlbuffer.trainer.losses import TrainedTokens, loss_of, masks_of, per_token_of, uses_old, weights_of
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
 from rlbuffer.trainer.update.ratios import Ratios
@@ -25,9 +26,12 @@ from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.token_choice import choose, chooses, draws
 
-SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
+_MASKED = {stage: f"masked/{stage}" for stage in STAGES}
+_WEIGHTS = {name: f"weight/{name}" for name in CORRECTION_FACTS}
+SUMS = ("loss", "entropy", "kl", "loss_tokens", "tokens", "masked", *_MASKED.values(), *_WEIGHTS.values())
 """Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
-padding."""
+padding; ``masked`` are trained tokens that any stage leaves without a gradient, ``masked/STAGE`` those of each, and
+``weight/NAME`` is what a correction weighs."""
 
 
 def trained_tokens(
@@ -125,11 +129,19 @@ class Updates:
                     # What wraps the policy acts when a gradient reaches its output, and one is asked for below.
                     tokens = replace(tokens, logprobs=tokens.logprobs.clone(), **chosen[i])
                     per_token = per_token_of(tokens, loss)
-                    clipped = clipped_of(tokens, per_token)
-                    share = loss_of(tokens, loss, part.normalizers, longest=self._longest, per_token=per_token)
+                    corrections = weights_of(tokens, loss)
+                    masks = masks_of(tokens, loss, per_token, corrections)
+                    share = loss_of(
+                        tokens,
+                        loss,
+                        part.normalizers,
+                        longest=self._longest,
+                        per_token=per_token,
+                        corrections=corrections,
+                    )
                 with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
-                sums += _sums(tokens, share, clipped, micro_batch)
+                sums += _sums(tokens, share, masks, corrections, micro_batch)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
         return sums
 
@@ -199,18 +211,24 @@ def make_optimizer(policy: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 
 @torch.no_grad()
-def _sums(tokens: TrainedTokens, share: Tensor, clipped: Tensor, micro_batch: MicroBatch) -> Tensor:
+def _sums(
+    tokens: TrainedTokens,
+    share: Tensor,
+    masks: Mapping[str, Tensor],
+    corrections: Mapping[str, Tensor],
+    micro_batch: MicroBatch,
+) -> Tensor:
     """The sums of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy."""
     difference = (tokens.logprobs - tokens.inference_logprobs).double()
-    ratio = torch.exp(difference)
-    values = torch.stack(
-        [
-            share.double(),
-            tokens.entropy.double().sum(),
-            (ratio - 1 - difference).sum(),
-            clipped.double().sum(),
-            torch.tensor(float(len(difference)), dtype=torch.float64, device=share.device),
-            torch.tensor(float(sum(s.length for s in micro_batch.samples)), dtype=torch.float64, device=share.device),
-        ]
-    )
-    return values.cpu()
+    measured = {
+        "loss": share,
+        "entropy": tokens.entropy.sum(dtype=torch.float64),
+        "kl": (torch.exp(difference) - 1 - difference).sum(),
+        "masked": torch.stack([*masks.values()]).any(0).sum(),
+        **{_MASKED[stage]: mask.sum() for stage, mask in masks.items()},
+        **{_WEIGHTS[name]: weight.sum(dtype=torch.float64) for name, weight in corrections.items()},
+    }
+    numbers = torch.stack([value.double() for value in measured.values()]).tolist()
+    sums = dict.fromkeys(SUMS, 0.0) | dict(zip(measured, numbers, strict=True))
+    sums["loss_tokens"], sums["tokens"] = len(difference), sum(sample.length for sample in micro_batch.samples)
+    return torch.tensor([*sums.values()], dtype=torch.float64)

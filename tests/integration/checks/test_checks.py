@@ -38,6 +38,8 @@ SETTINGS = [
     ("env-names", WARNING, [("batcher", "budgets = { vcopy = 1.0 }"), ("worker.b", 'env = "repeat"')]),
     ("loss", WARNING, [("trainer.loss", "options = { clip_low = 0.001 }")]),
     ("loss", WARNING, [("trainer.loss", 'old_logprobs = "recomputed"')]),
+    ("loss", WARNING, [("trainer.loss", "correction = { sequence_tis = {} }"), ("batcher", "row_tokens = 2400")]),
+    ("loss", WARNING, [("trainer.loss", "correction = { sequence_mask = {} }"), ("batcher", "row_tokens = 2400")]),
     ("schedule", FAILURE, [("trainer.optimizer", 'schedule = "wsd_sqrt"\nstable_updates = 9')]),
     ("schedule", WARNING, [("trainer.optimizer", 'schedule = "cosine"\nwarmup_updates = 50')]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("batcher", "max_age = 1\nlookahead = 2")]),
