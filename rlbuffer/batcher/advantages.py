@@ -8,7 +8,7 @@ group of n rollouts and r̄ their mean:
 name       advantage                                    source
 ========== ============================================ ================================================================
 rloo       r_i - mean of the others                     Ahmadian et al. 2024, arXiv 2402.14740, section 3
-grpo       (r_i - r̄) / (std + 1e-6), std over n - 1     Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1
+grpo       (r_i - r̄) / (std + e), std over n - 1        Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1
 dr_grpo    r_i - r̄                                      Liu et al. 2025, arXiv 2503.20783, section 3
 max_rl     (r_i - r̄) / r̄, 0 where r̄ = 0, for r >= 0     Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
 opo        r_i - mean weighted by sampled length        Hao et al. 2025, arXiv 2505.23585, section 3
@@ -20,11 +20,13 @@ elsewhere, so that being short never pays for a wrong answer. s is the sigmoid, 
 deviations the rollout is longer than the mean of the rollouts with a positive reward. Source: Arora and Zanette 2025,
 Training language models to reason efficiently, arXiv 2502.04463, section 3.1.
 
-What guards a division is relative to the size of the rewards, which is the largest of them, either sign: rewards a
-thousand times as large have the same `grpo`. ``max_rl`` divides by the mean, which means nothing where rewards of both
-signs cancel: it refuses negative ones by name, and the group is dropped.
+What guards a division is relative to the size of the rewards, which is the largest of them, either sign: e is 1e-6,
+times the size where that is below 1. So rewards a thousandth as large have the same `grpo`. Rewards within 1e-6 of the
+size of each other count as equal, and up to 1e-6 of it as 0: `grpo` gives 0 to equal ones, and a positive reward above
+is one beyond that. ``max_rl`` divides by the mean, which means nothing where rewards of both signs cancel: it refuses
+negative ones by name, and the group is dropped.
 
-A group of one gets 0 in all of them: there is nothing to compare it with.
+A group of one has nothing to be compared with and gets 0, but in ``reinforce``, which compares nothing: its reward.
 
 An estimator of the user's own is a callable named by a dotted path, ``package.module:name`` (a class is called without
 arguments first)::
@@ -36,7 +38,8 @@ It gets copies of the rewards and of the sampled tokens, [n] float64 both, and w
 get the same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the
 batcher and sees no payloads. One that fails, or gives another number of numbers, is a ConfigError, which stops the
 batcher, and every rank hears it. Where a number is not finite or beyond :data:`MAX_ADVANTAGE`, whoever computed it, the
-group cannot be trained: it is dropped, and the others go on.
+group cannot be trained: it is dropped, and the others go on. Where it fails for a group of one, or its number there is
+not finite (a deviation of one, a mean of no others), it is one that compares: that group gets 0.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlbuffer.config.batcher import compares
 from rlbuffer.config.imports import defined_at, failed_in, load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import MAX_NUMBER
@@ -73,7 +77,8 @@ def rloo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
 
 
 def grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """``(r_i - mean) / (std + 1e-6)``, with the standard deviation over n - 1; zeros where the rewards are flat."""
+    """``(r_i - mean) / (std + 1e-6 min(1, largest |r|))``, with the standard deviation over n - 1; zeros where the
+    rewards count as equal: within 1e-6 of the largest of each other."""
     std = _deviation(rewards, GRPO_EPSILON)
     return np.divide(dr_grpo(rewards), std, out=np.zeros_like(rewards), where=std > 0)
 
@@ -140,7 +145,8 @@ OF_DIFFERENCES = frozenset({"rloo", "grpo", "dr_grpo", "opo"})
 
 
 def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
-    """``advantages / (std of all of a step's rewards over n - 1, + 1e-4)``: every prompt by the same number.
+    """``advantages / (std of all of a step's rewards over n - 1, + 1e-4 min(1, largest |r|))``: every prompt by the
+    same number.
 
     A group's own deviation weighs up prompts that are nearly solved, or nearly never; the batch's does not. Where all
     rewards are flat nothing is divided.
@@ -201,12 +207,14 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
             given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
             values = np.array(given, dtype=np.float64)
         except (Exception, SystemExit) as error:  # it is not our code
+            if len(rewards) == 1:
+                return np.zeros_like(rewards)
             raise refused(setting, name, f"failed{for_whom}: {failed_in(own, error)}") from error
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"
             whole = plural(len(rewards), "rollout")
             raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}{defined_at(own)}")
-        return values
+        return values if len(rewards) > 1 else np.where(np.isfinite(values), values, 0.0)
 
     return checked
 
@@ -239,7 +247,7 @@ def estimate(
     weights = None if lengths is None else np.asarray(lengths, dtype=np.float64)
     if weights is not None and weights.shape != values.shape:
         raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
-    if len(values) <= 1:
+    if not len(values) or (len(values) == 1 and compares(name)):
         return np.zeros_like(values)
     with np.errstate(all="ignore"):  # its results are checked below
         advantages = estimator(values, weights, group)

@@ -19,7 +19,7 @@ from rlbuffer.batcher.advantages import (
     over_batch,
 )
 from rlbuffer.batcher.group import Group
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig, compares
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, rollouts_of, sequences_of
@@ -105,12 +105,14 @@ def advantages_of(
             own += (slice(start + size * i, start + size * (i + 1)) for i in range(len(members)))
             together = slice(start, start + size * len(members))
             start = together.stop
-            if size > 1 and name in BY_ROWS:
+            if size == 1 and compares(name):
+                continue
+            if name in BY_ROWS:
                 rows, weights = (values[together].reshape(-1, size) for values in (rewards, lengths))
                 advantages[together] = estimators[name](rows, weights, {}).ravel()
                 continue
             for group, its_own in zip(members, own[-len(members) :], strict=True):
-                if size > 1 and is_finite[its_own].all():
+                if is_finite[its_own].all():
                     about = group_facts(group) if ":" in name else {}
                     advantages[its_own] = estimators[name](rewards[its_own], lengths[its_own], about)
     if not (is_finite & (np.abs(advantages) <= MAX_ADVANTAGE)).all():

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlbuffer.checks.check import Context, Finding, check, failure, warning
 from rlbuffer.config import losses
+from rlbuffer.config.batcher import compares
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.memory_needs import (
@@ -28,9 +29,12 @@ LATE = 2**53
 """A step after every schedule of budgets has ended."""
 
 
-@check("batcher.min_group_size batcher.envs.NAME.min_group_size worker.NAME.group_size")
+@check(
+    """batcher.min_group_size batcher.envs.NAME.min_group_size worker.NAME.group_size batcher.advantage
+    batcher.envs.NAME.advantage""",
+)
 def group_size(c: Context) -> Iterator[Finding]:
-    """A worker's group_size is at least 2, and the min_group_size of its env."""
+    """A worker's group_size is at least the min_group_size of its env, and 2 where advantages compare rollouts."""
     batcher = c.settings.batcher
     for name, options in c.settings.worker.items():
         required, setting = batcher.for_env(options.env).min_group_size, f"worker.{name}.group_size"
@@ -41,7 +45,12 @@ def group_size(c: Context) -> Iterator[Finding]:
             text = f"{least} = {required}, but {setting} = {options.group_size}: no group would ever be trained"
             yield failure(text, least, setting)
         elif options.group_size == 1 and needs_advantage(c.settings.trainer.loss):
-            yield warning(f"{setting} = 1: advantages compare the rollouts of a group, so all of them are 0", setting)
+            estimator, override = batcher.for_env(options.env).advantage, batcher.envs.get(options.env)
+            own = override is not None and override.advantage is not None
+            by = f"batcher.envs.{options.env}.advantage" if own else "batcher.advantage"
+            if compares(estimator):
+                text = f"{setting} = 1: {by} = {estimator!r} compares the rollouts of a group, so all advantages are 0"
+                yield warning(text, setting, by, fix='Sample larger groups, or take advantage = "reinforce"')
 
 
 @check("worker.NAME.env worker.NAME.env_options")

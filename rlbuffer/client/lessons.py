@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from rlbuffer.config.batcher import compares
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
@@ -64,6 +66,27 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     reward = mean_reward(steps)
     mean = "" if reward is None else f", at a mean reward of {reward:.3f}"
     return Problem(kind=Trouble.NO_LESSON, detail=f"{', '.join(facts)}{mean}")
+
+
+def alone(header: StepHeader, config: Mapping[str, Any]) -> dict[str, str]:
+    """Envs of a step of which each group is one rollout, while their estimator compares those of a group: env -> a
+    sentence. Not where rollouts bring a column of advantages.
+
+    Args:
+        config: the batcher's, as the run has it.
+    """
+    said = {}
+    for env, its in header.envs.items():
+        override = config.get("envs", {}).get(env, {}).get("advantage")
+        estimator = override or config.get("advantage", "")
+        if its["groups"] == its["rollouts"] and compares(estimator) and "advantages" not in header.columns:
+            setting = f"batcher.envs.{env}.advantage" if override else "batcher.advantage"
+            said[env] = (
+                f"step {header.step}: each group of env {env} is one rollout, and {setting} = {estimator!r} compares "
+                "the rollouts of a group: their advantages are 0, and they train nothing. Push groups of several "
+                'rollouts, or set it to "reinforce", or push a column advantages'
+            )
+    return said
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:

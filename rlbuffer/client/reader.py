@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.rank_0 import RankZeroWatch
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch, refused_for
@@ -41,6 +42,8 @@ over waits for it before it commits, and shall commit within a lease and two sec
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
+READ_RECORDS = 1000
+"""Newest records of the history that are read for a step's own."""
 
 
 class NotAwaited(Exception):
@@ -127,6 +130,8 @@ class Reader:
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
         self._skew = Skew(rank, world_size)
+        self._alone: set[str] = set()
+        """Envs with a step here in which each group was one rollout."""
         self._given: StepHeader | None = None
         """Of the last step of :meth:`steps`: a server that comes back without it takes its number all the same."""
         self._pool: ThreadPoolExecutor | None = None
@@ -190,6 +195,7 @@ class Reader:
                 except NotAwaited:
                     return
                 fetch = self._fetch(number + 1)
+                self._tell_alone(step.header)
                 self._given = step.header
                 yield step
                 if step.number > self._progress.place.step:
@@ -207,11 +213,27 @@ class Reader:
         self.start()
         fetch = self._fetch(number)
         try:
-            return self._await(number, fetch.future)
+            step = self._await(number, fetch.future)
+            self._tell_alone(step.header)
+            return step
         except NotAwaited:
             raise NotFound(f"run {self._store.run!r} has ended: there will be no step {number}.") from None
         finally:
             fetch.abandon()
+
+    def _tell_alone(self, header: StepHeader) -> None:
+        """Warns once of each env whose groups are one rollout each and teach nothing, as the leader judges, too: it
+        knows what the loss needs. A server that is away is met again by what needs it."""
+        new = {env for env, its in header.envs.items() if its["groups"] == its["rollouts"]} - self._alone
+        if self.rank or not new:
+            return
+        self._alone |= new
+        with suppress(RlbufferError):
+            said = {env: text for env, text in alone(header, self._store.meta().config).items() if env in new}
+            steps = last_steps(self._store.history(READ_RECORDS)) if said else ()
+            flat = max((r.get("flat") or 0 for r in steps if r.get("step") == header.step), default=0)
+            for text in said.values() if flat >= sum(header.envs[env]["groups"] for env in said) else ():
+                _log.warning("%s", text)
 
     def still_there(self, step: Step) -> bool:
         """True when the server has `step`, which this rank was given; False also while the server is away.

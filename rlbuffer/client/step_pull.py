@@ -121,7 +121,7 @@ class StepPull:
         pulled = Pulled(rollouts, masked)
         for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
             self._take(made, chunk, rollouts, schema, pulled)
-        samples = Samples(rollouts, pulled.groups, pulled.attachments, pulled.advantages)
+        samples = Samples(rollouts, pulled)
         micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)
         damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.damaged.items())]
         step = Step(
@@ -190,6 +190,7 @@ class Pulled:
         self.groups: dict[str, bytes | None] = {}
         """Payload key -> encoded group part of the push."""
         self.attachments: dict[int, Mapping[str, NDArray[Any]]] = {}
+        self.successes: dict[int, Mapping[str, bool]] = {}
         self._planned = rollouts.table["advantage"].tolist()
         self.advantages: dict[int, float] = {}
         """Of those that bring their own and are trained."""
@@ -197,6 +198,8 @@ class Pulled:
     def keep(self, read: Mapping[int, Payload]) -> None:
         """Copies what samples have of payloads."""
         for i, its in read.items():
+            if its.details.successes:
+                self.successes[i] = its.details.successes
             if its.attachments:
                 self.attachments[i] = {name: _copied(array) for name, array in its.attachments.items()}
             if "advantages" in its.columns and i not in self.masked:
@@ -212,21 +215,15 @@ def _copied(array: NDArray[Any]) -> NDArray[Any]:
 class Samples:
     """Makes the records of rollouts that people and losses read. Keeps the encoded group parts of payloads."""
 
-    def __init__(
-        self,
-        rollouts: PartRollouts,
-        groups: Mapping[str, bytes | None],
-        attachments: Mapping[int, Mapping[str, NDArray[Any]]],
-        advantages: Mapping[int, float],
-    ) -> None:
-        self._rollouts, self._groups, self._keys = rollouts, groups, rollouts.of_push("payload_key")
-        self._attachments, self._advantages = attachments, advantages
+    def __init__(self, rollouts: PartRollouts, pulled: Pulled) -> None:
+        self._rollouts, self._groups, self._keys = rollouts, pulled.groups, pulled.keys
+        self._attachments, self._advantages, self._successes = pulled.attachments, pulled.advantages, pulled.successes
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
         """A function that makes the records of these rollouts."""
         groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
         attachments = {item: self._attachments[item] for item in items if item in self._attachments}
-        return partial(_samples, self._rollouts, items, groups, attachments, self._advantages)
+        return partial(_samples, self._rollouts, items, groups, attachments, self._advantages, self._successes)
 
 
 def _samples(
@@ -235,6 +232,7 @@ def _samples(
     groups: Mapping[str, bytes | None],
     attachments: Mapping[int, Mapping[str, Any]],
     advantages: Mapping[int, float],
+    successes: Mapping[int, Mapping[str, bool]],
 ) -> tuple[Sample, ...]:
     answers = {key: _answer(group) for key, group in groups.items()}
     return tuple(
@@ -257,6 +255,7 @@ def _samples(
             rollout=ref.number,
             rollout_loss_tokens=ref.rollout_loss_tokens,
             info=ref.info,
+            successes=successes.get(item, {}),
         )
         for item, ref in ((item, rollouts[item]) for item in items)
     )

@@ -116,7 +116,8 @@ class Writer:
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
-        self._has_said_zeros = False
+        self._zeros_said: set[str] = set()
+        """Envs of which it has said that logprobs are missing."""
         self._run_config: Mapping[str, Any] = {}
 
     @property
@@ -268,17 +269,19 @@ class Writer:
         return group if self._limit is None else truncated_group(group, self._limit)
 
     def _say_zeros(self, group: Group) -> None:
-        """Says once that a rollout has no logprobs: zeros are right for greedy sampling, and wrong ratios elsewhere."""
-        bare = () if self._has_said_zeros else [r.rollout_id for r in group.rollouts if lacks_logprobs(r)]
-        if bare:
-            self._has_said_zeros = True
+        """Says once of an env that a rollout has no logprobs: zeros are right for greedy sampling, and wrong ratios
+        elsewhere. One token that is certain is no sign: a group is looked at whole."""
+        bare = () if group.env in self._zeros_said else [r for r in group.rollouts if lacks_logprobs(r)]
+        if sum(rollout.loss_tokens for rollout in bare) > 1:
+            self._zeros_said.add(group.env)
             _log.warning(
-                "group %s of env %s: every logprob of rollout %s is 0, as greedy sampling has them, or an engine that "
-                "was not asked for logprobs. Push those that it was sampled with: a loss with ratios trains wrongly "
-                "without. Said once by this writer",
+                "group %s of env %s: every trained logprob of rollout %s is 0 (probability 1), as greedy sampling has "
+                "them, or an engine that was not asked for logprobs. The ratio of a loss, or the weight of a "
+                "correction, is then the policy's own probability, which clips or shrinks most of the gradient. Push "
+                "the logprobs that the tokens were sampled with. Said once of an env by this writer",
                 group.group_id,
                 group.env,
-                bare[0],
+                bare[0].rollout_id,
             )
 
 

@@ -18,6 +18,14 @@ from rlbuffer.records.checks import MAX_COUNT
 
 ESTIMATOR_NAMES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce", "length_penalty")
 """Built-in estimators of advantages (:mod:`rlbuffer.batcher.advantages`)."""
+
+
+def compares(estimator: str) -> bool:
+    """True for an estimator that compares a rollout with the others of its group: one alone has an advantage of 0. One
+    of the user's own says itself what one alone has."""
+    return estimator in ESTIMATOR_NAMES and estimator != "reinforce"
+
+
 ORDERS = ("newest_first", "oldest_first", "priority")
 """Built-in orders of an env's groups."""
 

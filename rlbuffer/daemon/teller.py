@@ -184,5 +184,5 @@ def _flat_text(header: StepHeader, flat: int) -> str:
     if flat < groups or not groups:
         return f"{flat} of {groups} groups teach nothing" if flat else ""
     alone = header.rollouts == groups
-    why = "each group is one rollout, with nothing to compare it with" if alone else "no rollout has an advantage"
+    why = "each group is one rollout, and none has an advantage" if alone else "no rollout has an advantage"
     return f"! it teaches nothing: {why}"

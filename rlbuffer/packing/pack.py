@@ -104,4 +104,5 @@ def _sample(rollout: Rollout, place: int, number: int, advantage: float, info: R
         rollout=place,
         rollout_loss_tokens=rollout.loss_tokens,
         info=info,
+        successes=rollout.successes,
     )

@@ -68,6 +68,8 @@ class Sample:
     """Trained tokens of the rollout, over all of its sequences, as planned."""
     info: RolloutInfo | None = field(default=None, compare=False)
     """Every number that its push said of it; None of a sample that is made by hand."""
+    successes: Mapping[str, bool] = field(default_factory=dict)
+    """Named verdicts of the rollout, on each of its sequences. Empty where it is damaged."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:

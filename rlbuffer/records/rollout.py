@@ -407,12 +407,12 @@ def _masked(sequence: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
 
 
 def lacks_logprobs(rollout: Rollout) -> bool:
-    """True when several tokens are trained, and every logprob is exactly 0: nothing was sampled with such a certainty,
+    """True when tokens are trained, and the logprob of each is exactly 0: nothing was sampled with such a certainty,
     except greedily."""
     return (
         not rollout.failure
-        and rollout.loss_tokens > 1
-        and not any(sequence.logprobs.any() for sequence in rollout.sequences)
+        and rollout.loss_tokens > 0
+        and not any(sequence.logprobs[sequence.loss_mask].any() for sequence in rollout.sequences)
     )
 
 

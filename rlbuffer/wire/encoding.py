@@ -128,7 +128,7 @@ def _details_of(rollout: Rollout, its: TokenSequence, number: int, text_bytes: i
                 rollout.rollout_id,
                 None if number else rollout.reward,
                 {} if number else _map("value[2]", rollout.rewards),
-                {} if number else _map("value[3]", rollout.successes),
+                _map("value[3]", rollout.successes),
                 "" if number else rollout.finish_reason,
                 rollout.is_truncated,
                 [*chain.from_iterable(its.version_spans)],

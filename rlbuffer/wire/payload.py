@@ -105,7 +105,7 @@ class Details(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     text_bytes: _Count | None
     metadata: msgspec.Raw
     number: Annotated[int, Meta(ge=0, lt=MAX_SEQUENCES)]
-    """Place of the sequence in its rollout: the first has what is the rollout's own."""
+    """Place of the sequence in its rollout: the first has what is the rollout's own, and all have its `successes`."""
     sequences: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
     """How many the rollout has."""
     name: _Short

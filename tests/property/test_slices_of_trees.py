@@ -1,13 +1,13 @@
 """However a step of trees of sequences is cut, over slices, micro-batches and ranks, an update divides by its weights.
 
-TREES=200 draws as many steps for every loss; a few are drawn without it.
+TREES=200 draws as many trees for every loss, three to eight a step; a few are drawn without it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,7 +34,7 @@ from rlbuffer.trainer.losses.total import token_weights
 from rlbuffer.trainer.update.token_choice import choose, draws
 from rlbuffer.trainer.update.update import Updates, trained_tokens
 
-TREES = int(os.environ.get("TREES", "2"))
+TREES = int(os.environ.get("TREES", "10"))
 ROW_TOKENS, LONGEST = 48, 64
 """Tokens of a row, unless a sequence is longer; the constant of dr_grpo."""
 
@@ -86,6 +86,14 @@ def drawn(seed: int) -> Drawn:
     rollouts = [trees.rollout(rng) for _ in range(int(rng.integers(3, 9)))]
     masked = {i for i in range(1, len(rollouts)) if rng.random() < 0.2}
     return Drawn(rollouts=rollouts, masked=masked, advantages=rng.normal(size=len(rollouts)).tolist())
+
+
+def steps(count: int) -> Iterator[Drawn]:
+    """Steps of `count` trees in all, or a few more."""
+    seed = 0
+    while count > 0:
+        yield (step := drawn(seed))
+        seed, count = seed + 1, count - len(step.rollouts)
 
 
 def parts_of(step: Drawn, world_size: int) -> list[Step]:
@@ -250,8 +258,7 @@ def in_one_process(step: Drawn, places: set[tuple[str, int]], choice: LossChoice
 
 @pytest.mark.parametrize("name", BUILT_IN_LOSSES)
 def test_an_update_is_the_mean_over_what_it_holds_however_a_step_is_cut(name: str) -> None:
-    for seed in range(TREES):
-        step = drawn(seed)
+    for seed, step in enumerate(steps(TREES)):
         for normalizer in ("auto", *(n for n in ("rollouts", "tokens", "longest") if seed % 4 == len(n) % 4)):
             choice = LossChoice(name=name, normalizer=normalizer, entropy_bonus=0.01 * (seed % 2))
             whole = {(str(r), s) for r, s, _ in step.items()}

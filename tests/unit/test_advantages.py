@@ -6,7 +6,7 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, pending_tokens, put
 
 from rlbuffer.batcher.advantages import BY_ROWS, ESTIMATORS, POSITIVE, advantage
-from rlbuffer.config.batcher import EnvConfig
+from rlbuffer.config.batcher import EnvConfig, compares
 from rlbuffer.errors import ConfigError, InvalidRollout
 
 
@@ -47,9 +47,34 @@ def test_groups_that_are_looked_at_together_get_what_each_gets_alone_to_the_bit(
             assert ESTIMATORS[name](rewards, None).tobytes() == alone.tobytes(), size
 
 
+ALONE = {"rloo": 0.0, "grpo": 0.0, "dr_grpo": 0.0, "max_rl": 0.0, "opo": 0.0, "length_penalty": 0.0, "reinforce": 1.0}
+"""What a rollout that is alone in its group has of its reward."""
+
+
+@pytest.mark.parametrize("reward", [0.7, -1.0, 0.0, 1e12])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_group_of_one_gets_zero(name):
-    assert advantage(name, [0.7], lengths=[5]).tolist() == [0.0]
+def test_a_group_of_one_gets_its_reward_where_nothing_is_compared_and_else_zero(name, reward):
+    assert advantage(name, [reward], lengths=[5]).tolist() == [ALONE[name] * reward]
+    assert compares(name) == (ALONE[name] == 0.0)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "of the env"])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_step_of_groups_of_one_has_the_same_advantages(name, where):
+    rewards = [0.7, 0.0, 2.0, 0.5]
+    settings = {"advantage": name} if where == "everywhere" else {"envs": {"a": EnvConfig(advantage=name)}}
+    made = batcher(step_groups=4, **settings)
+    for i, reward in enumerate(rewards):
+        put(made, f"g{i}", env="a", rewards=(reward,), lengths=(25,))
+    step = ask(made).plan
+    assert step.advantages.tolist() == pytest.approx([ALONE[name] * reward for reward in rewards])
+    assert step.flat == (4 if compares(name) else 1)
+
+
+def test_no_reward_of_one_alone_is_no_advantage():
+    assert advantage("reinforce", []).tolist() == []
+    with pytest.raises(InvalidRollout):
+        advantage("reinforce", [float("nan")])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -109,14 +134,32 @@ def test_an_estimator_of_ones_own_is_told_of_the_group_and_may_spoil_what_it_get
     ]
 
 
-def test_a_class_is_an_estimator_and_a_group_of_one_is_not_asked_about(mine):
+def test_a_class_is_an_estimator(mine):
     class Halved:
         def __call__(self, rewards, lengths, group):
             return rewards / 2
 
     mine.Halved = Halved
     assert advantage("estimators_of_a_test:Halved", [1.0, 3.0]).tolist() == [0.5, 1.5]
-    assert advantage("estimators_of_a_test:Halved", [1.0]).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (lambda r, n, g: r - 0.25, 0.75),
+        (lambda r, n, g: r - np.median(r), 0.0),
+        (lambda r, n, g: (r - r.mean()) / np.sqrt(((r - r.mean()) ** 2).mean()), 0.0),  # 0 / 0
+        (lambda r, n, g: [x - (sum(r) - x) / 0 for x in r.tolist()], 0.0),
+    ],
+    ids=["a baseline of its own", "the group's", "nan", "fails"],
+)
+def test_an_estimator_of_ones_own_is_asked_about_a_group_of_one_and_zero_where_it_has_no_number(mine, own, expected):
+    mine.own = own
+    assert advantage("estimators_of_a_test:own", [1.0]).tolist() == [expected]
+    made = batcher(step_groups=1, advantage="estimators_of_a_test:own")
+    put(made, "g", env="a", rewards=(1.0,), lengths=(25,))
+    step = ask(made).plan
+    assert (step.advantages.tolist(), step.flat) == ([expected], int(expected == 0))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_step_that_teaches_nothing_or_not_all_says_so() -> None:
     assert "teach" not in line(0, 8)
     assert "1 of 2 groups teach nothing" in line(1, 8)
     assert "! it teaches nothing: no rollout" in line(2, 8)
-    assert "! it teaches nothing: each group is one rollout" in line(2, 2)
+    assert "! it teaches nothing: each group is one rollout, and none has an advantage" in line(2, 2)
 
 
 def test_a_record_of_the_history_leaves_out_what_need_not_be_there() -> None:

@@ -52,6 +52,8 @@ CASES = [
     ("another column", group_of(FLAT, columns=(("teacher_logprobs", "<f4", ()),)), {}, True, False),
     ("a loss that needs none", group_of(FLAT), {}, False, True),
     ("no baseline", group_of(FLAT), {"advantage": "reinforce"}, True, True),
+    ("one rollout, no baseline", group_of([1.0]), {"advantage": "reinforce"}, True, True),
+    ("one rollout, no baseline, nothing won", group_of([0.0]), {"advantage": "reinforce"}, True, False),
     ("no baseline, nothing won", group_of([0.0] * 4), {"advantage": "reinforce"}, True, False),
     ("lengths", group_of([1.0] * 4, lengths=(10, 20, 25, 25)), {"advantage": "length_penalty"}, True, True),
     (

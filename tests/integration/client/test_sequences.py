@@ -16,6 +16,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
+from rlbuffer.packing.pack import pack
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout, TokenSequence
@@ -105,6 +106,24 @@ def test_trees_are_packed_once_counted_once_and_weigh_as_one(run: Run) -> None:
         assert ledger.packed == ((seed + 1) * GROUPS * SIZE, ledger.pushed[1])
     report = verify(run.store)
     assert report.findings == ()
+
+
+def test_every_sequence_has_the_verdicts_of_its_rollout_on_every_rank(run: Run) -> None:
+    run.lead()
+    (group,) = groups(5, 1, 8)
+    verdicts = [{}, {"exact": True}, {"exact": False, "tidy": True}]
+    its = tuple(replace(r, successes=verdicts[i % 3]) for i, r in enumerate(group.rollouts))
+    commit(run, [replace(group, rollouts=its)], world_size=2)
+    expected = {r.rollout_id: dict(r.successes) for r in its}
+    for world_size in (2, 1):
+        seen = [sample for step in pulled(run, 1, world_size) for mb in step for sample in mb.samples]
+        assert {(s.rollout_id, s.sequence) for s in seen} == {
+            (r.rollout_id, i) for r in its for i in range(len(r.sequences))
+        }
+        assert all(dict(sample.successes) == expected[sample.rollout_id] for sample in seen)
+    assert verify(run.store).findings == ()
+    packed = pack(its, row_tokens=4096)
+    assert [sample.successes for sample in packed.samples] == [r.successes for r in its for _ in r.sequences]
 
 
 def test_a_part_of_a_rollouts_sequences_is_not_committed_and_would_be_found(

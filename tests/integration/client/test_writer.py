@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from every_role import EveryRole, stands_in
 from rolled_back import roll_back
@@ -235,3 +236,45 @@ def test_a_rollout_of_which_every_logprob_is_0_is_said_once(
             assert writer.push(pushed).status == "stored"
     said = [message for message in caplog.messages if "a.1/1" in message]
     assert (len(said), len(caplog.messages)) == (int(is_said), int(is_said))
+
+
+def zeros(name: str, tokens: int, *, untrained: float = 0.0) -> rlbuffer.Rollout:
+    """A rollout of a first turn whose logprobs are `untrained` and which is not trained, and of `tokens` of 0."""
+    rollout = rlbuffer.Rollout.from_completion(
+        prompt_ids=[1, 2],
+        token_ids=[3] * (2 + tokens),
+        logprobs=[untrained] * 2 + [0.0] * tokens,
+        reward=1.0,
+        policy_version=0,
+    )
+    mask = np.array([False] * 4 + [True] * tokens)
+    return replace(rollout, loss_mask=mask, rollout_id=name)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "is_said"),
+    [
+        ([zeros("a/0", 3, untrained=-0.5)], True),  # what is not trained tells nothing
+        ([zeros("a/0", 1), zeros("a/1", 1)], True),  # each of one token
+        ([zeros("a/0", 1)], False),
+    ],
+)
+def test_zeros_are_those_of_the_trained_tokens_of_a_group(
+    rollouts: list[rlbuffer.Rollout], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rlbuffer.connect("memory://") as buffer:
+        size = len(rollouts)
+        made = rlbuffer.Group(group_id="a", env="a", prompt_id="p", planned_size=size, rollouts=tuple(rollouts))
+        assert buffer.writer("w").push(made).status == "stored"
+    assert ["every trained logprob of rollout a/0 is 0" in message for message in caplog.messages] == [True] * is_said
+
+
+def test_zeros_are_said_once_of_each_env(caplog: pytest.LogCaptureFixture) -> None:
+    with rlbuffer.connect("memory://") as buffer:
+        writer = buffer.writer("w")
+        for env, number in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+            name = f"{env}.{number}"
+            its = (zeros(f"{name}/0", 3),)
+            pushed = rlbuffer.Group(group_id=name, env=env, prompt_id="p", planned_size=1, rollouts=its)
+            assert writer.push_many([pushed])[0].status == "stored"
+    assert [message.partition(":")[0] for message in caplog.messages] == ["group a.0 of env a", "group b.0 of env b"]

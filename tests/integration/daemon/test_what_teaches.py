@@ -15,8 +15,10 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.checks.server import stands_still
 from rlbuffer.client.lessons import LEAST_STEPS
+from rlbuffer.client.reader import Reader
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.testing import make_group
 from rlbuffer_cli.run_tables import READ_RECORDS
@@ -74,6 +76,45 @@ def test_a_step_of_groups_of_one_says_that_it_teaches_nothing(served: Served) ->
         push(run, f"a.{n}", (), size=1)
     step = served.wait_for(lambda: served.said("step"))[0]
     assert (step["flat"], len(step["group_ids"])) == (2, 2)
+
+
+ALONE = "each group of env a is one rollout, and {} = {!r} compares the rollouts of a group"
+
+
+@pytest.mark.parametrize(
+    ("size", "columns", "loss", "settings", "said"),
+    [
+        (1, (), {}, {}, ALONE.format("batcher.advantage", "rloo")),
+        (1, (), {}, {"envs": {"a": {"advantage": "grpo"}}}, ALONE.format("batcher.envs.a.advantage", "grpo")),
+        (1, (), {}, {"advantage": "reinforce"}, ""),
+        (1, (), {}, {"advantage": "grpo", "envs": {"a": {"advantage": "reinforce"}}}, ""),
+        (1, ("advantages",), {}, {}, ""),
+        (1, ("teacher_logprobs",), OWN, {}, ""),
+        (2, (), {}, {}, ""),
+    ],
+)
+def test_a_loop_of_ones_own_hears_at_its_first_step_that_groups_of_one_teach_nothing(
+    served: Served,
+    caplog: pytest.LogCaptureFixture,
+    size: int,
+    columns: tuple[str, ...],
+    loss: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    said: str,
+) -> None:
+    run = served.run
+    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=0, **settings)
+    served.serve(config, settings=RunSettings(trainer={"loss": loss}))
+    for n in range(4):
+        push(run, f"a.{n}", columns, size=size, best=1.0)
+    for _, step in zip(range(2), reader.steps(), strict=False):
+        assert step.groups == 2
+    told = [record.message for record in caplog.records if record.name == "rlbuffer.client.reader"]
+    assert [said in message for message in told] == ([True] if said else [])
+    assert not told or told[0].startswith("step 1: ")
 
 
 def seen(run: Run) -> tuple[str, list[str]]:
