@@ -17,7 +17,7 @@ from rlbuffer_cli import look
 from rlbuffer_cli.plots import Curve, small_charts
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import rank_line, run_view, trainer_view
+from rlbuffer_cli.view import rank_line, run_view, step_line, trainer_view
 
 
 def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> StepRecord:
@@ -63,6 +63,27 @@ def test_the_trainers_view_shows_ranks_and_the_newest_examples() -> None:
         "best a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
         "worst a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
     ]
+
+
+def test_the_views_of_a_trainer_say_what_takes_the_gradient() -> None:
+    some = replace(
+        record(1), masked_fraction=0.25, masked_by={"clip": 0.1, "icepop": 0.2}, correction_weight={"icepop": 0.9}
+    )
+    nothing = replace(
+        some, masked_fraction=1.0, masked_by={"clip": 0.0, "icepop": 1.0}, correction_weight={"icepop": 0.0}
+    )
+    for step, said in (
+        (record(1), []),
+        (some, ["masked 25.0% (icepop 20.0%) weight icepop 0.90"]),
+        (
+            nothing,
+            ["masked 100.0% (icepop 100.0%)", "step 1 trains nothing by its loss: of its tokens are masked by icepop"],
+        ),
+    ):
+        seen = " ".join(" ".join(lines_of(trainer_view([step], planned=20, elapsed=10.0), 120)).split())
+        assert ["masked" in seen, *(text in seen for text in said)] == [bool(said), *[True] * len(said)]
+        line = " ".join(step_line(step, 20).split())
+        assert ("masked" in line, all(text in line for text in said[:1])) == (bool(said), True)
 
 
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:

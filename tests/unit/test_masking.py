@@ -21,7 +21,8 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.state.step_record import StepRecord
+from rlbuffer.state.metric import metrics_of
+from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.reports.mfu import Utilization
 from rlbuffer.trainer.reports.reports import step_lines
@@ -198,6 +199,16 @@ def test_the_mean_weight_of_a_correction_is_told(name: str, drift: tuple[float, 
     record, _ = recorded(LossChoice(name="dapo", correction={name: {}}), drift=drift)
     assert record.correction_weight == {name: pytest.approx(mean, rel=1e-6)}
     assert f"weight {name} {mean:.2f}" in step_lines(record)
+
+
+def test_each_share_is_a_metric_by_stage_and_each_weight_by_correction() -> None:
+    metrics = {field: (each.name, each.labels) for field, each in metrics_of(StepRecord)}
+    assert metrics["masked_fraction"] == ("train_masked_ratio", ())
+    assert metrics["masked_by"] == ("train_masked_by_ratio", ("stage",))
+    assert metrics["correction_weight"] == ("train_correction_weight_mean", ("correction",))
+    record, _ = recorded(LossChoice(name="icepop"), drift=(2.0, 0.0))
+    paths = scalars(record.as_object())
+    assert (paths["masked_by/icepop"], paths["masked_fraction"], paths["correction_weight/icepop"]) == (0.5, 0.5, 0.5)
 
 
 def test_a_loss_that_needs_no_advantage_is_not_said_to_be_masked() -> None:
