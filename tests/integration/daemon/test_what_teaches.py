@@ -134,8 +134,13 @@ def seen(run: Run) -> tuple[str, list[str]]:
         (0.0, {}, f"{LEAST_STEPS} of the {LEAST_STEPS} groups"),
         (1.0, {"grad_norm": 0.0, "entropy": 0.041}, "0.041"),
         (1.0, {"grad_norm": 0.5, "entropy": 0.002}, "0.002"),
+        (
+            1.0,
+            {"grad_norm": 0.0, "masked_fraction": 1.0, "masked_by": {"clip": 0.1, "icepop": 1.0}},
+            f"no token had a gradient by the loss in {LEAST_STEPS} steps, in the newest by icepop",
+        ),
     ],
-    ids=["flat", "no gradient", "no entropy"],
+    ids=["flat", "no gradient", "no entropy", "masked"],
 )
 def test_a_run_that_learns_nothing_is_said_to_in_the_sentence_in_top_and_by_doctor(
     served: Served, best: float, measured: Mapping[str, float], number: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,22 @@ from torch import Tensor, nn
 
 import rlbuffer
 from rlbuffer.config.losses import LossChoice
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import loss_of
+from rlbuffer.trainer.reports.mfu import Utilization
+from rlbuffer.trainer.reports.tally import Tally
+from rlbuffer.trainer.update.slices import slices_of
+from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.update import trained_tokens
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
+EMBEDDING = SimpleNamespace(weight=torch.zeros(1))
+WORK = SimpleNamespace(
+    config=SimpleNamespace(get_text_config=lambda: None),
+    get_input_embeddings=lambda: EMBEDDING,
+    get_output_embeddings=lambda: EMBEDDING,
+)
 CUT = {"a.1/3", "a.2/0", "a.2/1", "a.2/2", "a.2/3"}
 """One rollout of a group, and all of another one."""
 
@@ -71,3 +84,11 @@ def test_what_was_truncated_trains_nothing_and_divides_nothing(buffer: rlbuffer.
     assert total == pytest.approx(loss / count, rel=1e-5)
     assert (step.normalizers.loss_tokens, step.normalizers.rollouts) == (count, 16)
     assert buffer.verify().ok, buffer.verify()
+    if world_size == 1:
+        slices = slices_of(step, ALONE, 3)
+        assert [len(part.micro_batches) for part in slices] == [1] * len(step)
+        assert sum(part.normalizers.loss_tokens for part in slices) == count
+        assert sum(part.normalizers.rollouts for part in slices) == 16
+        cut = sum(r.loss_tokens for g in groups for r in g.rollouts if r.rollout_id in CUT)
+        record = Tally(ALONE, step, settings).record(Stopwatch(), Utilization(WORK, 0, ALONE.device, passes=1))
+        assert record.masked_by["truncated"] == pytest.approx(cut / (cut + count))
