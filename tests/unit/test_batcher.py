@@ -250,10 +250,11 @@ def test_each_env_has_its_own_estimator():
     assert by_env == {"ga/0": 0.5, "ga/1": -0.5, "gb/0": 1.0, "gb/1": 0.0}
 
 
-def test_a_group_of_one_gets_advantage_zero():
-    made = batcher(step_groups=1, advantage="reinforce")
+@pytest.mark.parametrize(("estimator", "expected"), [("reinforce", 1.0), ("rloo", 0.0)])
+def test_a_group_of_one_gets_its_reward_without_a_baseline_and_zero_with_one(estimator, expected):
+    made = batcher(step_groups=1, advantage=estimator)
     put(made, "g", lengths=(25,), rewards=[1.0])
-    assert ask(made).plan.advantages.tolist() == [0.0]
+    assert ask(made).plan.advantages.tolist() == [expected]
 
 
 @pytest.mark.parametrize(("order", "first"), [("newest_first", "g2"), ("oldest_first", "g1")])
