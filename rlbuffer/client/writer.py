@@ -271,7 +271,7 @@ class Writer:
     def _say_zeros(self, group: Group) -> None:
         """Says once of an env that a rollout has no logprobs: zeros are right for greedy sampling, and wrong ratios
         elsewhere. One token that is certain is no sign: a group is looked at whole."""
-        bare = () if group.env in self._zeros_said else [r for r in group.rollouts if lacks_logprobs(r)]
+        bare = [r for r in group.rollouts if group.env not in self._zeros_said and lacks_logprobs(r)]
         if sum(rollout.loss_tokens for rollout in bare) > 1:
             self._zeros_said.add(group.env)
             _log.warning(
