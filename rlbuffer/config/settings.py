@@ -224,8 +224,8 @@ class RunSettings(Table):
         0,
         ge=0,
         le=LARGEST_SEED,
-        description="Of a fresh model's weights, of everything random in training, and of sampling: each worker of its "
-        "own.",
+        description="Of a fresh model's weights, of everything random in training, and of sampling: each worker draws "
+        "from one of its own, and from another one after each start unless the run is `deterministic`.",
     )
     deterministic: bool = Field(
         False,

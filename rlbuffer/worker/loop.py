@@ -15,6 +15,7 @@ import hashlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -69,8 +70,13 @@ DRAIN_LOOK_SECONDS = 5.0
 
 
 def _seed_of(settings: RunSettings, name: str) -> int:
-    """The seed of sampling: the run's, and another one for every worker. 32 bits: vLLM gives it to numpy."""
-    return int.from_bytes(hashlib.blake2b(f"{settings.seed} {name}".encode(), digest_size=4).digest())
+    """The seed of one life of a worker: with the same one after a restart it would draw the same random numbers again,
+    and the same completions of prompts that it has sampled before. A deterministic run wants just that.
+
+    32 bits: vLLM gives it to numpy.
+    """
+    life = name if settings.deterministic else f"{name} {uuid.uuid4().hex}"
+    return int.from_bytes(hashlib.blake2b(f"{settings.seed} {life}".encode(), digest_size=4).digest())
 
 
 def run_worker(

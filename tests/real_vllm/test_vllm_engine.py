@@ -21,6 +21,7 @@ from rlbuffer.worker.samplers.conformance import (
     CHECKS,
     CONTEXT,
     PLAIN,
+    PROMPTS,
     Check,
     Stage,
     logprobs_are_those_that_a_trainer_computes,
@@ -74,6 +75,18 @@ def test_ratios_at_age_0_are_1_under_a_nucleus(tmp_path: Path, runner: asyncio.R
 def test_every_token_of_a_worker_with_vllm_is_from_the_version_that_its_span_names(tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("vllm", dict(OPTIONS), published), models)
+
+
+def test_an_engine_that_is_started_again_draws_other_tokens(stage: Stage, runner: asyncio.Runner) -> None:
+    long = replace(PLAIN, max_new_tokens=32, stop_token_ids=())
+
+    async def drawn() -> set[tuple[int, ...]]:
+        await stage.sampler.close()  # the next request starts an engine, as after one that died
+        return {tuple(c.tokens.tolist()) for c in await stage.sampler.sample(PROMPTS[0], n=4, sampling=long)}
+
+    first, second = runner.run(drawn()), runner.run(drawn())
+    assert (len(first), len(second)) == (4, 4)
+    assert not first & second
 
 
 def test_an_option_that_vllm_does_not_have_is_a_mistake_in_the_settings(tmp_path: Path, runner: asyncio.Runner) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,16 @@ from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollou
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
-from rlbuffer.worker.samplers.conformance import CHECKS, CONTEXT, OF_THE_MODEL, Check, Stage, policies
+from rlbuffer.worker.samplers.conformance import (
+    CHECKS,
+    CONTEXT,
+    OF_THE_MODEL,
+    PLAIN,
+    PROMPTS,
+    Check,
+    Stage,
+    policies,
+)
 from rlbuffer.worker.samplers.openai import OpenAIOptions, OpenAISampler
 
 
@@ -88,6 +97,25 @@ def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(name: 
 def test_every_token_of_a_worker_is_from_the_version_that_its_span_names(servers: Servers, tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("openai", {"servers": servers.first.url}, published), models)
+
+
+def test_a_server_that_is_started_again_draws_other_tokens(servers: Servers) -> None:
+    server, long = servers.first, replace(PLAIN, max_new_tokens=32, stop_token_ids=())
+
+    async def drawn(life: int) -> set[tuple[int, ...]]:
+        server.kill()
+        server.start()
+        await server.until_ready()
+        sampler = OpenAISampler(OpenAIOptions(servers=(server.url,)), seed=life)
+        try:
+            await sampler.load(servers.stage.policies[0])
+            return {tuple(c.tokens.tolist()) for c in await sampler.sample(PROMPTS[0], n=4, sampling=long)}
+        finally:
+            await sampler.close()
+
+    first, second = servers.runner.run(drawn(1)), servers.runner.run(drawn(2))
+    assert (len(first), len(second)) == (4, 4)
+    assert not first & second
 
 
 def test_killed_servers_are_gone_round_and_waited_for_and_no_group_is_lost_or_doubled(servers: Servers) -> None:

@@ -14,7 +14,7 @@ from every_role import EveryRole
 from logged import Logged
 
 from rlbuffer.client.buffer import Buffer, connect
-from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import WeightsError
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
@@ -104,8 +104,8 @@ class Counting:
 class Stage:
     """A run, in memory unless told otherwise, with a batcher's and a trainer's hand on it; one worker in a thread."""
 
-    def __init__(self, url: str = "memory://") -> None:
-        self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}")
+    def __init__(self, url: str = "memory://", *, config: RunSettings | None = None) -> None:
+        self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}", config=config)
         self.store: Any = self.buffer.role(EveryRole)
         self.store.open_run()
         self.store.lease("batcher", ttl_seconds=600)

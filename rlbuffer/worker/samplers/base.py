@@ -5,6 +5,7 @@ A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a ne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,13 @@ ADAPTER_NAME = "rlbuffer"
 """Name of the served LoRA adapter in engines and requests."""
 LEAST_TEMPERATURE = 0.01
 """Below it vLLM samples with this one and says nothing in the answer (`_MAX_TEMP` of vLLM 0.32)."""
+
+
+def seeds_of(seed: int) -> Iterator[int]:
+    """Seeds of 32 bits that follow from one: for what draws from the beginning each time it is started."""
+    draws = np.random.default_rng(seed)
+    while True:
+        yield int(draws.integers(2**32))
 
 
 def logprobs_mode(top_p: float) -> str:
@@ -144,7 +152,8 @@ class Sampler(Protocol):
 
     One of your own is a class that ``sampler = "package.module:Class"`` names. It also has ``Options``, a record
     (pydantic) of its ``sampler_options``, and a class method ``make(settings, options, *, seed)``, for a sampler
-    of a worker without weights yet. Its module is imported without its engine: `make` imports that.
+    of a worker without weights yet. It draws from `seed` (32 bits) and from nothing else: each life of each worker has
+    another one, unless the run is ``deterministic``. Its module is imported without its engine: `make` imports that.
     :func:`rlbuffer.testing.check_sampler` tries one.
     """
 

@@ -148,8 +148,8 @@ class Endpoint:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no completion ({why})") from error
 
-    async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
-        """Changes the weights, or the adapter; what is in flight goes on.
+    async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int, *, seed: int) -> None:
+        """Changes the weights, or the adapter, and draws from `seed` on; what is in flight goes on.
 
         Raises:
             WeightsError: they do not fit; the server goes on with what it had.
@@ -157,11 +157,11 @@ class Endpoint:
             SamplerUnavailable: the server is away, or nobody knows what it serves now; `version` is then -1.
         """
         try:
-            await self._change(directory, shapes, version)
+            await self._change(directory, shapes, version, seed)
         except RequestFailed as error:  # of every load, then
             raise ConfigError(str(error), setting="sampler_options.servers") from error
 
-    async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
+    async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int, seed: int) -> None:
         label, self.version, before = str(version), -1, self.version
         await self._call("POST", "/pause?mode=keep")
         try:
@@ -169,7 +169,7 @@ class Endpoint:
             if is_adapter(directory):
                 method = "rlbuffer_load_adapter"
                 await self._name_adapter(directory)
-            body = {"method": method, "args": [str(directory), dict(shapes)], "timeout": LOAD_SECONDS}
+            body = {"method": method, "args": [str(directory), dict(shapes), seed], "timeout": LOAD_SECONDS}
             answer = await self._call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
             refusals = [text for text in answer.get("results", ()) if text]
             if refusals:

@@ -3,6 +3,9 @@
 A server that fails is left out and asked for a token every few seconds; before it is used again it loads the version
 that serves now, since a restarted server has the weights of its start. Each server's weights are changed by one worker:
 others that share it set ``updates_weights = false``.
+
+Each load gives a server a seed of its own: servers that were started alike would draw alike, and a restarted one would
+draw again what it has drawn before.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.config.table import Table, Url
 from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.worker.samplers.base import LEAST_TEMPERATURE, Completion, Opened, SamplerTraits, Sampling, opened
+from rlbuffer.worker.samplers.base import (
+    LEAST_TEMPERATURE,
+    Completion,
+    Opened,
+    SamplerTraits,
+    Sampling,
+    opened,
+    seeds_of,
+)
 
 if TYPE_CHECKING:
     from rlbuffer.worker.samplers.endpoint import Endpoint
@@ -56,12 +67,13 @@ class OpenAISampler:
     @classmethod
     def make(cls, settings: WorkerSettings, options: OpenAIOptions, *, seed: int) -> Self:
         given = {"timeout_seconds": settings.rollout_timeout_seconds} | options.model_dump(exclude_unset=True)
-        return cls(OpenAIOptions(**given))
+        return cls(OpenAIOptions(**given), seed=seed)
 
-    def __init__(self, options: OpenAIOptions) -> None:
+    def __init__(self, options: OpenAIOptions, *, seed: int = 0) -> None:
         from rlbuffer.worker.samplers.endpoint import Endpoint
 
         self._updates = options.updates_weights
+        self._seeds = seeds_of(seed)
         self._endpoints = [Endpoint(url, timeout_seconds=options.timeout_seconds) for url in options.servers]
         self._opened: Opened | None = None
         """The version that is served."""
@@ -163,7 +175,7 @@ class OpenAISampler:
             if endpoint.trouble:
                 await endpoint.probe()
             if self._updates:
-                await endpoint.load(version.directory, version.shapes, version.policy.version)
+                await endpoint.load(version.directory, version.shapes, version.policy.version, seed=next(self._seeds))
             else:
                 endpoint.version = version.policy.version
         except SamplerUnavailable as error:

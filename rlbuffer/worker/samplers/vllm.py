@@ -36,6 +36,7 @@ from rlbuffer.worker.samplers.base import (
     fitted,
     logprobs_mode,
     opened,
+    seeds_of,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ BENDING = {
         ("logits_processors", "watermark_config", "generation_config", "override_generation_config"),
         "tokens would be drawn from another distribution than the one that their logprobs, and every ratio, are of",
     ),
+    "seed": "every worker of the section would draw the same random numbers, again after each start of its engine; "
+    "`seed`, at the top of the settings, is of sampling too",
 }
 """Engine arguments that no worker has, and why: nothing after them could tell."""
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
@@ -89,7 +92,8 @@ class VllmSampler:
     """See the module's docstring.
 
     Args:
-        seed: of sampling.
+        seed: of sampling. Each start of an engine gets one that is drawn from it: with the same one a restarted engine
+            would draw again what it has drawn before.
         top_p: of what is trained; it decides which logprobs the engine gives.
         options: engine arguments of vLLM by name.
     """
@@ -104,7 +108,8 @@ class VllmSampler:
         return cls(seed=seed, top_p=settings.top_p, options=options.model_extra or {})
 
     def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any]) -> None:
-        self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
+        self._options = {"enable_log_requests": False, "disable_log_stats": True, **options}
+        self._seeds = seeds_of(seed)
         self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
         self._opened: Opened | None = None
@@ -213,6 +218,7 @@ class VllmSampler:
                 skip_tokenizer_init=True,
                 logprobs_mode=self._logprobs_mode,
                 worker_extension_cls=EXTENSION,
+                seed=next(self._seeds),
                 **options,
             )
         except TypeError as error:

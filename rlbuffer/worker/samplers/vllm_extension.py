@@ -22,12 +22,13 @@ from rlbuffer.worker.samplers.base import ADAPTER_NAME
 class WeightsExtension:
     """Mixed into vLLM's worker class; its methods are called by ``collective_rpc``."""
 
-    def rlbuffer_load(self, directory: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    def rlbuffer_load(self, directory: str, shapes: Mapping[str, Sequence[int]], seed: int | None = None) -> str:
         """Loads the weights of a model directory into the running model.
 
         Args:
             directory: in Hugging Face layout.
             shapes: name -> shape of what the model was started with.
+            seed: of what is sampled from now on; None: random numbers go on.
 
         Returns:
             "" when they are loaded; else why the model was not touched.
@@ -38,9 +39,12 @@ class WeightsExtension:
         worker: Any = self
         worker.reload_weights(weights_iterator=iter(tensors))
         _process_again(worker.model_runner.get_model())
+        _draw_from(worker, seed)
         return ""
 
-    def rlbuffer_load_adapter(self, directory: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    def rlbuffer_load_adapter(
+        self, directory: str, shapes: Mapping[str, Sequence[int]], seed: int | None = None
+    ) -> str:
         """Puts another LoRA adapter in the place of the one that the engine has: requests in flight go on with it.
 
         Not by vLLM's own loading over HTTP: that leaves "load in place" in every later request, and each step of the
@@ -49,6 +53,7 @@ class WeightsExtension:
         Args:
             directory: in PEFT's layout.
             shapes: name -> shape of the adapter that the engine has.
+            seed: as :meth:`rlbuffer_load`.
 
         Returns:
             "" when it is loaded; else why the adapter was not touched.
@@ -65,7 +70,17 @@ class WeightsExtension:
         worker.add_lora(
             LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=adapter_ids[0], lora_path=directory, load_inplace=True)
         )
+        _draw_from(worker, seed)
         return ""
+
+
+def _draw_from(worker: Any, seed: int | None) -> None:
+    """Starts the engine's random numbers again from a seed: without its own every server begins with the same ones, at
+    every start. All processes of an engine must have the same."""
+    if seed is not None:
+        from vllm.utils.torch_utils import set_random_seed
+
+        set_random_seed(seed, worker.parallel_config.data_parallel_index)
 
 
 def _checked(directory: str, shapes: Mapping[str, Sequence[int]]) -> tuple[list[tuple[str, torch.Tensor]], str]:

@@ -96,7 +96,9 @@ class Server:
 
     def __init__(self, versions: list[dict[str, Any]] | None, *, answers_per_connection: int | None = None) -> None:
         self.asked: list[str] = []
-        asked = self.asked
+        self.bodies: list[tuple[str, Any]] = []
+        """What came with each POST, by path."""
+        asked, bodies = self.asked, self.bodies
         choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
 
         class Handler(BaseHTTPRequestHandler):
@@ -110,7 +112,8 @@ class Server:
 
             def do_POST(self) -> None:
                 asked.append(self.path)
-                self.rfile.read(int(self.headers["Content-Length"] or 0))
+                body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+                bodies.append((self.path, json.loads(body) if body else None))
                 is_there = versions is not None or self.path != GENERATE
                 self.answer({"choices": [choice | {"weight_versions": versions}]}, 200 if is_there else 404)
 
@@ -148,11 +151,11 @@ def published(directory: Path, version: int, size: int = 2) -> PolicyVersion:
     return publish(directory, version, state={"weight": torch.zeros(size)}, config={}, keep=1)
 
 
-def sampled(directory: Path, times: int, *, then: PolicyVersion | None = None, **options: Any) -> None:
+def sampled(directory: Path, times: int, *, then: PolicyVersion | None = None, seed: int = 0, **options: Any) -> None:
     """Loads version 0, samples so often, and loads another one."""
 
     async def ask() -> None:
-        sampler = OpenAISampler(OpenAIOptions(**options))
+        sampler = OpenAISampler(OpenAIOptions(**options), seed=seed)
         try:
             await sampler.load(published(directory, 0))
             for _ in range(times):
@@ -177,6 +180,19 @@ def test_a_request_may_take_as_long_as_a_rollout(own: dict[str, float], expected
 def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
     with Server([{"version": "default", "start": 0, "end": 1}]) as server, pytest.raises(SamplerUnavailable):
         sampled(tmp_path, 1, servers=server.url)
+
+
+def test_every_load_into_a_server_comes_with_another_seed_and_no_request_with_one(tmp_path: Path) -> None:
+    """Two servers, two versions, and two samplers, as a worker has them that starts again."""
+    good: list[dict[str, Any]] = [{"version": "0", "start": 0, "end": 1}]
+    with Server(good) as one, Server(good) as two:
+        for life in range(2):
+            sampled(tmp_path, 1, then=published(tmp_path, 1), seed=life, servers=(one.url, two.url))
+        bodies = [*one.bodies, *two.bodies]
+    seeds = [body["args"][2] for path, body in bodies if path == "/collective_rpc"]
+    assert len(seeds) == 8
+    assert len(set(seeds)) == 8
+    assert all("seed" not in body["sampling_params"] for path, body in bodies if path == GENERATE)
 
 
 def test_a_connection_that_is_closed_as_it_is_used_again_takes_no_server_down(tmp_path: Path) -> None:
