@@ -143,6 +143,7 @@ class Trouble(StrEnum):
 
     ENV_FAILS = "env_fails"
     ENV_HANGS = "env_hangs"
+    OTHER_PROMPTS = "other_prompts"
     WORKER_ENDED = "worker_ended"
     WORKER_STUCK = "worker_stuck"
     NO_WORKER = "no_worker"
@@ -166,7 +167,7 @@ class Problem(_Said):
     """The worker's or scorer's name; several, with commas."""
     step: int = 0
     count: int = 0
-    """Groups, rollouts, or bytes."""
+    """Groups, rollouts, bytes, or tickets."""
     detail: str = ""
 
     @property
@@ -342,6 +343,17 @@ def _problem(p: Problem) -> str:
             return f"{p.env} fails: {_groups(p.count)} given up by {p.worker}: {p.detail}."
         case Trouble.ENV_HANGS:
             return f"{p.env} may hang: {p.detail} at {p.worker}. worker.*.rollout_timeout_seconds ends it."
+        case Trouble.OTHER_PROMPTS:
+            passed = (
+                f"go on with number {p.count:,}: what comes before it now is passed over"
+                if p.count
+                else "have not begun, so nothing is passed over"
+            )
+            return (
+                f"{p.env} has other prompts than before, says {p.worker}: {p.detail}. Tickets count prompts, and "
+                f"{passed}. To sample all of what it has now begin a new run, or give the env another name; else give "
+                "it back what it had. All workers of an env need the same prompts."
+            )
         case Trouble.WORKER_ENDED:
             return f"The worker {p.worker} of {p.env} has ended: {p.detail}. Mend it, and start it again."
         case Trouble.WORKER_STUCK:

@@ -49,6 +49,7 @@ class Keys:
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
         self.ends = f"{self.tag}:ends"
+        self.prompts = f"{self.tag}:prompts"
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"

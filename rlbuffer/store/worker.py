@@ -1,6 +1,7 @@
 """What a worker does: it takes tickets, pushes, notes visits, and evaluates.
 
-A ticket is leave to sample, by number, so that an epoch of prompts is neither skipped nor doubled. The notes on how the
+A ticket is leave to sample, by number, so that an epoch of prompts is neither skipped nor doubled. What the numbers
+stand for is kept beside them, so that a run which goes on with other prompts is told. The notes on how the
 groups of a prompt went decide which prompts are sampled, and nothing else. An evaluation is one per policy version and
 env, whoever made it, beside the account and never in it.
 """
@@ -17,7 +18,7 @@ from rlbuffer.store.member import TicketStore, beat_args
 from rlbuffer.store.producer import ProducerStore
 from rlbuffer.store.records import Asked, policy_of
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, raise_first, text
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, raise_first, text
 from rlbuffer.wire import payload
 
 LONGEST_TICKET_SECONDS = 900.0
@@ -107,6 +108,21 @@ class WorkerStore(TicketStore, ProducerStore):
         """Gives tickets back unused: they are taken again first."""
         if numbers:
             self.move("keep", (self.keys.tickets(env),), (0, *numbers))
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def prompts_before(self, env: str, now: str) -> tuple[str, int]:
+        """What the worker before said that its ticket numbers stand for; the first one says `now`. -> that, and the
+        next number. Of several first ones at once one is the first, and all others hear of it."""
+        key = self.keys.prompts
+        before, given = self.piped(lambda pipe: pipe.hget(key, env).hget(self.keys.numbers, env))
+        if before is None:
+            _, before = self.piped(lambda pipe: pipe.hsetnx(key, env, now).hget(key, env))
+        return text(before), number(given) or 0
+
+    def note_prompts(self, env: str, now: str) -> None:
+        """Says what ticket numbers stand for from now on."""
+        self.look(lambda client: client.hset(self.keys.prompts, env, now))
 
     # -- visits ----------------------------------------------------------------------------------------------------
 

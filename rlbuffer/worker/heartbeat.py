@@ -62,6 +62,8 @@ class Pulse(Heartbeats):
         """Groups given up, by kind."""
         self.ended = ""
         """Why the worker ends, where that is no order."""
+        self.other_prompts: Problem | None = None
+        """The env's prompts are not those that the run's tickets have counted."""
         self._calls = calls or RunningCalls()
         self._buffer, self._name, self._env = buffer, name, env
         self._writer: Writer | None = None
@@ -155,6 +157,12 @@ class Pulse(Heartbeats):
             sentence = "\n".join(filter(None, (sentence + again, trace)))
         _log.log(level, "%s", sentence, extra=fields("trouble", kind=kind))
 
+    def has_other_prompts(self, problem: Problem) -> None:
+        """Says that the env has other prompts than before; the heartbeat does so from now on."""
+        self.other_prompts = problem
+        said = replace(problem, env=self._env, worker=self._name)
+        _log.warning("%s", said, extra=fields("trouble", kind=str(said.kind)))
+
     def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
         now = time.monotonic()
@@ -197,6 +205,8 @@ class Pulse(Heartbeats):
         problems = super()._problems() + ([failed] if failed else [])
         if busy := self._calls.sentence():
             problems.append(Problem(kind=Trouble.ENV_HANGS, detail=busy))
+        if self.other_prompts:
+            problems.append(self.other_prompts)
         if self.ended:
             problems.append(Problem(kind=Trouble.WORKER_ENDED, detail=self.ended))
         return problems

@@ -16,9 +16,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks, together
 from rlbuffer.config.fractions import budgets_at
@@ -32,29 +32,36 @@ from rlbuffer.errors import (
     RunGone,
     ServerRefused,
     ServerUnreachable,
+    ServerUnsuitable,
     WeightsError,
+    WrongAnswer,
     WrongLogprobs,
+    WrongType,
 )
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.process.signals import Stopped
+from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
-from rlbuffer.worker.group_maker import GroupMaker
+from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
 from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_why
+from rlbuffer.worker.place import changes, identity_of
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.versions import Versions
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.writer import Writer
+
+T = TypeVar("T")
 
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
@@ -249,6 +256,7 @@ class _Worker:
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
         flights, sampler, pauses = self._flights, self.sampler, pauses_between_asks()
+        await self._compare_prompts()
         watch = asyncio.create_task(self._watch())
         flights.begin(writer)
         try:
@@ -287,6 +295,32 @@ class _Worker:
         finally:
             await flights.land(watch)
 
+    async def _compare_prompts(self) -> None:
+        """Tells where the env has other prompts than those that the run's tickets have counted."""
+        store, env = self.buffer.role(WorkerStore), self.env.name
+        try:
+            async with rollout_limit(self.settings):
+                now = await self._unless_stopped(in_thread(lambda: identity_of(self.env, self._maker.calls)))
+        except TimeoutError:  # its tickets will meet it, and say it
+            now = ""
+        except Stopped:
+            raise
+        except Exception as error:  # the env is the user's code
+            _log.warning("the prompts of %s are not compared, its identity fails: %s", env, in_words(error))
+            now = ""
+        if not now:
+            return
+        try:
+            before, number = await asyncio.to_thread(store.prompts_before, env, now)
+            if differing := changes(before, now):
+                self._pulse.has_other_prompts(Problem(kind=Trouble.OTHER_PROMPTS, count=number, detail=differing))
+                # From now on these are those of before: it is said again where workers have different ones by turns.
+                await asyncio.to_thread(store.note_prompts, env, now)
+            elif not number:  # another run under the name
+                self._pulse.other_prompts = None
+        except (ServerUnsuitable, WrongType, WrongAnswer) as error:  # no reason to sample nothing
+            _log.warning("the prompts of %s are not compared with those of before: %s", env, error)
+
     async def _say_waiting(self, refusal: Waiting | None) -> None:
         self._pulse.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
 
@@ -314,14 +348,18 @@ class _Worker:
     async def _refreshed(self) -> bool:
         """Loads the current version; whether any can be sampled from. Raises Stopped when the worker is asked to end
         meanwhile: an evaluation may hold the version for minutes."""
-        refresh = asyncio.create_task(self._versions.refresh())
+        return await self._unless_stopped(self._versions.refresh())
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that may take long. Raises Stopped when the worker is asked to end meanwhile."""
+        task = asyncio.create_task(work)
         try:
-            while not (await asyncio.wait({refresh}, timeout=WORKER_POLL_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=WORKER_POLL_SECONDS))[0]:
                 if self.stop.is_set():
                     raise Stopped
-            return refresh.result()
+            return task.result()
         finally:
-            refresh.cancel()
+            task.cancel()
 
     async def _watch(self) -> None:
         """Loads newer versions, at once while groups are in flight, and evaluates those that are due.

@@ -81,6 +81,7 @@ class Attacker(Pushes):
             ("ticket", lambda seen: ("ZADD", self._tickets(), self.dice.choice(SCORES), self._value())),
             ("no ticket", lambda seen: ("ZREM", self._tickets(), self.dice.randrange(50))),
             ("producer", self._producer),
+            ("prompts", lambda seen: ("HSET", self.keys.prompts, self._env(), self._value())),
             ("visits", lambda seen: ("HSET", self.keys.visits(self._env()), self._value(), self._value())),
             ("heartbeat", lambda seen: ("HSET", self.keys.heartbeats("worker"), self._value(), self._value())),
             (

@@ -208,6 +208,11 @@ ROWS: dict[str, Row] = {
     "renew_tickets": Row(call=lambda store, run: store.renew_tickets("a", [0, 1], ttl_seconds=60), prepare=_tickets),
     "release_tickets": Row(call=lambda store, run: store.release_tickets("a", [0]), prepare=_tickets),
     "visits": Row(call=lambda store, run: store.visits("a", ["p", "q"]), prepare=_visited),
+    "prompts_before": Row(
+        call=lambda store, run: store.prompts_before("a", "then"),
+        prepare=lambda run: run.store.note_prompts("a", "before"),
+    ),
+    "note_prompts": Row(call=lambda store, run: store.note_prompts("a", "now")),
     "note_visits": Row(call=lambda store, run: store.note_visits("a", "p", "sm"), prepare=_visited),
     # -- scorer
     "claim_scoring": Row(

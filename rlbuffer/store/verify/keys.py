@@ -21,7 +21,7 @@ PAYLOAD_BYTES = 32 * 2**20
 TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends"),
+            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends", "prompts"),
             "hash",
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers"), "hash"),

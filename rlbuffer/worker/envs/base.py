@@ -27,10 +27,12 @@ class Env(Protocol):
     An instance serves one worker process. An env is a :class:`SingleTurnEnv`, which scores one completion, or a
     :class:`MultiTurnEnv`, which plays an episode, or a :class:`WholeRolloutEnv`, which makes rollouts itself.
 
-    Three members are optional. ``tickets`` (int or None): how many tickets the env has in all; when their groups are
-    made it is done, and so are its workers. None, or no such member: it has no end. ``max_concurrent`` (int): rollouts
-    of this worker that may be played or scored at once, where tools or judges bear no more.
-    ``async close()``: called once, when the worker ends.
+    Four members are optional. ``tickets`` (int or None): how many tickets the env has in all; when their groups are
+    made it is done, and so are its workers. None, or no such member: it has no end. ``identity`` (mapping of plain
+    values): what decides which prompt a number is, by name, such as a file's digest and a seed; nothing that only
+    changes what an answer earns. A run that goes on with another one is told, see :mod:`rlbuffer.worker.place`; without
+    this member the first few prompts are compared. ``max_concurrent`` (int): rollouts of this worker that may be played
+    or scored at once, where tools or judges bear no more. ``async close()``: called once, when the worker ends.
     """
 
     @property

@@ -39,6 +39,7 @@ class Digits:
     def __init__(self, *, name: str = "", seed: int = 0) -> None:
         self.name = name or self.name
         self.seed = seed
+        self.identity = {"env": type(self).__name__.lower(), "seed": seed}
 
     def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:
         reward = positions_right(encode(prompt.answer + SYMBOLS[END]), tokens)

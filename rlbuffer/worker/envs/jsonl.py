@@ -115,6 +115,7 @@ class JsonLines:
         self._text.prompt(self._lines[0].prompt)  # a template that cannot be used is refused at once
         self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle, passes=passes)
         self.tickets = self._order.tickets
+        self.identity = {"env": "jsonl", "digest of its file": self.digest, "fields": names, **self._order.identity}
 
     def prompt(self, number: int) -> Prompt:
         epoch, index = self._order.place(number)

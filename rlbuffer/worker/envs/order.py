@@ -7,8 +7,9 @@ on where it was.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,8 @@ class PromptOrder:
         self.size, self.seed, self.shuffle = size, seed, shuffle
         self.tickets = size * passes or None
         """How many there are in all; None: no end."""
+        self.identity: Mapping[str, Any] = {"prompts": size, "shuffle": shuffle} | ({"seed": seed} if shuffle else {})
+        """What decides the order, by name. Not `passes`: one more goes on where the last one ended."""
         self._order_of = lru_cache(KEPT_EPOCHS)(self._shuffled)
 
     def place(self, number: int) -> tuple[int, int]:

@@ -80,6 +80,8 @@ class ReasoningGym:
         self.max_new_tokens = max_new_tokens
         self._order = PromptOrder(size, seed=seed, passes=passes)
         self.tickets = self._order.tickets
+        of_data = {"env": "reasoning_gym", "dataset": dataset, "config": dict(config or {}), "seed": seed}
+        self.identity = {**of_data, **self._order.identity}
         self._rewards = Rewards(
             {"score": (self._score, 1.0), "format": (_is_tagged, format_weight)},
             length=length,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,6 +115,9 @@ class Verifiers:
             raise ConfigError(f"verifiers: {type(error).__name__}: {error}", setting="env_options") from error
         self._order = PromptOrder(len(self._tasks), seed=seed, shuffle=shuffle, passes=passes)
         self.tickets = self._order.tickets
+        content = hashlib.sha256("\n".join(task.hash for task in self._tasks).encode()).hexdigest()
+        of_data = {"env": "verifiers", "taskset": taskset, "digest of its tasks": content[:12]}
+        self.identity = {**of_data, **self._order.identity}
         self._gateway = Gateway()
         self._starting: asyncio.Future[None] | None = None
         self._ending = asyncio.Event()

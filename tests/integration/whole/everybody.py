@@ -59,6 +59,8 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
             worker.role(WorkerStore).add_evaluation("e", 0, {"reward": 1.0})
             worker.role(WorkerStore).release_evaluation("e", 0, owner="w")
             worker.role(WorkerStore).note_visits("a", "p", "s")
+            worker.role(WorkerStore).prompts_before("a", "now")
+            worker.role(WorkerStore).note_prompts("a", "then")
             scorer.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
             waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
             assert scorer.role(ScorerStore).claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
