@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rlbuffer.client.lessons import last_steps, mean_reward
 from rlbuffer.records.waiting import Wait
+from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
@@ -190,9 +191,7 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
         results = [result for result in state.evaluations if result["env"] == env]
         newest, values = results[-1], [float(result["reward/mean"]) for result in results]
         yield _note(
-            f"eval {env}",
-            f"{newest['reward/mean']:.3f} +- {newest['reward/error']:.3f} at version {newest['version']} "
-            f"({plural(newest['rollouts'], 'rollout')})",
+            f"eval {env}", f"{mean_of(newest)} at version {newest['version']} ({counts_of(newest)})"
         ).append_text(_trend(values))
 
 

@@ -116,6 +116,16 @@ def loss(c: Context) -> Iterator[Finding]:
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 
 
+@check("eval.NAME.samples eval.NAME.temperature")
+def samples(c: Context) -> Iterator[Finding]:
+    """Several rollouts of a prompt can differ."""
+    for name, options in c.settings.eval.items():
+        if options.samples > 1 and options.temperature == 0:
+            text = f"eval.{name}.samples = {options.samples} at temperature 0: the rollouts of a prompt are the same"
+            fix = "Set its temperature, unless what the env answers is random."
+            yield warning(text, f"eval.{name}.samples", f"eval.{name}.temperature", fix=fix)
+
+
 @check("trainer.optimizer.stable_updates trainer.optimizer.warmup_updates trainer.steps")
 def schedule(c: Context) -> Iterator[Finding]:
     """The warm-up ends, and schedule wsd_sqrt falls, before the run ends."""

@@ -194,7 +194,12 @@ class EvaluationSettings(Table):
         default_factory=dict, description="Passed to the env's factory: another seed or file than the trained one's."
     )
     every: int = Field(10, ge=1, description="Policy versions between evaluations; version 0 is one.")
-    prompts: int = Field(64, ge=1, description="Prompts, the same ones each time; one completion each.")
+    prompts: int = Field(64, ge=1, description="Prompts, the same ones each time.")
+    samples: int = Field(
+        1,
+        ge=1,
+        description="Rollouts of each prompt, for mean@k and pass@k; more than one wants a temperature above 0.",
+    )
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token.")
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
 

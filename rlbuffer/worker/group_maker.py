@@ -93,6 +93,7 @@ class GroupMaker:
         assumed_temperature: what the trainer takes where a rollout does not say.
         row_tokens: of a longer rollout nothing trains; 0: no limit.
         needs: what scorers add where the env does not.
+        retries: times that a rollout of several turns that failed is tried again; None: as often as usual.
 
     Raises:
         ConfigError: neither the env nor the settings leave a completion a token.
@@ -109,6 +110,7 @@ class GroupMaker:
         assumed_temperature: float = 1.0,
         row_tokens: int = 0,
         needs: Sequence[str] = (),
+        retries: int | None = None,
     ) -> None:
         self._env = env
         self._sampler = sampler
@@ -116,6 +118,7 @@ class GroupMaker:
         self._worker = worker
         self._assumed = assumed_temperature
         self._row_tokens, self._needs = row_tokens, needs
+        self._retries = RETRIES if retries is None else retries
         longest = settings.max_new_tokens or env.max_new_tokens
         if longest < 1:
             raise ConfigError(f"env {env.name}: its max_new_tokens = {longest} must be at least 1", setting="env")
@@ -168,13 +171,7 @@ class GroupMaker:
             Exception: of the sampler, or of the env; :func:`rlbuffer.worker.faults.fault_of` says whose fault it is.
         """
         size = self._settings.group_size
-        if self.way != "score":
-            outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
-        else:
-            (scored,) = await self._until_the_end([self._scored(prompt)])
-            if isinstance(scored, Failed):
-                raise scored.error
-            outcomes = scored
+        outcomes = await self.attempts(prompt)
         rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         for error, _ in failed:
@@ -192,6 +189,19 @@ class GroupMaker:
         version = sound[0].max_policy_version
         rollouts += [self._failed(prompt, one, version) for one in failed if fault_of(one.error) is not Fault.SERVER]
         return self._group(ticket, prompt, rollouts, len(unfinished))
+
+    async def attempts(self, prompt: Prompt) -> list[Rollout | Failed]:
+        """Samples and scores the rollouts of a group, whatever becomes of single ones.
+
+        Raises:
+            Exception: of what makes them all at once, the sampler that is asked for all completions of a group.
+        """
+        if self.way != "score":
+            return await self._until_the_end([self._tried(prompt) for _ in range(self._settings.group_size)])
+        (scored,) = await self._until_the_end([self._scored(prompt)])
+        if isinstance(scored, Failed):
+            raise scored.error
+        return scored
 
     async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Failed]:
         """Does all of it, or what is finished when the worker ends; the rest has failed with Aborted."""
@@ -268,7 +278,7 @@ class GroupMaker:
     # -- several completions per rollout -------------------------------------------------------------------------------
     async def _tried(self, prompt: Prompt) -> Rollout | Failed:
         """One rollout, tried again as often as it may be."""
-        tries = RETRIES
+        tries = self._retries
         while True:
             episode = None
             try:

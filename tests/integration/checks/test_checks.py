@@ -51,6 +51,7 @@ SETTINGS = [
         [("", "deterministic = true"), ("worker.a", "groups_per_batch = 3"), ("batcher", "step_groups = 4")],
     ),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
+    ("samples", WARNING, [("eval.e", 'env = "vcopy"\nsamples = 4')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"'), ("batcher", "step_groups = 2")]),

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,15 +23,17 @@ from worker_stage import Stage, eventually
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
-from rlbuffer.errors import ServerRefused
+from rlbuffer.errors import GroupFailed, PromptTooLong, SamplerUnavailable, ServerRefused
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.member import Member
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker import evaluation
-from rlbuffer.worker.envs import Prompt, Skip
+from rlbuffer.worker.envs import Prompt, Score, Skip
 from rlbuffer.worker.envs.digits import VCopy
-from rlbuffer.worker.evaluation import Evaluator
+from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.evaluation import TIMED_OUT, TOO_LONG, Evaluator, result_of, summary
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, SamplerTraits, Sampling
 from rlbuffer_cli.view import run_view
@@ -161,16 +163,252 @@ def test_the_first_of_two_results_counts(buffer: Buffer) -> None:
     assert [r["reward/mean"] for r in evaluations(buffer.store)] == [0.25]
 
 
-def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
-    class Stuck(Greedy):
-        async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
-            await asyncio.sleep(600)
-            raise AssertionError
+class Stuck(Greedy):
+    """Never answers prompts that begin with one of some tokens."""
 
-    events = evaluated(buffer, Stuck(4), 20.0, rollout_seconds=0.05, prompts=evaluation.CONCURRENT + 1)
+    def __init__(self, version: int, *firsts: int) -> None:
+        super().__init__(version)
+        self.firsts = firsts
+
+    async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+        if int(prompt[0]) in self.firsts:
+            await asyncio.sleep(600)
+        return await super().sample(prompt, n=n, sampling=sampling)
+
+
+def test_an_evaluation_whose_prompts_do_not_come_is_given_up(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "SLACK_SECONDS", 0.05)
+    over = threading.Event()
+    monkeypatch.setattr(VCopy, "prompt", lambda env, number: over.wait(60))
+    events = evaluated(buffer, Greedy(4), 20.0, rollout_seconds=0.05, prompts=evaluation.CONCURRENT + 1)
+    over.set()
     assert len(events) == 1
-    assert all(part in events[0]["text"] for part in ("eval/held_out", "version 4", "0.1 s", "timeout_seconds"))
+    assert all(part in events[0]["text"] for part in ("eval/held_out", "version 4", "0.15 s", "timeout_seconds"))
     assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
+
+
+def test_rollouts_that_run_out_of_time_are_wrong_however_many_there_are(buffer: Buffer) -> None:
+    prompts = evaluation.CONCURRENT + 1
+    [event] = evaluated(buffer, Stuck(4, *range(10)), 20.0, rollout_seconds=0.05, prompts=prompts, samples=2)
+    [result] = evaluations(buffer.store)
+    assert {name: result[name] for name in NUMBERS} == {
+        "reward/mean": 0.0,
+        "reward/error": 0.0,
+        "pass@1/reward": 0.0,
+        "prompts": prompts,
+        "samples": 2,
+        "rollouts": 2 * prompts,
+        "timed_out": 2 * prompts,
+        "failed": 0,
+    }
+    assert f"mean@2 0.000 +- 0.000  version 4  over {prompts} prompts, {2 * prompts} rollouts, " in event["text"]
+    assert f"{2 * prompts} timed out, pass@2/reward 0.000 in " in event["text"]
+
+
+class Digit(VCopy):
+    """Prompt n is the digit n; what is earned, and how it fails, is up to the digit."""
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(prompt_id=str(number), tokens=np.array([number], np.int32))
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        if tokens[0] == 2:
+            raise KeyError("no such answer")
+        return Score(reward=None if tokens[0] == 3 else 4.0, successes={"found": True})
+
+
+def test_what_ran_out_of_time_is_counted_as_wrong_and_what_failed_is_left_out(buffer: Buffer) -> None:
+    """Of six prompts 0, 4 and 5 earn 4, 1 runs out of time, 2 fails in its reward and 3 has none."""
+    events = evaluated(
+        buffer, Stuck(4, 1), 20.0, until="evaluation", rollout_seconds=1.0, env=f"{__name__}:Digit", prompts=6
+    )
+    [result] = evaluations(buffer.store)
+    assert result["reward/mean"] == pytest.approx((4 + 0 + 4 + 4) / 4)
+    assert result["reward/error"] == pytest.approx(2 / 4**0.5)  # (1, 3, 1, 1) away from 3: 12 / 3 = 4
+    assert result["success/found"] == result["pass@1/found"] == pytest.approx(3 / 4)
+    assert (result["prompts"], result["rollouts"], result["timed_out"], result["failed"]) == (4, 4, 1, 2)
+    troubles = sorted(e["text"] for e in events if e["event"] == "trouble")
+    assert [text.partition(": ")[0] for text in troubles] == ["eval/held_out prompt 2", "eval/held_out prompt 3"]
+    assert "KeyError" in troubles[0]
+    assert "has no reward" in troubles[1]
+    assert "over 4 prompts, 1 timed out, 2 failed and not counted in " in events[-1]["text"]
+
+
+def test_an_engine_that_is_away_makes_no_answer_wrong(buffer: Buffer) -> None:
+    class Away(Greedy):
+        async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+            if prompt[0] < self.away:
+                raise SamplerUnavailable("it died")
+            return await super().sample(prompt, n=n, sampling=sampling)
+
+        away = 1
+
+    env, sampler = f"{__name__}:Four", Away(4)
+    evaluated(buffer, sampler, 20.0, until="evaluation", env=env, prompts=4, samples=2, temperature=1.0)
+    [result] = evaluations(buffer.store)
+    assert (result["reward/mean"], result["prompts"], result["rollouts"], result["failed"]) == (4.0, 3, 6, 2)
+    sampler.version, sampler.away = 6, 2
+    events = evaluated(buffer, sampler, 2.0, until="never", env=env, prompts=4, samples=2, temperature=1.0)
+    assert events[-1]["text"] == "eval/held_out of version 6 does not count: 4 of 8 rollouts failed"
+    assert len(evaluations(buffer.store)) == 1
+
+
+class Four(Digit):
+    """Every answer earns 4."""
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        return Score(reward=4.0)
+
+
+class Play(Digit):
+    """Of two turns; the second one of some prompts does not fit, and one prompt's first play fails."""
+
+    plays: ClassVar[list[str]] = []
+
+    async def play(self, prompt: Prompt, episode: Episode) -> Score:
+        self.plays.append(prompt.prompt_id)
+        await episode.sample()
+        if prompt.prompt_id == "1":
+            raise PromptTooLong("no room")
+        if prompt.prompt_id == "2" and self.plays.count("2") == 1:
+            raise KeyError("once")
+        return Score(reward=1.0)
+
+
+def test_a_play_that_fills_the_context_is_wrong_and_none_is_tried_again(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Play, "plays", [])
+    evaluated(buffer, Greedy(4), 20.0, until="evaluation", env=f"{__name__}:Play", prompts=4)
+    [result] = evaluations(buffer.store)
+    assert sorted(Play.plays) == ["0", "1", "2", "3"]
+    assert (result["reward/mean"], result["too_long"], result["failed"], result["rollouts"]) == (2 / 3, 1, 1, 3)
+
+
+def test_an_evaluation_of_which_every_prompt_is_skipped_does_not_count(buffer: Buffer) -> None:
+    [event] = evaluated(buffer, Greedy(4), 20.0, env=f"{__name__}:Holes", prompts=1)
+    assert event["text"].endswith("does not count: its env skips all prompts (1)")
+    assert evaluations(buffer.store) == []
+
+
+NUMBERS = ("reward/mean", "reward/error", "pass@1/reward", "prompts", "samples", "rollouts", "timed_out", "failed")
+
+
+def rollout(reward: float, **changes: Any) -> Rollout:
+    """One that version 4 sampled, of two tokens."""
+    return Rollout.from_completion(
+        prompt_ids=[1], token_ids=[2, 12], logprobs=[-1.0, -1.0], reward=reward, policy_version=4, **changes
+    )
+
+
+def exact(*right: int) -> list[Rollout]:
+    return [rollout(float(is_right), successes={"exact": bool(is_right)}) for is_right in right]
+
+
+def test_the_numbers_of_several_rollouts_are_those_that_one_computes_by_hand() -> None:
+    """Prompts of which 1, 4 and 0 of 4 rollouts are right: means 1/4, 1 and 0; C(3, 2) / C(4, 2) = 1/2."""
+    found = summary([exact(1, 0, 0, 0), exact(1, 1, 1, 1), exact(0, 0, 0, 0)], samples=4, version=4)
+    variance = ((1 / 4 - 5 / 12) ** 2 + (1 - 5 / 12) ** 2 + (0 - 5 / 12) ** 2) / 2
+    assert found == pytest.approx(
+        {
+            "reward/mean": 5 / 12,
+            "reward/error": (variance / 3) ** 0.5,
+            "success/exact": 5 / 12,
+            "pass@1/exact": 5 / 12,
+            "pass@2/exact": (1 / 2 + 1 + 0) / 3,
+            "pass@4/exact": 2 / 3,
+            "truncated": 0.0,
+            "length": 2.0,
+            "prompts": 3,
+            "samples": 4,
+            "rollouts": 12,
+            "failed": 0,
+            "timed_out": 0,
+            "too_long": 0,
+        }
+    )
+
+
+def test_one_rollout_of_each_prompt_has_the_mean_and_pass_at_1_alone() -> None:
+    found = summary([exact(1), exact(0), exact(0), exact(1)], samples=1, version=4)
+    assert (found["reward/mean"], found["pass@1/exact"], found["success/exact"]) == (0.5, 0.5, 0.5)
+    assert found["reward/error"] == pytest.approx((1 / 3 / 4) ** 0.5)
+    assert [name for name in found if name.startswith("pass@")] == ["pass@1/exact"]
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    found = summary([exact(1, 0)], samples=2, version=4)
+    assert (found["reward/mean"], found["pass@2/exact"]) == (0.5, 1.0)
+    assert "reward/error" not in found
+
+
+def test_without_a_named_success_a_reward_of_1_or_more_is_one() -> None:
+    found = summary([[rollout(-2.0), rollout(3.0)], [rollout(0.9), rollout(1.0)]], samples=2, version=4)
+    assert found["reward/mean"] == pytest.approx((0.5 + 0.95) / 2)
+    assert (found["pass@1/reward"], found["pass@2/reward"]) == (0.5, 1.0)
+    assert not [name for name in found if name.startswith("success/")]
+
+
+def test_a_limit_is_wrong_in_every_mean_and_a_failure_is_in_none() -> None:
+    """Three of the first prompt's four count (1, 0, 0), two of the second's (1, 0), none of the third's."""
+    away = GroupFailed("away")
+    results = [
+        [*exact(1), TIMED_OUT, TOO_LONG, away],
+        [*exact(1), TIMED_OUT, away, away],
+        [away] * 0,
+    ]
+    found = summary(results, samples=4, version=4)
+    mean = (1 / 3 + 1 / 2) / 2
+    for name in ("reward/mean", "success/exact", "pass@1/exact"):
+        assert found[name] == pytest.approx(mean)
+    assert found["pass@2/exact"] == pytest.approx((2 / 3 + 1) / 2)  # 1 - C(2, 2) / C(3, 2), and 1
+    assert "pass@4/exact" not in found  # no prompt has four that count
+    assert found["reward/error"] == pytest.approx((1 / 2 - 1 / 3) / 2)  # of two: half their difference
+    assert (found["prompts"], found["rollouts"], found["failed"]) == (2, 5, 3)
+    assert (found["timed_out"], found["too_long"], found["length"]) == (2, 1, 2.0)
+
+
+def test_named_rewards_and_several_verdicts_have_numbers_of_their_own() -> None:
+    rollouts = [
+        rollout(0.5, rewards={"style": 1.0}, successes={"a": True, "b": False}),
+        rollout(0.5, rewards={"style": 0.0}, successes={"a": False}),
+    ]
+    found = summary([rollouts], samples=2, version=4)
+    assert (found["reward/style"], found["success/a"], found["success/b"]) == (0.5, 0.5, 0.0)
+    assert (found["pass@2/a"], found["pass@2/b"]) == (1.0, 0.0)
+
+
+def test_rollouts_of_several_sequences_count_as_one_each() -> None:
+    main, helper = (
+        TokenSequence(
+            tokens=np.array([1, 2, 12], np.int32),
+            loss_mask=np.array([False, True, True]),
+            logprobs=np.array([0.0, -1.0, -1.0], np.float32),
+            version_spans=(VersionSpan(4, 1, 3),),
+            name=name,
+        )
+        for name in ("main", "helper")
+    )
+    both = Rollout.from_sequences([main, helper], reward=1.0, successes={"exact": True})
+    found = summary([[both, *exact(0)]], samples=2, version=4)
+    assert (found["rollouts"], found["reward/mean"], found["pass@2/exact"]) == (2, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "expected"),
+    [
+        (TimeoutError("of the rollout"), TIMED_OUT),
+        (rollout(0.0, failure=("AgentTimeoutError", "")), TIMED_OUT),
+        (rollout(0.0, failure=("timeout", "no answer within 30 s")), TIMED_OUT),
+        (PromptTooLong("full"), TOO_LONG),
+        (rollout(0.0, failure=("KeyError", "x")), "KeyError: x"),
+        (SamplerUnavailable("away"), "SamplerUnavailable: away"),
+        (ValueError("a bug"), "ValueError: a bug"),
+    ],
+    ids=str,
+)
+def test_what_becomes_of_an_attempt_that_was_not_scored(attempt: Any, expected: str) -> None:
+    assert str(result_of(attempt)) == expected
 
 
 class Holes(VCopy):
