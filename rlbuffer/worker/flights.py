@@ -264,7 +264,7 @@ class Flights:
     def _is_turned_away(self, ticket: Ticket, error: Exception) -> bool:
         """The sampler has turned this ticket away time and again, and served others in between: it is the request's
         fault."""
-        if not isinstance(error, SamplerUnavailable) or self._stop.is_set():
+        if not isinstance(error, SamplerUnavailable | Aborted) or self._stop.is_set():
             return False
         times, groups = self._refusals.get(ticket.number, (0, -1))
         self._refusals[ticket.number] = times, groups = times + (self._pulse.groups > groups), self._pulse.groups

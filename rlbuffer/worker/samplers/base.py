@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import PromptTooLong, WeightsError
+from rlbuffer.errors import PromptTooLong, RequestFailed, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import base_of, is_adapter
@@ -65,6 +65,29 @@ def fitted(sampling: Sampling, prompt: int, context: int) -> Sampling:
     if prompt >= context:
         raise PromptTooLong(f"a prompt of {prompt} tokens leaves no room in a context of {context}")
     return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context - prompt))
+
+
+def finish_reason(told: object, tokens: NDArray[np.int32], sampling: Sampling) -> str:
+    """Why a completion ended, as :class:`Completion` has it: what the engine has told, else what its tokens show.
+
+    Args:
+        told: its ``finish_reason``; some servers give null, and any may give a name of its own.
+        tokens: [C] int32.
+        sampling: what was asked for, within the model's context.
+
+    Raises:
+        RequestFailed: neither says it, so nobody knows whether the completion is whole.
+    """
+    if told in ("stop", "length", "abort"):
+        return str(told)
+    if len(tokens) and int(tokens[-1]) in sampling.stop_token_ids:
+        return "stop"
+    if len(tokens) >= sampling.max_new_tokens:
+        return "length"
+    raise RequestFailed(
+        f"a completion of {len(tokens)} tokens came with finish_reason {told!r}: it has no stop token and is shorter "
+        f"than the {sampling.max_new_tokens} tokens that were asked for"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,11 @@ development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
         --worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension
 
 A worker with a nucleus (``top_p`` below 1) needs ``--logprobs-mode raw_logprobs`` there.
+
+A load pauses the server, and a load without a pause kills vLLM's engine. So the pause belongs to the process that
+loads: it labels the server's weights with a note of itself instead of a version. Whoever brings the server up later
+resumes it, unless that process is still there. Tokens of weights that were half loaded carry the note, and no version.
+
 For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and
 ``--enable-lora --max-loras 1 --max-lora-rank R``.
 """
@@ -15,7 +20,11 @@ For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RU
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -25,12 +34,13 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, RequestFailed, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RequestFailed, RlbufferError, SamplerUnavailable, WeightsError
 from rlbuffer.process.environment import NO_PROXY
+from rlbuffer.process.identity import identity, may_live, named
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, fitted
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, finish_reason, fitted
 
 CONNECT_SECONDS = 5.0
 """Longest that connecting may take."""
@@ -40,6 +50,10 @@ LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
 ENDPOINT_PROBE_SECONDS = 30.0
 """Longest that a server may take for one token before it counts as broken: `/health` says 200 for a dead engine."""
+LAST_RESUME_SECONDS = 2.0
+"""Longest that resuming may take a worker that ends."""
+PAUSE_LOOK_SECONDS = 1.0
+"""Seconds between two looks at a paused server that nobody has noted to load: whoever pauses it notes that next."""
 
 KEEP_SECONDS = 2.0
 """Longest that an idle connection is kept: vLLM's server closes one after 5 s."""
@@ -60,6 +74,8 @@ NEUTRAL = {
 }
 """Sent with every request: where they are missing a server takes its model's own, or its own, and tokens are drawn from
 another distribution than the one that the trainer computes."""
+_LOADS: set[str] = set()
+"""Notes of the loads that are under way in this process."""
 
 
 class Endpoint:
@@ -82,6 +98,8 @@ class Endpoint:
         self.model = ""
         """What requests name."""
         self._has_adapter = False
+        self._has_paused = False
+        """It was asked to pause, and has not confirmed that it was resumed."""
         self.context = 0
         """Tokens that prompt and completion may have together."""
         self._seconds = timeout_seconds
@@ -93,14 +111,20 @@ class Endpoint:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Resumes a server that a load has left paused, and closes the connections."""
+        if self._has_paused:
+            with suppress(RlbufferError):
+                await self._resume(LAST_RESUME_SECONDS)
         await self._client.aclose()
 
-    async def probe(self) -> None:
-        """Learns what the server is and asks it for one token.
+    async def probe(self, *, resumes: bool = True) -> None:
+        """Learns what the server is, and asks it for one token once it is not paused.
+
+        Args:
+            resumes: this worker changes the weights, so it resumes what a load has left paused.
 
         Raises:
-            SamplerUnavailable: it gives none in time.
+            SamplerUnavailable: it gives none in time, or stays paused.
             ConfigError: it refuses, or does not answer as the worker needs it: no token ids, no versions.
         """
         answer = await self._call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
@@ -108,6 +132,7 @@ class Endpoint:
         self.model = str(models[0].get("id", ""))
         self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
+        await self._release(resumes=resumes)
         await self.answers()
 
     async def answers(self) -> None:
@@ -127,11 +152,12 @@ class Endpoint:
         seconds: float | None = None,
     ) -> list[Completion]:
         """Samples `n` completions."""
+        sampling = fitted(sampling, len(prompt), self.context)
         parameters = {
             "n": n,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": fitted(sampling, len(prompt), self.context).max_new_tokens,
+            "max_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
             **NEUTRAL,
             "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
@@ -143,7 +169,7 @@ class Endpoint:
             choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
             if len(choices) != n:
                 raise RequestFailed(f"{self.url}: {len(choices)} completions came instead of {n}")
-            return [self._completion(choice, greedy=sampling.temperature == 0) for choice in choices]
+            return [self._completion(choice, sampling) for choice in choices]
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no completion ({why})") from error
@@ -162,9 +188,14 @@ class Endpoint:
             raise ConfigError(str(error), setting="sampler_options.servers") from error
 
     async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int, seed: int) -> None:
-        label, self.version, before = str(version), -1, self.version
-        await self._call("POST", "/pause?mode=keep")
+        await self._release(resumes=True)
+        before, self.version = self.version, -1
+        note = json.dumps({"loads": version, "at": round(time.time()), "load": uuid.uuid4().hex} | identity())
+        _LOADS.add(note)
+        self._has_paused = True
         try:
+            await self._call("POST", "/pause?mode=keep")
+            await self._label(note)
             method = "rlbuffer_load"
             if is_adapter(directory):
                 method = "rlbuffer_load_adapter"
@@ -173,13 +204,81 @@ class Endpoint:
             answer = await self._call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
             refusals = [text for text in answer.get("results", ()) if text]
             if refusals:
+                if before >= 0:
+                    await self._label(str(before))
                 self.version = before
                 raise WeightsError(f"{self.url}: {refusals[0]}")
-            await self._call("POST", "/update_weight_version", json={"new_version": label})
             await self._call("POST", "/reset_prefix_cache")
+            await self._label(str(version))
         finally:
-            await self._call("POST", "/resume")
+            _LOADS.discard(note)
+            await self._resume(CONTROL_SECONDS)
         self.version = version
+
+    async def _label(self, label: str) -> None:
+        """Says what the weights are: the engine writes it beside every token."""
+        await self._call("POST", "/update_weight_version", json={"new_version": label})
+
+    # -- paused --------------------------------------------------------------------------------------------------------
+    async def _release(self, *, resumes: bool) -> None:
+        """Resumes a server that nobody loads any more: a worker that died in a load has left it paused, and a paused
+        server answers no request.
+
+        Raises:
+            SamplerUnavailable: it is paused and stays so.
+        """
+        for is_last in (False, True):
+            is_paused = await self._is_paused()
+            if is_paused is None and resumes:  # it does not say; to resume one that runs changes nothing
+                with suppress(RlbufferError):
+                    await self._resume(CONTROL_SECONDS)
+            if not is_paused:
+                return
+            loader = await self._loader()
+            if loader is not None:
+                raise SamplerUnavailable(
+                    f"{self.url} is paused: {named(loader)} loads version {loader['loads']} into it. Where two workers "
+                    "share a server, set sampler_options.updates_weights = false for all but one"
+                )
+            if not is_last:
+                await asyncio.sleep(PAUSE_LOOK_SECONDS)
+        if not resumes:
+            raise SamplerUnavailable(
+                f"{self.url} is paused, and this worker does not change its weights (updates_weights = false): the "
+                f"worker that does resumes it when it starts. By hand: curl -X POST {self.url}/resume"
+            )
+        await self._resume(CONTROL_SECONDS)
+        if await self._is_paused():
+            raise SamplerUnavailable(f"{self.url} is paused again at once: find out who else sends it POST /pause")
+
+    async def _is_paused(self) -> bool | None:
+        """None of a server that does not say."""
+        response = await self._respond("GET", "/is_paused", json=None, seconds=ENDPOINT_PROBE_SECONDS)
+        told = _field(response, "is_paused")
+        return told if isinstance(told, bool) else None
+
+    async def _loader(self) -> Mapping[str, Any] | None:
+        """The process that loads a version into it, by its note; None where none does, or it is gone."""
+        response = await self._respond("GET", "/weight_info", json=None, seconds=ENDPOINT_PROBE_SECONDS)
+        note = _field(response, "weight_version")
+        if note in _LOADS:
+            return identity() | {"loads": json.loads(note)["loads"]}
+        try:
+            loader = json.loads(note)
+            is_there = may_live({**loader, "seconds_ago": time.time() - loader["at"]}) and "loads" in loader
+        except (TypeError, ValueError, KeyError):  # a version, or what somebody else has written there
+            return None
+        return loader if is_there else None
+
+    async def _resume(self, seconds: float) -> None:
+        try:
+            await self._call("POST", "/resume", seconds=seconds)
+        except (SamplerUnavailable, RequestFailed) as error:
+            raise SamplerUnavailable(
+                f"{self.url} is paused and cannot be resumed ({error}). It is tried again; if that does not help, "
+                "start the server anew"
+            ) from error
+        self._has_paused = False
 
     async def _name_adapter(self, directory: Path) -> None:
         """Makes the adapter known to the server by name, once; it is changed in place afterwards."""
@@ -232,7 +331,7 @@ class Endpoint:
             sentence = f"{self.url}{path} cannot be reached: {reason}"
             raise SamplerUnavailable(sentence) from error
 
-    def _completion(self, choice: Mapping[str, Any], *, greedy: bool) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
         ids = choice.get("token_ids")
         if ids is None:
             raise RequestFailed(
@@ -240,7 +339,8 @@ class Endpoint:
                 "belong to a token that was never sampled"
             )
         tokens = np.asarray(ids, np.int32)
-        logprobs = np.zeros(len(tokens), np.float32) if greedy else np.array(_logprobs(choice), np.float32)
+        is_greedy = sampling.temperature == 0
+        logprobs = np.zeros(len(tokens), np.float32) if is_greedy else np.array(_logprobs(choice), np.float32)
         if logprobs.shape != tokens.shape:
             raise RequestFailed(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
         spans = choice.get("weight_versions")
@@ -252,7 +352,7 @@ class Endpoint:
         return Completion(
             tokens=tokens,
             logprobs=logprobs,
-            finish_reason=str(choice.get("finish_reason") or "abort"),
+            finish_reason=finish_reason(choice.get("finish_reason"), tokens, sampling),
             version_spans=_spans(spans or ()),
         )
 
@@ -271,6 +371,15 @@ def _spans(entries: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
         version = int(span["version"]) if str(span["version"]).isdigit() else -1
         spans.append(VersionSpan(version, int(span["start"]), int(span["end"])))
     return tuple(spans)
+
+
+def _field(response: httpx.Response, name: str) -> Any:
+    """A field of a server's answer; None where it does not know the question, or answers with something else."""
+    try:
+        answer = response.json() if response.is_success else None
+    except ValueError:
+        return None
+    return answer.get(name) if isinstance(answer, dict) else None
 
 
 def _told(response: httpx.Response) -> str:

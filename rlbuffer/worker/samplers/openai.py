@@ -1,8 +1,8 @@
 """Sampling with one or several OpenAI-compatible vLLM servers: the least loaded one gets the next group.
 
 A server that fails is left out and asked for a token every few seconds; before it is used again it loads the version
-that serves now, since a restarted server has the weights of its start. Each server's weights are changed by one worker:
-others that share it set ``updates_weights = false``.
+that serves now, since a restarted server has the weights of its start. Each server's weights are changed by one worker,
+which also resumes it when a load has left it paused: others that share it set ``updates_weights = false``.
 
 Each load gives a server a seed of its own: servers that were started alike would draw alike, and a restarted one would
 draw again what it has drawn before.
@@ -173,13 +173,14 @@ class OpenAISampler:
         """Makes a server serve `version`. Raises what is wrong with it, and leaves it out then."""
         try:
             if endpoint.trouble:
-                await endpoint.probe()
+                await endpoint.probe(resumes=self._updates)
             if self._updates:
                 await endpoint.load(version.directory, version.shapes, version.policy.version, seed=next(self._seeds))
             else:
                 endpoint.version = version.policy.version
-        except SamplerUnavailable as error:
-            endpoint.trouble = str(error)
+        except BaseException as error:
+            if isinstance(error, SamplerUnavailable) or endpoint.version < 0:  # else it goes on with what it had
+                endpoint.trouble = str(error) or "its load was broken off"
             raise
         endpoint.trouble = ""
 

@@ -33,6 +33,7 @@ from rlbuffer.worker.samplers.base import (
     Opened,
     SamplerTraits,
     Sampling,
+    finish_reason,
     fitted,
     logprobs_mode,
     opened,
@@ -145,11 +146,12 @@ class VllmSampler:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = await self._alive()
+        sampling = fitted(sampling, len(prompt), engine.model_config.max_model_len)
         parameters = SamplingParams(
             n=n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=fitted(sampling, len(prompt), engine.model_config.max_model_len).max_new_tokens,
+            max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the stop tokens are those that were asked for, not the model's own
             logprobs=0,  # of the sampled token alone
@@ -170,8 +172,7 @@ class VllmSampler:
             raise SamplerUnavailable(f"the vLLM engine has died ({error}); it is started again") from error
         if final is None:
             raise SamplerUnavailable("the vLLM engine ended a request without an answer")
-        greedy = sampling.temperature == 0
-        return [_completion(choice, greedy=greedy) for choice in sorted(final.outputs, key=lambda choice: choice.index)]
+        return [_completion(choice, sampling) for choice in sorted(final.outputs, key=lambda choice: choice.index)]
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -225,12 +226,15 @@ class VllmSampler:
             raise ConfigError(f"sampler_options: vLLM refuses them: {error}", setting="sampler_options") from error
         self._starts += 1
         self._trouble = "the vLLM engine was started, and is not there any more"
+        engine: AsyncLLM | None = None
         try:
             engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
             if adapter is not None:
                 await engine.add_lora(adapter)
             await engine.update_weight_version(str(version.policy.version))
         except (RuntimeError, ValueError, OSError) as error:
+            if engine is not None:
+                await self._drop(engine)
             why = self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
             raise SamplerUnavailable(why) from error
         self._engine, self._adapter, self._opened = engine, adapter, version
@@ -293,9 +297,9 @@ async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
         task.cancel()
 
 
-def _completion(choice: Any, *, greedy: bool) -> Completion:
+def _completion(choice: Any, sampling: Sampling) -> Completion:
     tokens = np.asarray(choice.token_ids, np.int32)
-    if greedy:
+    if sampling.temperature == 0:
         logprobs = np.zeros(len(tokens), np.float32)
     else:
         steps = zip(choice.logprobs or (), tokens.tolist(), strict=True)
@@ -303,6 +307,6 @@ def _completion(choice: Any, *, greedy: bool) -> Completion:
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
-        finish_reason=choice.finish_reason or "abort",
+        finish_reason=finish_reason(choice.finish_reason, tokens, sampling),
         version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in choice.weight_versions or ()),
     )
