@@ -277,6 +277,14 @@ class Batcher:
         newest = {**published, "": max(step, published.get("", 0))}
         return {name: env.sums(newest) for name, env in self.pools.items()}
 
+    def silence(self, now: float) -> dict[str, float]:
+        """env -> seconds since something of it came, of those of which this batcher has seen any; to say."""
+        return self._patience.silence(now)
+
+    def lose(self, drop: Drop) -> None:
+        """Something of an env was dropped that was never here, or is here no more; to say."""
+        self._pool.lose(drop)
+
     def sweep(self, step: int) -> tuple[Drop, ...]:
         """Lets go what is too old for `step`, where `next` may not be asked yet. -> what must be dropped."""
         self._pool.sweep_stale(self._known.steps(step), self._known.published)

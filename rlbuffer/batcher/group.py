@@ -25,6 +25,8 @@ REWARD = "reward"
 _ABOUT = ("env", "prompt_id", "adapter", "planned_size")
 """What all parts of a group have in common."""
 _about = attrgetter(*_ABOUT)
+COUNTING = (Reason.OVERSIZED, Reason.INVALID, Reason.FAILED)
+"""Reasons why a rollout cannot be trained that came all the same: its group does not wait for another in its place."""
 _REASONS = tuple(Reason)
 """In the order of tables."""
 
@@ -87,6 +89,7 @@ class Group:
         "env",
         "flatness",
         "group_id",
+        "held",
         "is_ready",
         "max_version",
         "min_version",
@@ -121,7 +124,10 @@ class Group:
 
     def _empty(self) -> None:
         self.parts: dict[str, Part] = {}
-        """entry id -> part, of those of which a rollout has joined."""
+        """entry id -> part, of those that count: their rollouts have joined, or take the place of planned ones."""
+        self.held: dict[str, Rejected] = {}
+        """entry id -> why, of the parts of which no rollout has joined. They stay as long as the group, as they would
+        in one push with the others."""
         self.needs: frozenset[str] = frozenset()
         self.rollouts = self.tokens = 0
         """Of the rollouts that have joined, as are the versions."""
@@ -169,7 +175,8 @@ class Group:
 
     # -- what it takes ------------------------------------------------------------------------------------------------
     def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
-        """Merges one push. -> why all of it is rejected, or None when a rollout of it joined."""
+        """Merges one push. -> why all of it is rejected; None when it counts: a rollout of it joined, or one that was
+        planned came and cannot be trained."""
         if _about(info) != _about(self):
             name = next(name for name in _ABOUT if getattr(info, name) != getattr(self, name))
             theirs, mine = getattr(info, name), getattr(self, name)
@@ -183,17 +190,14 @@ class Group:
             kept, left_out = list[int](), list[tuple[int, Rejected]]()
             for place, rollout in enumerate(info.rollouts):
                 why = self._judge(rollout, info, row_tokens, self.rollouts + len(kept))
-                if why is None or why.reason in (Reason.OVERSIZED, Reason.INVALID, Reason.FAILED):
+                if why is None or why.reason in COUNTING:
                     self.ids.add(rollout.rollout_id)
                 if why is None:
                     kept.append(place)
                 else:
                     left_out.append((place, why))
             if not kept:
-                reason = most_common(why.reason for _, why in left_out)
-                if reason is Reason.FAILED:
-                    return Rejected(reason, counted(Counter(r.failure for r in info.rollouts if r.failure)))
-                return next(why for _, why in left_out if why.reason is reason)
+                return self._take_none(entry_id, info, [why for _, why in left_out])
             joined = [info.rollouts[place] for place in kept]
             reasons = tuple((place, why.reason) for place, why in left_out)
             part = Part(info, kept, reasons, sum(rollout.length for rollout in joined))
@@ -207,10 +211,23 @@ class Group:
         self.tokens += part.tokens
         return None
 
-    def hold(self, entry_id: str, info: GroupInfo, reason: Reason) -> None:
-        """Keeps a push of which no rollout joins."""
-        left_out = tuple((place, reason) for place in range(info.totals.rollouts))
-        self.parts[entry_id] = Part(info, [], left_out, 0)
+    def _take_none(self, entry_id: str, info: GroupInfo, reasons: Sequence[Rejected]) -> Rejected | None:
+        """Holds a push of which no rollout joins. -> why, where none of them takes the place of a planned one."""
+        counting = [why for why in reasons if why.reason in COUNTING]
+        reason = most_common(why.reason for why in counting or reasons)
+        why = next(why for why in reasons if why.reason is reason)
+        if reason is Reason.FAILED:
+            why = Rejected(reason, counted(Counter(r.failure for r in info.rollouts if r.failure)))
+        if not counting:
+            return why
+        self.hold(entry_id, info, why, [why.reason for why in reasons])
+        return None
+
+    def hold(self, entry_id: str, info: GroupInfo, why: Rejected, reasons: Sequence[Reason] = ()) -> None:
+        """Keeps a push of which no rollout joins; `reasons`: of each, where it is not `why` for all."""
+        reasons = reasons or [why.reason] * info.totals.rollouts
+        self.parts[entry_id] = Part(info, [], tuple(enumerate(reasons)), 0)
+        self.held[entry_id] = why
 
     def exchange(
         self, old: str, entry_id: str, info: GroupInfo, row_tokens: int
@@ -261,9 +278,14 @@ class Group:
         return self.rollouts if self._ids is None else len(self._ids)
 
     @property
+    def is_whole(self) -> bool:
+        """All rollouts that were planned have come."""
+        return self.arrived >= self.planned_size
+
+    @property
     def is_waiting(self) -> bool:
         """True while waiting may help: rollouts that were planned have not come, or something is still to be added."""
-        return bool(self.needs) or self.arrived < self.planned_size
+        return bool(self.needs) or not self.is_whole
 
     def too_small(self, least: int, when: str = "") -> Rejected | None:
         """Why it cannot be trained if nothing more comes; None when it can. `when` is added to the sentence."""

@@ -66,6 +66,7 @@ class EnvGroups:
         "ready_groups",
         "ready_rollouts",
         "ready_tokens",
+        "repeated",
         "settings",
     )
 
@@ -86,6 +87,8 @@ class EnvGroups:
         self.ready_tokens = 0
         self.lost = ""
         """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
+        self.repeated = 0
+        """Rollouts since then of groups that are gone. Fewer than a group has are stragglers of one that trained."""
 
     def lane(self, adapter: str) -> Lane:
         """The adapter's groups."""
@@ -211,7 +214,7 @@ class Pool:
             self._entries[entry_id] = group.group_id
             why = group.take(entry_id, info, self.config.row_tokens)
             if why is not None:
-                group.hold(entry_id, info, why.reason)
+                group.hold(entry_id, info, why)
         group.is_ready = True
         self._unjudged.append(group)  # steps that trained it may be void
         self._its(group.env).place(group)
@@ -279,7 +282,9 @@ class Pool:
         """Forgets an entry that is gone from the store; what is left of its group is no longer whole and is dropped."""
         group = self._groups.get(self._entries.pop(entry_id, ""))
         self._withdraw(entry_id)
-        if group is not None and entry_id in group.parts:
+        if group is not None and group.held.pop(entry_id, None):
+            del group.parts[entry_id]  # what it held has come all the same
+        elif group is not None and entry_id in group.parts:
             self._its(group.env).lift(group)
             del group.parts[entry_id]
             self._end(group, Reason.INVALID, f"its part {entry_id} is gone from the pool")
@@ -435,14 +440,17 @@ class Pool:
                 return
             group.is_ready = True
             env.forming.pop(group.group_id, None)
-            env.lost = ""
+            env.lost, env.repeated = "", 0
             if self._ranks:
                 self._unranked.append(group)
         env.place(group)
 
     def _end(self, group: Group, reason: Reason, detail: str) -> None:
-        """Drops a group that was lifted."""
+        """Drops a group that was lifted, and what it holds of rollouts that could not be trained, for their reason."""
         self._forget(group)
+        for entry_id, why in ({} if group.used else group.held).items():
+            info = group.parts.pop(entry_id).info
+            self._queue(drop_part(entry_id, info, why), {entry_id: info})
         if group.parts:
             self._queue(group.drop(reason, detail), {key: part.info for key, part in group.parts.items()})
 
@@ -454,8 +462,18 @@ class Pool:
     def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
         self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
-        if drop.reason not in (Reason.LATE, Reason.DUPLICATE) and drop.rollouts:  # those groups did train
-            self._its(drop.env).lost = f"{drop.reason}: {drop.detail}"
+        self.lose(drop, min((info.planned_size for info in parts.values()), default=1))
+
+    def lose(self, drop: Drop, planned_size: int = 1) -> None:
+        """Notes why something of an env was dropped, which is what people ask when none of it is ready."""
+        if not drop.rollouts:
+            return
+        env = self._its(drop.env)
+        if drop.reason in (Reason.LATE, Reason.DUPLICATE):
+            env.repeated += drop.rollouts * (drop.group_id not in self._groups)
+            if env.repeated < planned_size:
+                return
+        env.lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:
         """An entry that is gone cannot be dropped any more; what else its drop holds still must be."""

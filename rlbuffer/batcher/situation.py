@@ -14,7 +14,7 @@ from rlbuffer.batcher.pool import Pool, StepOf
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Cause, Wait, Waiting
 
 Mean = tuple[float, float, float]
 """Mean group in (budget's unit, tokens, rollouts)."""
@@ -212,9 +212,21 @@ def _env(
     done = progress(trial, limits)
     if not env:
         return Waiting(kind=kind, step=step, done=done)
+    cause, detail = _cause(known, env)
+    dropped = known.pool.env(env).lost
     dead = known.patience.dead(known.pool.now).get(env)
     if dead is not None:
-        return Waiting(kind=Wait.ENV_DEAD, step=step, env=env, done=done, seconds=float(round(dead)))
+        seconds = float(round(dead))
+        return Waiting(
+            kind=Wait.ENV_DEAD,
+            step=step,
+            env=env,
+            done=done,
+            seconds=seconds,
+            cause=cause,
+            dropped=dropped,
+            detail=detail,
+        )
     size = sum(budget.size_of(known.config.unit, tokens=g.tokens, rollouts=g.rollouts) for g in trial.groups)
     lacking = size / done - size if done > 0 else 0.0
     owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking
@@ -230,8 +242,21 @@ def _env(
         done=done,
         published=known.published.get("", -1),
         seconds=0.0 if oldest is None else float(round(max(0.0, known.pool.now - oldest.since))),
-        dropped=pool.lost,
+        cause=cause,
+        dropped=dropped,
+        detail=detail,
     )
+
+
+def _cause(known: Situation, env: str) -> tuple[str, str]:
+    """Why nothing more of `env` is there, as far as the pool tells: ("", "") where it is a matter of who samples it."""
+    pool = known.pool.env(env)
+    if pool.lost:
+        return Cause.DROPPED, ""
+    needs = sorted(need for need, groups in pool.needs.items() if groups)
+    if needs and all(group.is_whole for group in pool.forming.values()):
+        return Cause.SCORER, ", ".join(needs)
+    return (Cause.DONE, "") if env in known.done else ("", "")
 
 
 def progress(trial: Trial, limits: Limits) -> float:

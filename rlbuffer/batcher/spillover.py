@@ -33,6 +33,10 @@ class Patience:
         self._heard[env] = now
         self._dead.pop(env, None)
 
+    def silence(self, now: float) -> dict[str, float]:
+        """env -> seconds since something of it came."""
+        return {env: max(0.0, now - at) for env, at in self._heard.items()}
+
     def forget(self, env: str) -> None:
         """`env` is paused: nothing is expected of it."""
         for timers in (self._short, self._awaited, self._dead):

@@ -41,6 +41,7 @@ from rlbuffer.process.logs import fields
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
+from rlbuffer.state.env_causes import explained
 from rlbuffer.state.heartbeats import Process, processes, worker_problems
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Look
@@ -286,6 +287,7 @@ class Leadership:
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
 
     def _say(self, waiting: Waiting | None) -> None:
+        waiting = explained(waiting, self._workers, self._pending.batcher.silence(self._pending.now))
         missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))
         self._teller.say(
             waiting,

@@ -46,6 +46,7 @@ class LeaseKeeper:
         self._lost: Exception | None = None
         self._step = 0
         self._heard = time.monotonic()
+        self._leader = threading.get_ident()
         self._told = float("-inf")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
@@ -92,7 +93,15 @@ class LeaseKeeper:
         self._renew()
         if turn > SLOW_RENEWAL_SECONDS and self._step and time.monotonic() - self._told > SLOW_RENEWAL_SECONDS:
             self._told = time.monotonic()
-            self._say(Waiting(kind=Wait.BUILDING, step=self._step, seconds=turn))
+            self._say(self._busy(turn))
+
+    def _busy(self, turn: float) -> Waiting:
+        """What takes the leader so long: the server, which has answered this thread just now, or its own work."""
+        asked = self._store.connection.asking.get(self._leader)
+        silence = 0.0 if asked is None else time.monotonic() - asked
+        if silence <= SLOW_RENEWAL_SECONDS:
+            return Waiting(kind=Wait.BUILDING, step=self._step, seconds=turn)
+        return Waiting(kind=Wait.UNANSWERED, step=self._step, seconds=silence)
 
     def _renew(self) -> None:
         lease = self._store.renew(ttl_seconds=self._lease_seconds)

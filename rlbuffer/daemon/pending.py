@@ -118,6 +118,8 @@ class Pending:
         if undecodable:
             self._store.drop(undecodable)
             self._teller.dropped(drop for drop, _ in undecodable)
+            for drop, _ in undecodable:
+                self.batcher.lose(drop)
         return look
 
     def _replaced(self, entry: PoolEntry) -> str:
@@ -167,6 +169,7 @@ class Pending:
                 self._teller.dropped([drop])
             for part in whole:
                 self.batcher.remove(part.entry_id)
+            self.batcher.lose(drop)
             self._store.drop([(drop, whole)])
             self._forget([part.entry_id for part in whole])
 

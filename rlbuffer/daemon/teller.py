@@ -48,7 +48,7 @@ class Teller:
         self._lasting = Lasting()
         self._beat_at = float("-inf")
         """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
-        self._key: tuple[str, str, str] | None = None
+        self._key: tuple[str, ...] | None = None
         """Of what the last one waited for."""
         self._state: dict[str, Any] = {}
         """The rest of the heartbeat, but for what is waited for."""

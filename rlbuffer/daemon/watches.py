@@ -168,7 +168,11 @@ class TrainerWord(Watch):
         """The reason of a trainer that has enough steps; None when the next one may be made."""
         step, trained = look.meta.step, look.trainer.trained
         if step > trained + lookahead:
-            why: Waiting | None = Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=lookahead)
+            at = look.trainer.at
+            is_under_way = at == trained > look.trainer.resume_step  # it has trained a new step
+            why: Waiting | None = Waiting(
+                kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=lookahead, at=-1 if is_under_way else at
+            )
         else:
             why = in_hand(look)
         return why and (self.silence(look) or why)

@@ -33,8 +33,10 @@ class Wait(StrEnum):
     LAST_STEP = "last_step"
     SERVER_START = "server_start"
     BUILDING = "building"
+    UNANSWERED = "unanswered"
     STEP = "step"
     TICKET = "ticket"
+    LOADING = "loading"
     NO_SHARE = "no_share"
     PROMPT = "prompt"
     WEIGHTS = "weights"
@@ -50,7 +52,7 @@ class Wait(StrEnum):
 NORMAL = frozenset(
     {
         *(Wait.TRAINER_BUSY, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND, Wait.LAST_STEP),
-        *(Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.NO_NEED, Wait.DRAINING, Wait.STOPPED, Wait.ENDED),
+        *(Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.LOADING, Wait.NO_NEED, Wait.DRAINING, Wait.STOPPED, Wait.ENDED),
     }
 )
 """Nobody need do anything unless a problem stands beside it."""
@@ -60,6 +62,34 @@ FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
 """Of a step for more groups: while an operator drains the run, none of these is worth a word."""
 AT_REST = frozenset({Wait.STOPPED, Wait.ENDED})
 """The processes have nothing to do: that they are silent is no problem."""
+
+
+class Cause(StrEnum):
+    """Why no further group of an env is there: the first of these that is true, in this order. :func:`_because` says
+    each. The batcher finds those of its pool, the leader those of the workers (:mod:`rlbuffer.state.env_causes`)."""
+
+    DROPPED = "dropped"
+    """What came last was dropped, and nothing has become ready since."""
+    DONE = "done"
+    """Nothing more comes of it."""
+    SCORER = "scorer"
+    """All that forms waits for a scorer."""
+    GENERATING = "generating"
+    """A worker of it samples."""
+    LOADING = "loading"
+    """Its workers load a policy version."""
+    WAITING = "waiting"
+    """Its workers wait for something else."""
+    TROUBLE = "trouble"
+    """Its workers have met a trouble."""
+    WRITERS = "writers"
+    """It comes from writers that send no heartbeat."""
+    NO_WORKER = "no_worker"
+    """No worker of it lives, and nothing has come for a while."""
+
+
+UNWELL = frozenset({Cause.DROPPED, Cause.TROUBLE, Cause.NO_WORKER})
+"""Somebody may have to do something."""
 
 
 def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,18 +151,22 @@ class Waiting(_Said):
     """For so long: the silence, the build, the oldest forming group, a worker's wait."""
     dropped: str = ""
     """Why the env's last group was dropped, while none has become ready since."""
+    at: int = -1
+    """Step that the trainer's state contains, while it has trained none since it began or trains some again."""
+    cause: str = ""
+    """The :class:`Cause` for which nothing more of `env` is there; "": nobody has looked."""
     detail: str = ""
-    """An error's text, or a log's path."""
+    """An error's text, a log's path, or what the cause is about."""
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, str, str]:
         """Equal while only numbers have changed: what is said once."""
-        return self.kind, self.env, self.adapter
+        return self.kind, self.env, self.adapter, self.cause
 
     @property
     def is_normal(self) -> bool:
         """Nobody need do anything unless a problem stands beside it."""
-        return self.kind in NORMAL and not self.dropped
+        return self.kind in NORMAL and not self.dropped and self.cause not in UNWELL
 
     def __str__(self) -> str:
         return _sentence(self)
@@ -211,7 +245,7 @@ def _sentence(w: Waiting) -> str:
         case Wait.TRAINER_BUSY:
             return (
                 f"Step {w.step} is committed and waits for the trainer, at step {w.trained} (batcher.lookahead "
-                f"{w.limit}). The trainer is the slower side."
+                f"{w.limit}). {_pace(w)}"
             )
         case Wait.TAKEOVER:
             return (
@@ -221,19 +255,16 @@ def _sentence(w: Waiting) -> str:
         case Wait.VERSION:
             return _for_version(w)
         case Wait.ENV_SHORT:
-            return f"{w.env} is {_groups(w.groups)} short of its share of step {w.step} ({_forming(w)}). {_more_of(w)}"
+            return f"{w.env} is {_groups(w.groups)} short of its share of step {w.step} ({_forming(w)}). {_because(w)}"
         case Wait.FILLING:
             full = f"Step {w.step} is {w.done:.0%} full"
             if not w.env:
-                return (
-                    f"{full}. No env has sent a group that can train yet. Workers load weights and sample first; if it "
-                    "lasts, see `rlbuffer inspect --where state:dropped`."
-                )
-            return f"{full}. {w.env} goes next and has nothing ready ({_forming(w)}). {_more_of(w)}"
+                return f"{full}. No env has sent a group that can train yet. {_because(w)}"
+            return f"{full}. {w.env} goes next and has nothing ready ({_forming(w)}). {_because(w)}"
         case Wait.ENV_DEAD:
             return (
-                f"{w.env} has sent nothing for {_long(w.seconds)}, and step {w.step} needs it. Start a worker for it, "
-                f"or go on without it: `rlbuffer env pause {w.env}`."
+                f"{w.env} has sent nothing for {_long(w.seconds)}, and step {w.step} needs it. {_because(w)} To go on "
+                f"without it: `rlbuffer env pause {w.env}`."
             )
         case Wait.NOTHING_TO_LEARN:
             ready = "the group that is ready teaches nothing" if w.groups == 1 else f"none of {w.groups} groups teaches"
@@ -264,10 +295,18 @@ def _sentence(w: Waiting) -> str:
                 f"Step {w.step} is being built, for {w.seconds:.0f} s so far: a large step, a slow function of yours "
                 "(batcher.advantage, batcher.order), or a busy machine."
             )
+        case Wait.UNANSWERED:
+            return (
+                f"Step {w.step} waits for the server, which has not answered the batcher for {w.seconds:.0f} s and "
+                "answers others: a connection that was cut on the way, or a slow command. The request is given up "
+                "after a while and made again; if it lasts, look at the network between them, and at SLOWLOG GET."
+            )
         case Wait.STEP:
             return f"Waiting for step {w.step}."
         case Wait.TICKET:
             return f"No ticket for {w.env}: enough of its groups are being sampled or in the pool."
+        case Wait.LOADING:
+            return f"Loading policy version {w.version}, for {_long(w.seconds)} so far."
         case Wait.NO_SHARE:
             return (
                 f"No ticket for {w.env}: it has no share of a step. batcher.budgets gives all to {w.detail}; give "
@@ -317,11 +356,49 @@ def _forming(w: Waiting) -> str:
     return f"{w.forming} forming" + (f", oldest {w.seconds:.0f} s" if w.seconds else "")
 
 
-def _more_of(w: Waiting) -> str:
-    """What to do about an env of which too little comes."""
+def _pace(w: Waiting) -> str:
+    """How the trainer comes along."""
+    if w.at < 0:
+        return "The trainer is the slower side."
+    if w.at < w.trained:
+        return f"It goes on from a checkpoint: it is at step {w.at}, and first trains those up to {w.trained} again."
+    return "It has begun there and not trained a step yet."
+
+
+def _because(w: Waiting) -> str:
+    """Why nothing more of the env is there, and what to do about it."""
+    env = w.env or "any env"
+    seen = f"`rlbuffer inspect --where '{f'env:{w.env} ' if w.env else ''}state:dropped'`"
     if w.dropped:
-        return f"Its last group was dropped as {w.dropped}: see `rlbuffer inspect --where 'env:{w.env} state:dropped'`."
-    return "Nothing to do while its workers generate; if it lasts, start more of them, or lower its batcher.budgets."
+        is_repeated = w.dropped.startswith(("late", "duplicate"))
+        anew = " A group_id is used once: the next group takes a new one." if is_repeated else ""
+        return f"Its last group was dropped as {w.dropped}: see {seen}.{anew}"
+    match w.cause:
+        case Cause.DONE:
+            return "It is done: only what forms can still come, until batcher.group_timeout_seconds are over."
+        case Cause.SCORER:
+            return f"What forms waits for a scorer to add {w.detail}."
+        case Cause.GENERATING:
+            return "Nothing to do while its workers generate; if it lasts, start more of them" + (
+                ", or lower its batcher.budgets." if w.env else f", or see {seen}."
+            )
+        case Cause.LOADING:
+            return f"Its workers load weights and sample then: {w.detail}"
+        case Cause.WAITING:
+            return f"Its workers wait: {w.detail}"
+        case Cause.TROUBLE:
+            return f"Its workers are in trouble: {w.detail}"
+        case Cause.WRITERS:
+            return f"It comes from writers that send no heartbeat; {w.detail}. If it lasts, look at them."
+        case Cause.NO_WORKER:
+            heard = f" ({w.detail})" if w.detail else ""
+            return (
+                f"No worker of {env} is at work{heard}: start `rlbuffer worker`. A writer of your own sends no "
+                "heartbeat and is heard by what it pushes."
+            )
+    if w.kind is Wait.ENV_DEAD:
+        return "Start a worker for it."
+    return f"If it lasts, start more workers, or see {seen}."
 
 
 def _without_batcher(w: Waiting) -> str:

@@ -73,6 +73,8 @@ class Process:
     tokens_per_second: float = 0.0
     gives: tuple[str, ...] = ()
     """What a scorer adds."""
+    sampling: int = 0
+    """Groups that a worker makes now."""
     traceback: str = ""
     """Of the last error of an env."""
     archive: str = ""

@@ -17,7 +17,7 @@ from rlbuffer.process.identity import may_live
 from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.process.progress import Progress
 from rlbuffer.records.group import Group, Ticket
-from rlbuffer.records.waiting import Problem, Trouble, Waiting
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import failing
 from rlbuffer.state.text import plural
 from rlbuffer.worker.failures import Failures, RunningCalls
@@ -72,6 +72,8 @@ class Pulse(Heartbeats):
         self._lasting, self._failing = Lasting(), Lasting()
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
+        self._loading: tuple[int, float] | None = None
+        """The version that is being loaded, and since when (monotonic)."""
         self._listing = threading.Lock()  # never held while the server is asked: the worker's event loop takes it
 
     def hold(self, writer: Writer) -> None:
@@ -104,6 +106,15 @@ class Pulse(Heartbeats):
             return
 
     # -- what happens ------------------------------------------------------------------------------------------------
+    @contextmanager
+    def loading(self, version: int) -> Iterator[None]:
+        """While it lasts, heartbeats say that `version` is being loaded, whatever else is waited for."""
+        self._loading = version, time.monotonic()
+        try:
+            yield
+        finally:
+            self._loading = None
+
     def loaded(self, version: int, seconds: float) -> None:
         """`version` serves now (-1: none); loading took so long."""
         level = logging.INFO if self.version < 0 else logging.DEBUG
@@ -192,10 +203,15 @@ class Pulse(Heartbeats):
     # -- beats -------------------------------------------------------------------------------------------------------
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
-        return super().record() | {
+        loading, record = self._loading, super().record()
+        if loading is not None:
+            seconds = round(time.monotonic() - loading[1], 1)
+            record["waiting"] = Waiting(kind=Wait.LOADING, version=loading[0], seconds=seconds).record()
+        return record | {
             "env": self._env,
             "version": self.version,
             "skipped": self.skipped,
+            "sampling": len(self._held),
             "failures": self.failures.record(),
             "traceback": self.failures.traceback,
         }

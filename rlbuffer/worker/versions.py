@@ -111,9 +111,10 @@ class Versions:
             local = await self._localized(current)
             if local is None:
                 return
-            await self._sampler.load(local)
-            self._require_vocabulary(current)
-            await self._check(local)
+            with self._pulse.loading(current.version):
+                await self._sampler.load(local)
+                self._require_vocabulary(current)
+                await self._check(local)
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"

@@ -22,8 +22,9 @@ from places import EMBEDDED
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 from watched import MISSING
+from worker_kills import run_worker_kills
 
-RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses", "workers")
 """In the order in which they run."""
 PLACED = RUNS[:4]
 """Those that run on other servers, too."""
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument(
         "--losses", type=int, default=30, help="losses of newest writes, over own trainers (default 30)"
     )
+    parser.add_argument("--worker-kills", type=int, default=40, help="kills of a worker in a load (default 40)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -96,6 +98,7 @@ def again(name: str, args: argparse.Namespace) -> str:
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     sizes["losses"] = f"--losses {args.losses}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
+    sizes["workers"] = f"--worker-kills {args.worker_kills}"
     where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
     return f"python tests/faults {name}{where} --seed {args.seed} {sizes[name]}"
 
@@ -147,6 +150,9 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
             return
         if name == "hostile":
             yield run_hostile(home, moves=args.moves, pushes=args.pushes, seed=args.seed, say=say)
+            return
+        if name == "workers":
+            yield run_worker_kills(home, seed=args.seed, kills=args.worker_kills, say=say)
             return
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say, place=place)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]

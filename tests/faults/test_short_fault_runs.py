@@ -17,6 +17,7 @@ from processes_under_test import KINDS
 from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
 from watched import MISSING
+from worker_kills import run_worker_kills
 
 from rlbuffer.store.keys import Keys
 
@@ -47,6 +48,12 @@ def test_a_run_survives_kill_9_of_each_kind_of_process(home: Home) -> None:
 def test_a_run_survives_a_network_that_loses_and_breaks_off(home: Home) -> None:
     outcome = run_network(home, seed=4, faults=12, pauses=2, steps=24, say=say)
     assert outcome.findings == []
+
+
+def test_sampling_goes_on_after_a_worker_is_killed_in_a_load(home: Home) -> None:
+    outcome = run_worker_kills(home, seed=3, kills=3, say=say)
+    assert outcome.findings == []
+    assert outcome.facts["rollouts compared"] > 0
 
 
 def test_the_other_batcher_goes_on_while_the_leader_is_halted_and_refuses_it_afterwards(home: Home) -> None:

@@ -8,6 +8,7 @@ token is the label that it was given. Its tokens are the number of the weights t
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,10 +18,19 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-TOKENS_SECONDS = 0.02
-"""Time that a request takes."""
+REQUEST_SECONDS = 0.02
 PATIENCE_SECONDS = 120.0
 """Longest that a request waits for a paused engine."""
+
+
+class Server(ThreadingHTTPServer):
+    """Of clients that may be killed."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class HoldingEngine:
@@ -32,11 +42,15 @@ class HoldingEngine:
 
     def __init__(self, *, control_seconds: float = 0.0, load_seconds: float = 0.0) -> None:
         self.control_seconds, self.load_seconds = control_seconds, load_seconds
+        self.request_seconds = REQUEST_SECONDS
+        self._closed = threading.Event()
         self.runs = threading.Event()
         self.runs.set()
         self.label, self.weights, self.is_dead = "default", 0, False
         self.asked: list[str] = []
         """Paths, in the order in which they came."""
+        self.asked_last_control = ""
+        """The newest of them that changes something."""
         self.under_way: Counter[str] = Counter()
         """Paths that are being answered."""
         self.refuses: Counter[str] = Counter()
@@ -74,8 +88,7 @@ class HoldingEngine:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
@@ -84,6 +97,7 @@ class HoldingEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self.runs.set()
         self._server.shutdown()
         self._server.server_close()
@@ -107,6 +121,7 @@ class HoldingEngine:
             return 200, {"is_paused": not self.runs.is_set()}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
+        self.asked_last_control = path
         time.sleep(self.control_seconds)
         if path == "/pause":
             self.runs.clear()
@@ -126,15 +141,15 @@ class HoldingEngine:
             self.is_dead = True
         self.weights = -1  # half of it
         end = time.monotonic() + self.load_seconds
-        while time.monotonic() < end:
-            time.sleep(0.005)
+        while time.monotonic() < end and not self._closed.wait(0.005):
             self.is_dead |= self.runs.is_set()
         self.weights = int(load_file(directory / "model.safetensors")["number"][0])
 
     def _generate(self, n: int, most: int) -> tuple[int, dict[str, Any]]:
         if not self.runs.wait(PATIENCE_SECONDS) or self.is_dead:
             return 500, {"error": "engine dead"}
-        time.sleep(TOKENS_SECONDS)
+        if most > 1:  # not the one token by which a worker tries it
+            self._closed.wait(self.request_seconds)
         size = 2 if self.finish_reason == "short" else most
         choice = {
             "token_ids": [max(0, self.weights) % 10] * size,

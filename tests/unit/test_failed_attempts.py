@@ -228,13 +228,18 @@ def test_a_group_is_flat_where_those_that_did_not_fail_are() -> None:
 
 
 def test_a_part_of_failed_attempts_is_waited_for_no_longer() -> None:
+    """It stays with its group, as it does in one push with the others: else the group would look as if it lacked it."""
     whole = group_of(0, 1)
     halves = [replace(whole, rollouts=whole.rollouts[:2]), replace(whole, rollouts=whole.rollouts[2:])]
     for parts in (halves, halves[::-1]):
         decision = decided(*parts)
         assert decision.plan is not None
         assert len(decision.plan.rollouts) == 6
-        assert [(drop.reason, drop.rollouts) for drop in decision.drops] == [("failed", 2)]
+        assert decision.drops == ()
+        assert sorted((e.packed_rollouts, e.dropped) for e in decision.plan.entries) == [
+            (0, (("failed", 2, 18),)),
+            (6, ()),
+        ]
 
 
 def test_a_group_that_waits_for_a_scorer_leaves_out_what_failed() -> None:

@@ -25,7 +25,7 @@ def part(*rollouts, planned_size=4, **fields):
 def state_of(*parts, row_tokens=100):
     state = Group(parts[0], since=0.0)
     verdicts = [state.take(f"{n}-0", p, row_tokens) for n, p in enumerate(parts)]
-    return state, verdicts
+    return state, [verdict or state.held.get(f"{n}-0") for n, verdict in enumerate(verdicts)]
 
 
 def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_added():

@@ -120,6 +120,8 @@ class Connection:
         self.losses = 0
         """Times that the connection was lost. Writes that the server had acknowledged may be gone with it."""
         self.failures: Counter[str] = Counter()  # kind of call -> attempts that the server did not answer, or refused
+        self.asking: dict[int, float] = {}
+        """Thread -> since when (monotonic) it has waited for an answer."""
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
         self._identities: dict[tuple[str, int] | None, str] = {}
@@ -213,7 +215,16 @@ class Connection:
             ServerUnsuitable: the server refuses the login or denies the command.
             WrongAnswer: the command does not fit what is there, such as a key of another type.
         """
-        begun = time.monotonic()
+        thread, begun = threading.get_ident(), time.monotonic()
+        if thread in self.asking:
+            return self._answered(fn, begun, patience_seconds=patience_seconds, repeat=repeat, op=op)
+        self.asking[thread] = begun
+        try:
+            return self._answered(fn, begun, patience_seconds=patience_seconds, repeat=repeat, op=op)
+        finally:
+            del self.asking[thread]
+
+    def _answered(self, fn: Callable[[], T], begun: float, *, patience_seconds: float, repeat: bool, op: str) -> T:
         tries = 0
         pause = FIRST_PAUSE_SECONDS
         while True:

@@ -57,6 +57,23 @@ def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypa
     assert (said[0].kind, said[0].step) == (Wait.BUILDING, 7)
 
 
+def test_a_leader_whom_the_server_leaves_without_an_answer_is_not_said_to_be_slow(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over a connection that was cut on the way, while others are served: the lease is renewed meanwhile."""
+    monkeypatch.setattr(lease_keeper, "SLOW_RENEWAL_SECONDS", 0.5)
+    run.lead("leader", ttl_seconds=0.6)
+    said: list[Waiting] = []
+    with LeaseKeeper(run.store, lease_seconds=0.6, say=said.append) as keeper:
+        keeper.check(7)
+        run.store.look(lambda client: until(lambda: said))
+        assert (said[0].kind, said[0].step) == (Wait.UNANSWERED, 7)
+        assert "slow function" not in str(said[0])
+        said.clear()
+        until(lambda: said)
+    assert said[0].kind is Wait.BUILDING
+
+
 def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_keeper, "LONGEST_TURN_SECONDS", 0.5)
     run.lead("hangs", ttl_seconds=0.6)
