@@ -1,8 +1,9 @@
 """Never silently stuck: while nobody has a step and none comes, the leader says why; it is true, and not old.
 
 The reason is read where people read it, in the leader's heartbeat (:class:`rlbuffer.records.waiting.Waiting`);
-:meth:`Reasons._possible` says from the server's data, and from the accounts kept here, which kinds may be true. Nothing
-is judged until the leader has been undisturbed for some turns.
+:meth:`Reasons._possible` says from the server's data, and from the accounts kept here, which kinds may be true, and
+:meth:`Reasons._holds` whether the cause that it gives for an env is one. Nothing is judged until the leader has been
+undisturbed for some turns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Cause, Wait, Waiting
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.viewer import heartbeat_of
 from rlbuffer.wire import payload
@@ -51,8 +52,8 @@ class Reasons:
         self._leader: Process | None = None
         self._faults = 0
         self._late_until = 0.0
-        self._said: Waiting | None = None
-        """The reason that stands there."""
+        self._said: tuple[str, ...] | None = None
+        """The reason that stands there, without its numbers."""
         self._since = 0.0
         """Since when."""
 
@@ -92,10 +93,11 @@ class Reasons:
 
     def _judge(self, meta: Mapping[bytes, bytes], trainer: Mapping[bytes, bytes], now: float) -> None:
         fail = self._world.invariants.fail
-        at, beat = heartbeat_of(self._beats().get(b"leader", b"")) or (0, {})
+        at, beat = heartbeat_of(self._beats("batcher").get(b"leader", b"")) or (0, {})
         waiting, step = Waiting.of(beat.get("waiting")), number(meta, b"step")
-        if waiting != self._said:
-            self._said, self._since = waiting, now
+        said = None if waiting is None else waiting.key
+        if said != self._said:
+            self._said, self._since = said, now
         if now - max(self._calm, self._since) <= self._turns:
             return
         if waiting is None:
@@ -107,6 +109,23 @@ class Reasons:
             fail("waiting", f"the leader has said for {age:.1f} s: {waiting}")
         if now - max(self._true.get(waiting.kind, 0.0), self._calm) > self._turns:
             fail("waiting", f"step {step + 1} does not come, and the reason ({waiting.kind}) is none: {waiting}")
+        if not self._holds(waiting):
+            fail("waiting", f"what it says of {waiting.env or 'all envs'} ({waiting.cause}) is not true: {waiting}")
+
+    def _holds(self, waiting: Waiting) -> bool:
+        """The cause that it gives for an env is one, by the server's data."""
+        match waiting.cause:
+            case Cause.DROPPED:
+                name = f"{waiting.env}:dropped:{waiting.dropped.partition(':')[0]}:rollouts"
+                return number(self._hash("ledger"), name.encode()) > 0
+            case Cause.DONE:
+                return bool(self._hash("ends"))
+            case Cause.SCORER:
+                pool = self._world.invariants.pool.values()
+                return any(payload.decode_info(entry.metadata).needs for entry in pool)
+            case Cause.GENERATING | Cause.LOADING | Cause.WAITING | Cause.TROUBLE:
+                return bool(self._beats("worker"))
+        return True
 
     def _leads(self, lease: Mapping[bytes, bytes], meta: Mapping[bytes, bytes]) -> object:
         """All that may disturb a leader while it leads; None while none leads, or nobody gets through."""
@@ -180,8 +199,8 @@ class Reasons:
         place = next(place for place, size in enumerate(wanted) if size)
         return totals[place] >= PLENTY * (wanted[place] or 0)
 
-    def _beats(self) -> Mapping[bytes, bytes]:
-        key = self._world.invariants.keys.heartbeats("batcher")
+    def _beats(self, kind: str) -> Mapping[bytes, bytes]:
+        key = self._world.invariants.keys.heartbeats(kind)
         return self._world.server.data.get(key.encode()) or {}
 
     def _hash(self, name: str) -> Mapping[bytes, bytes]:

@@ -167,9 +167,9 @@ class Pending:
             else:
                 self._teller.stats.dropped([entry])
                 self._teller.dropped([drop])
+                self.batcher.lose(drop)
             for part in whole:
                 self.batcher.remove(part.entry_id)
-            self.batcher.lose(drop)
             self._store.drop([(drop, whole)])
             self._forget([part.entry_id for part in whole])
 

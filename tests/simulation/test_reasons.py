@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlbuffer.batcher import situation
+from rlbuffer.daemon import leadership
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.daemon.watches import TrainerWord
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Cause, Wait, Waiting
 from simulation.__main__ import run_seed
 
 say = Teller.say
@@ -42,6 +44,18 @@ def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(situation, "reason", lambda *args: Waiting(kind=Wait.VERSION))
 
 
+def calls_an_env_that_nobody_samples_generating(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        leadership, "explained", lambda waiting, *_: waiting and replace(waiting, cause=Cause.GENERATING, dropped="")
+    )
+
+
+def calls_what_is_short_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        leadership, "explained", lambda waiting, *_: waiting and replace(waiting, cause=Cause.DROPPED, dropped="x: y")
+    )
+
+
 @pytest.mark.parametrize(
     ("broken", "seeds"),
     [
@@ -50,6 +64,8 @@ def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
         (says_the_first_for_ever, (43, 59, 29)),
         (calls_the_trainer_gone, (24, 29, 49)),
         (waits_for_a_version_that_is_there, (43, 25, 59)),
+        (calls_an_env_that_nobody_samples_generating, (30, 34, 59)),
+        (calls_what_is_short_dropped, (30, 34, 59)),
     ],
 )
 def test_a_leader_whose_reason_is_x_is_found(
