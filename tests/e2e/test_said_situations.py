@@ -131,19 +131,6 @@ def without_a_scorer(stage: Stage) -> None:
     stage.push("p0", needs=("ref_logprobs",))
 
 
-def one_failed_in_parts(stage: Stage) -> None:
-    stage.push("p0", rewards=(1.0,))
-    failed = rlbuffer.Rollout.from_completion(
-        prompt_ids=[1], token_ids=[2], logprobs=[-1.0], reward=None, policy_version=0, failure=rlbuffer.Failure("tool")
-    )
-    stage.writer.push(rlbuffer.Group(group_id="p0", env="a", prompt_id="p0", rollouts=[failed], planned_size=2))
-    stage.home.wait_until(
-        lambda: [(str(g.state), g.rollouts) for g in stage.buffer.groups("")] == [("ready", 2)],
-        seconds=30,
-        why="a group that is ready",
-    )
-
-
 def paused(stage: Stage) -> None:
     stage.push("p0")
     stage.home.call("env", "pause", "a", "--run", "tiny")
@@ -208,7 +195,6 @@ SITUATIONS: list[tuple[Callable[[Stage], None], str, str, str]] = [
     (flat, 'flat = "drop"', "dropped as flat", "generate"),
     (half_a_group, "", "1 forming", "generate"),
     (without_a_scorer, "", "What forms waits for a scorer to add ref_logprobs", "generate"),
-    (one_failed_in_parts, "", "0 forming", "forming, oldest"),
     (paused, "", "is paused (a)", "generate"),
     (drained, "", "The run drains", "generate"),
     (generating, "", "while its workers generate", "load"),
