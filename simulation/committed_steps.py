@@ -90,6 +90,8 @@ class CommittedSteps:
         if rollout in self.forgotten:
             lost = self.forgotten[rollout]
             self.fail("I1", f"rollout {rollout} of step {step} was trained in step {lost}, which the server lost")
+        if rollout in self.void:
+            self.fail("I1", f"rollout {rollout} of step {step} was in step {self.void[rollout]}, which was made void")
         if again:
             self._check_use(step, rollout, again)
         if rollout in self._used and not again:

@@ -140,9 +140,11 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         rollback = True
     own = mutation is None and random.Random(f"own {seed}").random() < OWN_LOOPS
     rollback = rollback or (own and random.Random(f"own loss {seed}").random() < OWN_LOSSES)
-    config = _with_reuse(config, seed, is_asked=asks.pop("reuse", False), rollback=rollback)
+    values = _people(seed, rollback=rollback, is_lossy=rollback or bool(asks.get("rollback")))
+    goes_back = rollback or bool(values["taken_back"])
+    config = _with_reuse(config, seed, is_asked=asks.pop("reuse", False), goes_back=goes_back)
+    values["releaser"] = values["releaser"] and config.max_uses > 1
     config, ends = _with_end(config, seed)
-    values = _people(seed, config, rollback=rollback, is_lossy=rollback or bool(asks.get("rollback")))
     values |= {"clock_steps": _clock_steps(seed), "scorers": _scorers(seed)}
     is_odd, odd, later = _what_is_odd(seed)
     values |= _oddities(is_odd, odd, values, rollback=rollback)
@@ -200,15 +202,15 @@ def _batcher(dice: random.Random) -> BatcherConfig:
     )
 
 
-def _with_reuse(config: BatcherConfig, seed: int, *, is_asked: bool, rollback: bool) -> BatcherConfig:
-    """Groups that may train more than once."""
+def _with_reuse(config: BatcherConfig, seed: int, *, is_asked: bool, goes_back: bool) -> BatcherConfig:
+    """Groups that may train more than once. `goes_back`: steps are lost or taken back, that of a use too."""
     dice = random.Random(f"reuse {seed}")
-    is_drawn = dice.random() < (0.5 if rollback else 0.3)
+    is_drawn = dice.random() < (0.5 if goes_back else 0.3)
     if not (is_asked or is_drawn):
         return config
     config = replace(config, max_uses=dice.choice((2, 3)), replay_fraction=dice.choice((0.5, 1.0)))
-    # A group is used again soon, so that the server may lose just that use.
-    return replace(config, max_age=2, replay_fraction=1.0) if rollback else config
+    # A group is used again soon, so that just that use may go, and there is time for another one after it.
+    return replace(config, max_age=2, replay_fraction=1.0) if goes_back else config
 
 
 def _with_end(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, int]:
@@ -220,12 +222,12 @@ def _with_end(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, int]:
     return config, ends
 
 
-def _people(seed: int, config: BatcherConfig, *, rollback: bool, is_lossy: bool) -> dict[str, Any]:
+def _people(seed: int, *, rollback: bool, is_lossy: bool) -> dict[str, Any]:
     """Draws acts of people, and what chance does to payloads and writes."""
     dice = random.Random(f"people {seed}")
     draws = [dice.random() for _ in range(4)]
     return {
-        "releaser": draws[0] < 0.5 and config.max_uses > 1 and not rollback,
+        "releaser": draws[0] < 0.5 and not rollback,
         "taken_back": dice.uniform(0.3, 0.95) if draws[1] < 0.12 and not is_lossy else 0.0,
         "damages": tuple(dice.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.15 else (),
         "refusal": dice.choice(REFUSALS) if draws[3] < 0.1 else "",

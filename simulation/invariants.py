@@ -69,6 +69,8 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         """rollout id -> step, when."""
         self._uses: dict[str, int] = {}
         """rollout id -> steps that trained it."""
+        self.void: dict[str, int] = {}
+        """Rollout -> the step of it that was made void: no step may train it again."""
         self._closed: dict[str, tuple[int, str]] = {}
         """group -> when it was closed (server ms), by what."""
         self._outlived: set[str] = set()

@@ -223,6 +223,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "local fate = 'packed'",
         taken_back=0.7,
     ),
+    _of(
+        "void-leaves-the-reuse",
+        "void",
+        "if last_use and tonumber(last_use) > keep then",
+        "if false then",
+        taken_back=0.7,
+        reuse=True,
+    ),
     _of("void-loses-a-part", "void", "if tonumber(step) <= keep then", "if tonumber(step) < keep then", taken_back=0.7),
     _of(
         "recover-in-the-same-epoch",

@@ -16,6 +16,7 @@ _KNOWLEDGE = (
     "digests",
     "_used",
     "_uses",
+    "void",
     "_closed",
     "_amounts",
     "_highest",
@@ -63,6 +64,8 @@ class Rewinds:
                 self._move(env, "packed", (-rollouts, -tokens))
                 if not fork or number < fork:
                     self._move(env, "trained", (rollouts, tokens))
+        if fork:
+            self._make_void(fork)
         self.steps.clear()
         at = 11 + 2 * int(args[10])
         for group in args[11:at:2]:
@@ -80,6 +83,13 @@ class Rewinds:
         line = self.field(self.keys.meta, b"line") or self.field(self.keys.meta, b"since")
         self._continued[line] = epoch
         self.incarnations = {name: epoch if at >= line else at for name, at in self.incarnations.items()}
+
+    def _make_void(self, first: int) -> None:
+        """What a step from `first` on has trained last trains no more, also where an earlier step has trained it."""
+        for rollout, (step, at) in self._used.items():
+            if step >= first:
+                self.void[rollout] = step
+                self._used[rollout] = 0, at
 
     def _new_line(self, epoch: int) -> None:
         """A process of an epoch before this one goes on neither in it nor in any later one."""
@@ -116,9 +126,7 @@ class Rewinds:
         for name in ("trainer trained", "trainer oldest_kept", "meta retired"):
             self._highest[name] = min(self._highest.get(name, 0), keep)
         self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= keep}
-        for rollout, (step, at) in self._used.items():
-            if step > keep:
-                self._used[rollout] = 0, at
+        self._make_void(keep + 1)
         self._leader = b"", 0
 
     def _check_taken_back(self, args: Sequence[bytes]) -> None:

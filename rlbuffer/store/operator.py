@@ -173,7 +173,7 @@ class OperatorStore(TicketStore):
         # Not repeated: a person asks again. The call names this epoch, so it cannot be carried out twice.
         reply = self.move(
             "void",
-            (*where, keys.history, keys.policy),
+            (*where, keys.history, keys.policy, keys.reuse),
             (keep, *flags, age, keys.payload_prefix, HISTORY_ENTRIES, record, epoch),
             repeat=False,
         )

@@ -241,7 +241,7 @@ def _keys_of(name: str, keys: Keys) -> list[str]:
     if name == "commit":
         head = [keys.lease, keys.pool, keys.steps, keys.meta, keys.ledger, keys.closed, keys.garbage]
         return [*head, keys.history, keys.summary, keys.state, keys.reuse]
-    return [*head, keys.trainer, keys.history, keys.policy if name == "void" else keys.reuse]
+    return [*head, keys.trainer, keys.history, *([keys.policy] if name == "void" else []), keys.reuse]
 
 
 def _short(part: Any) -> str:

@@ -36,6 +36,7 @@ FOUND_IN = {
     "tombstones-by-time-alone": 12,
     "uses-not-checked": 116,
     "void-leaves-the-policy": 4,
+    "void-leaves-the-reuse": 17,
     "void-loses-a-part": 41,
     "void-of-packed-alone": 4,
 }

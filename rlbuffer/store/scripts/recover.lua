@@ -13,8 +13,9 @@
 --       {'FENCED', owner}   the token is not the current one, or the lease has lapsed
 --       {'UNEQUAL', id, rollouts, tokens}  an entry holds this, not what is given
 -- Steps here that the trainer has, too, count as trained; steps of other content are void (their groups have tombstones
--- since their commit). A group that waits for another use and was in a lost step has been used more often than is known
--- here: it is let go. The stream is deleted, not trimmed: after a deletion a smaller step may come next.
+-- since their commit). A group that waits for another use is let go when it was in a lost step, because it has been used
+-- more often than is known here, and when it is in a step that is void. The stream is deleted, not trimmed: after a
+-- deletion a smaller step may come next.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
   reuse_key = unpack(KEYS)
 local token, attempt, claim, its_step, its_digest, its_epoch, first_other, prefix, history_kept, record, group_count
@@ -56,6 +57,7 @@ for _ = 1, count do
     entries[#entries + 1] = use
   end
 end
+local reuse = redis.call('HGETALL', reuse_key)
 
 -- From here on only writes.
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
@@ -92,7 +94,10 @@ for i = 12, 11 + 2 * tonumber(group_count), 2 do
   redis.call('ZADD', closed_key, closed_at, ARGV[i])
   if ARGV[i + 1] ~= '' then redis.pcall('HINCRBY', ledger_key, ARGV[i + 1] .. ':trained:groups', 1) end
 end
-local reuse = next(lost) and redis.call('HGETALL', reuse_key) or {}
+for i = 1, #reuse, 2 do
+  local last_use = string.match(reuse[i + 1], '^%d+ (%d+)$')
+  if last_use and fork > 0 and tonumber(last_use) >= fork then lost[reuse[i]] = true end
+end
 for i = 1, #reuse, 2 do
   local group, entry = string.match(reuse[i], '^(%S+) ?(%S*)$')
   if lost[group] then

@@ -3,6 +3,7 @@
 -- rewind drops everything that is pending as well.
 --
 -- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history   10 policy
+--       11 reuse
 -- ARGV  1 last step that stays   2 '1': what is pending goes, too   3 '1': although a trainer is at work
 --       4 how long a silent trainer counts as at work, ms   5 payload key prefix   6 history entries kept
 --       7 history record   8 epoch as the operator saw it
@@ -13,11 +14,12 @@
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
--- trained to dropped, untrained ones from packed. All tombstones are as new: what is void must not age them. Policy versions of
--- steps that are void are taken back, and with any step those of all adapters, which count steps of their own; the
--- trainer announces the ones that it resumes with.
+-- trained to dropped, untrained ones from packed. A group of a void step that waits for another use is let go, also when
+-- an earlier use of it stays, by which it counts. All tombstones are as new: what is void must not age them. Policy
+-- versions of steps that are void are taken back, and with any step those of all adapters, which count steps of their
+-- own; the trainer announces the ones that it resumes with.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
-  policy_key = unpack(KEYS)
+  policy_key, reuse_key = unpack(KEYS)
 local kept_step, drops_pending, force, silent_ms, prefix, history_kept, record, seen_epoch = unpack(ARGV, 1, 8)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -44,6 +46,12 @@ end
 local function known(value, pattern, otherwise)
   if value and string.match(value, pattern) and (otherwise ~= '0' or #value <= 15) then return value end
   return otherwise
+end
+
+local reuse, is_void = redis.call('HGETALL', reuse_key), {}
+for i = 1, #reuse, 2 do
+  local last_use = string.match(reuse[i + 1], '^%d+ (%d+)$')
+  if last_use and tonumber(last_use) > keep then is_void[reuse[i]] = true end
 end
 
 -- From here on only writes.
@@ -73,6 +81,13 @@ redis.call('DEL', steps_key)
 for i = 1, #kept do redis.call('XADD', steps_key, kept[i][1], unpack(kept[i][2])) end
 local payloads = redis.call('ZRANGEBYSCORE', garbage_key, '(' .. kept_step, '+inf')
 for i = 1, #payloads do redis.call('ZADD', garbage_key, kept_step, payloads[i]) end
+for i = 1, #reuse, 2 do
+  local group, suffix = string.match(reuse[i], '^%S+'), string.match(reuse[i + 1], '^%S+ (%S+) ')
+  if is_void[group] then
+    redis.call('HDEL', reuse_key, reuse[i])
+    if suffix then redis.call('ZADD', garbage_key, kept_step, prefix .. group .. ':' .. suffix) end
+  end
+end
 
 local dropped = 0
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')

@@ -6,6 +6,7 @@ after it, and what went away in between is looked for again before it is called 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -27,6 +28,7 @@ def verify(store: Viewer) -> Report:
     for step in shot.steps:
         _check_step(step, findings)
     _check_uses(shot, findings)
+    _check_reused(shot, findings)
     _check_counters(shot, findings)
     _check_tombstones(shot, store.tombstone_ms, store.tombstone_steps, findings)
     _check_garbage(shot, findings)
@@ -195,6 +197,32 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
             steps.append(step.number)
         for key in sorted(_payload_keys(step.members) & pending.keys()):
             findings.add("I1", f"push {pending[key]} is pending and also in step {step.number} ({key})")
+
+
+def _check_reused(shot: Snapshot, findings: Findings) -> None:
+    """I1 of what is trained again: the steps before are here, or retired. Nothing of a step that was taken back is."""
+    headers = {step.number: step.header for step in shot.steps if step.header is not None}
+    trained: Counter[str] = Counter()
+    """Group -> live steps so far that train it."""
+    for number, header in headers.items():
+        for group_id, before in header.uses.items():
+            findings.unless(
+                before <= trained[group_id] + shot.meta.retired,
+                "I1",
+                f"step {number} trains group {group_id} after {plural(before, 'use')}, but earlier steps have "
+                f"{trained[group_id]} of them: a step of it was taken back",
+            )
+        trained.update(header.group_ids)
+    for group in shot.reused:
+        last = headers.get(group.step)
+        is_here = last is not None and group.group_id in last.group_ids
+        uses = last.uses.get(group.group_id, 0) + 1 if last is not None and is_here else 0
+        findings.unless(
+            uses == group.uses or (last is None and group.step <= shot.meta.step),
+            "I1",
+            f"group {group.group_id} waits for another use after {plural(group.uses, 'use')}, the last in step "
+            f"{group.step}, which {f'trains it for use {uses}' if uses else 'does not train it: it was taken back'}",
+        )
 
 
 def _payload_keys(members: Iterable[PartRollout]) -> set[str]:

@@ -226,3 +226,109 @@ def test_an_operator_who_has_read_a_part_of_a_group_does_not_take_it_out_of_reus
     (group,) = run.store.reused()
     assert group.entries == tuple(entries)
     assert run.store.verify().findings == ()
+
+
+@pytest.mark.parametrize("move", ["void", "rewind"])
+@pytest.mark.parametrize("keep", [0, 1, 2], ids=lambda keep: f"to step {keep}")
+@pytest.mark.parametrize("trained", [0, 1, 3], ids=lambda step: f"trained to {step}")
+def test_groups_of_steps_taken_back_are_trained_no_more(run: Run, move: str, keep: int, trained: int) -> None:
+    """Step 1 trains a.0, step 2 a.1, step 3 a.0 once more; a third use is allowed."""
+    run.store.attempt(uuid="t", world_size=2, resume_step=0)
+    first = led(run)
+    use(run, first, 0, kept=True)
+    run.push("a.1")
+    second = run.pool()
+    use(run, second, 0, kept=True)
+    use(run, first, 1, kept=True)
+    run.train(trained)
+
+    if move == "void":
+        run.store.void_from(keep + 1, force=True)
+    else:
+        run.store.rewind(keep, force=True)
+
+    assert [group.group_id for group in run.store.reused()] == (["a.1"] if keep == 2 else [])
+    size = (first[0].rollouts + second[0].rollouts, first[0].tokens + second[0].tokens)
+    fates = account(run)
+    stay = {"a.0": keep >= 1, "a.1": keep >= 2}
+    void = [entries[0] for name, entries in (("a.0", first), ("a.1", second)) if not stay[name]]
+    dropped = sum(entry.rollouts for entry in void), sum(entry.tokens for entry in void)
+    assert fates.dropped.get("void", (0, 0)) == dropped
+    assert tuple(a + b for a, b in zip(fates.packed, fates.trained, strict=True)) == (
+        size[0] - dropped[0],
+        size[1] - dropped[1],
+    )
+    assert run.store.verify().findings == ()
+    # The payload goes when the last step that holds it does, at once where none does.
+    released = {entry.payload_key: keep for entry in [first[0], *([] if keep == 2 else [second[0]])]}
+    garbage = run.client.zrange(run.store.keys.garbage, 0, -1, withscores=True)
+    assert {key.decode(): int(score) for key, score in garbage} == released
+
+
+def test_a_group_of_a_step_that_a_recovery_replaces_is_trained_no_more(run: Run) -> None:
+    attempt = run.store.attempt(uuid="trainer", world_size=2, resume_step=0)
+    first = led(run)
+    use(run, first, 0, kept=True)
+    run.push("a.1")
+    use(run, run.pool(), 0, kept=True)  # the trainer has another step 2
+    theirs = TrainedStep(step=2, digest="f" * 64, group_ids=("a.9",), envs={"a": (2, 51)})
+    claim = Claim(step=2, epoch=run.meta.epoch, digest=theirs.digest, steps=(theirs,))
+    run.store.report(attempt.number, epoch=run.meta.epoch, trained=2, digest=theirs.digest, oldest_kept=0, claim=claim)
+    assert run.store.recover(run.store.trainer(), ()) is not None
+    assert [group.group_id for group in run.store.reused()] == ["a.0"]
+    assert account(run).dropped["void"] == (2, account(run).pushed[1] - first[0].tokens)
+    assert run.store.verify().findings == ()
+
+
+@pytest.mark.parametrize("then", ["at once", "after the step is there again", "after it is used again"])
+def test_verify_finds_what_waits_for_another_use_although_its_step_was_taken_back(run: Run, then: str) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    left = run.client.hgetall(run.store.keys.reuse)
+    run.store.void_from(1, force=True)
+    run.client.zrem(run.store.keys.garbage, entries[0].payload_key)
+    run.client.hset(run.store.keys.reuse, mapping=left)  # as a void that leaves it would
+    run.lead("again")
+    run.meta = run.store.meta()
+    if then == "after it is used again":
+        assert use(run, entries, 1, kept=True)[0] == "ok"
+    elif then == "after the step is there again":
+        run.push("a.1")
+        use(run, run.pool(), 0, kept=False)
+    findings = [(finding.invariant, "a.0" in finding.message) for finding in run.store.verify().findings]
+    assert findings == [("I1", True)], run.store.verify().findings
+
+
+@pytest.mark.parametrize("move", ["void", "rewind"])
+@pytest.mark.parametrize("is_led", [True, False], ids=["while serve leads", "while none leads"])
+def test_a_leader_trains_nothing_of_a_step_taken_back(served: Served, move: str, is_led: bool) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0, location="", size=0, checksum=""))
+    for n in range(2):
+        run.push(f"a.{n}")
+    served.serve(replace(THRICE, lookahead=0))
+    served.wait_for(lambda: run.store.wait_step(1, block_seconds=0))
+    if not is_led:
+        served.stop()
+    if move == "void":
+        run.store.void_from(1, force=True)
+    else:
+        run.store.rewind(0, force=True)
+    if not is_led:
+        served.serve(replace(THRICE, lookahead=0))
+    attempt = run.store.attempt(uuid="u", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0, location="", size=0, checksum=""))
+    run.meta = run.store.meta()
+    run.push("a.2")  # it would be half of a step, were groups of the void one there to fill it
+
+    def has_read() -> bool:
+        envs = run.store.heartbeats("batcher").get("leader", {}).get("envs", {})
+        return envs.get("a", {}).get("groups_ready") == 1
+
+    served.wait_for(has_read)
+    run.push("a.3")
+    header = served.wait_for(lambda: run.store.wait_step(1, block_seconds=0))
+    assert set(header.group_ids) == {"a.2", "a.3"}
+    assert run.store.ledger().envs["a"].dropped["void"][0] == 4
+    assert run.store.verify().findings == ()
