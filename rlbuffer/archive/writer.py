@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -34,7 +33,7 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import ArchiveError
-from rlbuffer.process.files import rename_for_good
+from rlbuffer.process.files import whole_file
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import VOID_FIELDS
 from rlbuffer.store.part_rollouts import StepBytes
@@ -149,29 +148,22 @@ def write_file(
     Raises:
         OSError: the filesystem refused. Whatever `check` raises, before each row group and before the file appears.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     dictionary = [column for column in schema.names if column not in _NO_DICTIONARY]
-    try:
-        with temporary.open("wb") as file:
-            with pq.ParquetWriter(
-                file,
-                described(schema, run),
-                use_dictionary=dictionary,
-                column_encoding=_encodings(schema),
-                write_statistics=["step", "group_id", "history_id"],
-                **_OPTIONS,
-            ) as writer:
-                for table in tables:
-                    check()
-                    writer.write_table(table)
-            file.flush()
-            os.fsync(file.fileno())
+    with whole_file(path, is_flushed=True) as file:
+        with pq.ParquetWriter(
+            file,
+            described(schema, run),
+            use_dictionary=dictionary,
+            column_encoding=_encodings(schema),
+            write_statistics=["step", "group_id", "history_id"],
+            **_OPTIONS,
+        ) as writer:
+            for table in tables:
+                check()
+                writer.write_table(table)
+        file.flush()
+        os.fsync(file.fileno())  # it may take long: what `check` says must be true when the file appears
         check()
-        rename_for_good(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def _encodings(schema: Any) -> dict[str, str] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import pwd
-from collections.abc import Iterable
-from contextlib import suppress
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(path: Path, text: str | Iterable[str], *, is_private: bool = False) -> None:
@@ -27,15 +29,41 @@ def write_whole(path: Path, text: str | Iterable[str], *, is_private: bool = Fal
         ...     [path.name for path in Path(folder).iterdir()], (Path(folder) / "who").read_text()
         (['who'], 'serve 23')
     """
-    part = path.with_name(f".{path.name}.part")
+    with whole_file(path, is_private=is_private) as file:
+        file.writelines(piece.encode() for piece in ([text] if isinstance(text, str) else text))
+
+
+@contextmanager
+def whole_file(path: Path, *, is_private: bool = False, is_flushed: bool = False) -> Iterator[IO[bytes]]:
+    """A new file that gets the name `path` when the block is through, in the place of what has it, also of a link.
+
+    It is written beside `path` under a name that nobody can know before, and never through a file or link that is
+    there: others may write to the folder.
+
+    Args:
+        is_private: readable by its owner only; else the umask decides.
+        is_flushed: it is on the disk before it has its name, and its name after the power went, too.
+
+    Raises:
+        OSError: it cannot be written. Then, as after any other error of the block, `path` is as it was.
+    """
+    name = os.fsdecode(os.fsencode(path.name)[:200])  # a name has 255 bytes at most
+    part = path.with_name(f".{name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(part, flags, 0o600 if is_private else 0o666)
     try:
-        mode = 0o600 if is_private else 0o666
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.writelines([text] if isinstance(text, str) else text)
-        part.replace(path)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            if is_flushed:
+                file.flush()
+                os.fsync(file.fileno())
+        if is_flushed:
+            rename_for_good(part, path)
+        else:
+            part.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,11 +21,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
 import redis
 
-from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone, ServerRefused
-from rlbuffer.process.files import rename_for_good
-from rlbuffer.store.keys import RUNS, SCHEMA
+from rlbuffer.errors import (
+    ConfigError,
+    DumpError,
+    RlbufferError,
+    RunDamaged,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.process.files import whole_file
+from rlbuffer.store.keys import RUNS, SCHEMA, Keys, check_new_run
 from rlbuffer.store.session import text
 from rlbuffer.wire.checksum import crc32
 
@@ -64,23 +72,15 @@ def dump(store: OperatorStore, path: Path, tell: Callable[[int], None] = lambda 
     if store.connection.is_memory:
         raise DumpError(f"run {store.run!r} is in the memory of a process: only a run on a server can be dumped")
     about = Dumped(run=store.run, schema=SCHEMA, step=store.meta().step, server=_server(store))
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.absolute().parent, prefix=f".{path.name}.", suffix=".part", delete=False
-        ) as file:
-            temporary = Path(file.name)
+        with whole_file(path.absolute(), is_private=True, is_flushed=True) as file:
             keys = store.connection.call(
                 lambda: _write(store, file, about, tell), patience_seconds=store.patience_seconds, repeat=False
             )
-            file.flush()
-            os.fsync(file.fileno())
-        rename_for_good(temporary, path.absolute())
+    except ServerUnreachable:
+        raise
     except OSError as error:
         raise DumpError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
     return replace(about, keys=keys)
 
 
@@ -136,20 +136,45 @@ def read(path: Path) -> Dumped:
     """Reads a file through: what it holds.
 
     Raises:
-        DumpError: it is no dump, damaged, cut off, or of a run that this version of rlbuffer does not read.
+        DumpError: it is no dump, damaged, cut off, of a run that this version of rlbuffer does not read, or it holds
+            anything but the keys of the run that it names.
     """
-    about: dict[str, Any] = {}
-    for name, _, data in _chunks(path):
-        if name == HEADER:
-            about = json.loads(data)
+    about, names, count = b"", set[bytes](), b""
+    for place, (name, _, data) in enumerate(_chunks(path)):
+        if place == 0 and name == HEADER:
+            about = data
         elif name == END:
-            about["keys"] = int(data)
-    if about["schema"] != SCHEMA:
+            count = data
+        elif name in names:
+            raise DumpError(f"{path} was not written by `rlbuffer runs dump`: it holds {_shown(name)} twice")
+        else:
+            names.add(name)
+    try:
+        dumped = msgspec.json.decode(about, type=Dumped)
+        keys = Keys(dumped.run)
+        check_new_run(dumped.run)
+    except (msgspec.MsgspecError, ValueError, RecursionError, ConfigError) as error:
+        raise DumpError(f"{path} was not written by `rlbuffer runs dump`: {error}") from None
+    if dumped.schema != SCHEMA:
         raise DumpError(
-            f"{path} is of a run of schema {about['schema']}, this version of rlbuffer reads schema {SCHEMA}: restore "
+            f"{path} is of a run of schema {dumped.schema}, this version of rlbuffer reads schema {SCHEMA}: restore "
             "it with the version that wrote it"
         )
-    return Dumped(**about)
+    foreign = sorted(name for name in names if not keys.owns(name) or name == keys.restoring.encode())
+    if foreign:
+        raise DumpError(
+            f"{path} is of run {dumped.run!r}, but holds {_shown(foreign[0])}, which is no key of that run: nothing "
+            "was restored. Only what `rlbuffer runs dump` has written can be"
+        )
+    if count != b"%d" % len(names):
+        raise DumpError(
+            f"{path} was not written by `rlbuffer runs dump`: it holds {len(names)} keys, {_shown(count)} by its end"
+        )
+    return replace(dumped, keys=len(names))
+
+
+def _shown(name: bytes) -> str:
+    return repr(name[:100].decode(errors="replace"))
 
 
 def _chunks(path: Path) -> Iterator[tuple[bytes, int, bytes]]:
@@ -183,14 +208,18 @@ def restore(store: OperatorStore, path: Path, tell: Callable[[int], None] = lamb
         RlbufferError: the run exists, or it was removed meanwhile.
     """
     about, mark, meta = read(path), uuid.uuid4().bytes, b""
+    if about.run != store.run:
+        raise DumpError(f"{path} holds run {about.run!r}, not {store.run!r}: a run keeps its name")
     _begin(store, mark)
     try:
         for count, (name, ttl, data) in enumerate(_chunks(path)):
-            if text(name) == store.keys.meta:
+            if name == store.keys.meta.encode():
                 meta = data
             elif name not in (HEADER, END):
                 _restore_key(store, name, ttl, data, about)
                 tell(count)
+        if not meta:
+            raise DumpError(f"{path} was not written by `rlbuffer runs dump`: it lacks {store.keys.meta}")
         _finish(store, mark, meta, about)
     except (DumpError, ServerRefused):
         with suppress(RlbufferError):

@@ -13,6 +13,8 @@ from rlbuffer.errors import ConfigError
 SCHEMA = 6
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
+"""Name of a run that can be there. None begins any more whose name begins with a dash: a command takes that for an
+option."""
 SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")
 """``<incarnation>.<sequence>`` in a payload's key."""
 RUNS = "rlb:runs"
@@ -63,6 +65,10 @@ class Keys:
         """Never there, and among the keys of every script: see :meth:`Session.declared`."""
         self.payload_prefix = f"rlb:{run}:g:"
 
+    def owns(self, name: bytes) -> bool:
+        """True for the name of a key of this run."""
+        return name.startswith((f"{self.tag}:".encode(), self.payload_prefix.encode()))
+
     def producer(self, worker: str, incarnation: str) -> str:
         """Last push sequence of one process. Raises ConfigError for names that cannot stand in a key."""
         from rlbuffer.records.info import check_producer  # loads numpy, which a health check has no use for
@@ -97,6 +103,15 @@ class Keys:
     def unnamed_payload(self, group_id: str, suffix: str) -> str:
         """The key where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
         return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"
+
+
+def check_new_run(run: str) -> None:
+    """Raises ConfigError for the name of a run that may be there, but that must not begin."""
+    if run.startswith("-"):
+        raise ConfigError(
+            f"run = {run!r} begins with a dash, which commands take for an option: name the run otherwise",
+            setting="run",
+        )
 
 
 EARLY_SHARE = 0.85

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlbuffer.errors import RunDamaged, RunGone, ServerRefused, ServerUnsuitable, WrongAnswer, WrongType
-from rlbuffer.store.keys import HEARTBEATS, RUNS, SCHEMA
+from rlbuffer.store.keys import HEARTBEATS, RUNS, SCHEMA, check_new_run
 from rlbuffer.store.records import Meta
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, text
@@ -32,13 +32,15 @@ class Member(Viewer):
         """OPEN: creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
 
         The first epoch is the server's clock in milliseconds, so that a run that was deleted and made again is in
-        another epoch: whoever still works for the old one hears it (RunGone). Raises SchemaMismatch, RunDamaged.
+        another epoch: whoever still works for the old one hears it (RunGone). Raises SchemaMismatch, RunDamaged,
+        ConfigError for a name that no new run may have.
         """
         try:
             meta = self.meta()  # who may not write, or on a server that takes no writes, goes on with a run
         except RunDamaged:
             raise
         except RunGone:
+            check_new_run(self.run)
             reply = self.move("open", (self.keys.meta, *self._content()), (SCHEMA,))
             if text(reply[0]) == "LEFT":
                 raise self._damaged([text(key) for key in reply[1:]]) from None

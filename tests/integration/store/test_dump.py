@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from daemon_runs import Served
+from every_role import EveryRole
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
-from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ConfigError, DumpError, RlbufferError, RunDamaged, RunGone
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store import dump as dumping
 from rlbuffer.store.dump import dump, read, restore
+from rlbuffer.store.session import open_store
 
 pytest_plugins = ("store_fixtures",)
 
@@ -212,3 +215,124 @@ def test_a_run_of_another_schema_is_refused(left: Run, file: Path, monkeypatch: 
     monkeypatch.setattr(dumping, "SCHEMA", dumping.SCHEMA + 1)
     with pytest.raises(DumpError, match="schema"):
         read(file)
+
+
+def crafted(file: Path, change: Any) -> None:
+    """The file with its chunks as `change` makes them of (name, time to live, data); every checksum is right."""
+    chunks = list(dumping._chunks(file))
+    checksum = 0
+    with file.open("wb") as out:
+        out.write(dumping.MAGIC)
+        for key, ttl, data in change(chunks):
+            checksum = dumping._put(out, key, ttl, data, checksum)
+
+
+def content_names(run: Run) -> set[bytes]:
+    """Whatever is on the server with the run's name in its key."""
+    return set(run.client.keys(f"*{run.store.run}*"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{rlb:victim}:meta",
+        "rlb:victim:g:a.0:u.1",
+        "rlb:RUNx:g:a.0:u.1",
+        "rlb:RUN",
+        "{rlb:RUN}",
+        "{rlb:RUNx}:meta",
+        "session:of-another-program",
+        "\x00\x1b[31m",
+        "",
+        "{rlb:RUN}:restoring",
+        "{rlb:RUN}:meta",
+    ],
+)
+def test_a_file_with_other_keys_than_its_runs_is_refused_before_anything_is_written(
+    left: Run, file: Path, name: str
+) -> None:
+    """Every other checksum and number of it is right. Of the last two the one is the restore's own, the other twice."""
+    dump(left.store, file)
+    left.store.delete_run()
+    name = name.replace("RUN", left.store.run)
+    left.client.set("a value", "of mallory")
+    value = left.client.dump("a value")
+    left.client.delete("a value")
+    left.client.set(name, "of alice")
+
+    def add(chunks: list[Any]) -> list[Any]:
+        *kept, (end, ttl, count) = chunks
+        return [*kept, (name.encode(), -1, value), (end, ttl, b"%d" % (int(count) + 1))]
+
+    crafted(file, add)
+    before = content_names(left)
+    with pytest.raises(DumpError, match=r"\Wrlb:|session|x1b|''|restoring"):
+        restore(left.store, file)
+    assert left.client.get(name) == b"of alice"
+    assert content_names(left) == before
+    left.client.delete(name)
+
+
+HEADERS: list[Any] = [
+    b"{",
+    b"",
+    b"[]",
+    b"null",
+    b"{}",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"run": 7, "schema": 6, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": "6", "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": 6, "step": 1e400, "server": "x", "keys": 0}',
+    b'{"run": "../x", "schema": 6, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "-x", "schema": 6, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": 7, "step": 0, "server": "x", "keys": 0}',
+]
+
+
+@pytest.mark.parametrize("head", HEADERS, ids=lambda head: repr(head[:40]))
+def test_a_header_that_is_none_is_said_to_be_so(tmp_path: Path, head: bytes) -> None:
+    file = tmp_path / "run.dump"
+    with file.open("wb") as out:
+        out.write(dumping.MAGIC)
+        checksum = dumping._put(out, dumping.HEADER, -1, head, 0)
+        dumping._put(out, dumping.END, -1, b"0", checksum)
+    with pytest.raises(DumpError, match=r"run\.dump"):
+        read(file)
+
+
+@pytest.mark.parametrize("wrong", ["no header", "two headers", "no meta", "another count", "no number", "huge number"])
+def test_a_file_whose_chunks_do_not_fit_together_leaves_nothing(left: Run, file: Path, wrong: str) -> None:
+    dump(left.store, file)
+    left.store.delete_run()
+    meta = left.store.keys.meta.encode()
+
+    def change(chunks: list[Any]) -> list[Any]:
+        head, *keys, (end, ttl, count) = chunks
+        if wrong == "no header":
+            return [*keys, (end, ttl, count)]
+        if wrong == "two headers":
+            return [head, head, *keys, (end, ttl, b"%d" % (int(count) + 1))]
+        if wrong == "no meta":
+            return [head, *(key for key in keys if key[0] != meta), (end, ttl, b"%d" % (int(count) - 1))]
+        counts = {"another count": b"%d" % (int(count) + 1), "no number": b"x", "huge number": b"9" * 5000}
+        return [head, *keys, (end, ttl, counts[wrong])]
+
+    crafted(file, change)
+    with pytest.raises(DumpError):
+        restore(left.store, file)
+    assert content(left) == {}
+    assert left.store.run not in left.store.runs()
+
+
+@pytest.mark.parametrize("name", ["-x", "--help", "-"])
+def test_no_run_begins_with_a_dash_and_one_that_is_there_is_looked_at_and_removed(run: Run, name: str) -> None:
+    store = open_store(EveryRole, run.url, run=name, home=run.home, server=ServerSettings())
+    with pytest.raises(ConfigError, match="dash"):
+        store.open_run()
+    assert store.runs().keys() & {name} == set()
+    run.client.hset(store.keys.meta, mapping=run.client.hgetall(run.store.keys.meta))  # from before the rule
+    assert store.open_run().step == 0
+    assert store.verify().findings == ()
+    assert store.delete_run() == 1
+    store.close()
