@@ -82,6 +82,25 @@ def answer(record: Mapping[str, Any], text: str, *, indent: str | None = None, c
         say(text, indent=indent, colour=colour)
 
 
+yes = click.option("--yes", is_flag=True, help="Do it; without, it is asked on a terminal, else refused.")
+
+
+def is_wanted(what: str, *, yes: bool) -> bool:
+    """Asks before a command does what nobody can undo. -> True to go on; False: a person said no, and was answered.
+
+    `what` goes on from "this ", with what will be lost in numbers. Raises UsageError where nobody can be asked.
+    """
+    if yes:
+        return True
+    if is_json() or not sys.stdin.isatty():
+        raise click.UsageError(f"this {what}: say so with --yes")
+    clear()
+    if click.confirm(f"this {what}: do it?"):
+        return True
+    say("nothing was changed")
+    return False
+
+
 def _debug(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
     if is_given and isinstance(ctx.obj, dict):
         ctx.obj["debug"] = True

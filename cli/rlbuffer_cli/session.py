@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbuffer.errors import NotFound, RlbufferError, RunDamaged
@@ -98,13 +99,17 @@ def at_work(buffer: Buffer) -> list[str]:
 
 def resume_hint(settings: RunSettings, step: int) -> str:
     """The way for the trainer to go on from `step`: it takes its newest checkpoint, which must be of no later step."""
-    # Read by name: the module of the checkpoints loads torch.
-    folder = settings.output_dir / "checkpoints"
-    checkpoints = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
-    newer = [str(path) for number, path in checkpoints if number > step]
+    newer = [str(path) for path in later_checkpoints(settings, step)]
     if newer:
         return f"Move newer checkpoints away ({', '.join(newer)}), then start the trainer again."
     return f"Start the trainer again from a checkpoint of step {step} or before."
+
+
+def later_checkpoints(settings: RunSettings, step: int) -> list[Path]:
+    """The checkpoints of steps after `step`, the oldest first. Read by name: their own module loads torch."""
+    folder = settings.output_dir / "checkpoints"
+    checkpoints = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
+    return [path for number, path in checkpoints if number > step]
 
 
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:

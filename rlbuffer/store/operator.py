@@ -127,10 +127,11 @@ class OperatorStore(TicketStore):
             raise NotFound(f"a run can be taken back to step 0 at most, not to {to}")
         return self._void(to, f"step {to}", with_pool=True, force=force)
 
-    def _leaving(self, keep: int, *, with_pool: bool) -> list[list[Any]]:
-        """A list for people: id, env, rollouts, tokens, reward, oldest version and why, of each group that leaves. The
-        script keeps the account; this list shows what is there just before, as far as it can be read: a step that
-        cannot be read is the first that somebody wants to take back."""
+    def leaving(self, keep: int, *, with_pool: bool) -> list[list[Any]]:
+        """A list for people: id, env, rollouts, tokens, reward, oldest version and why, of each group that drops when
+        the run is taken back to step `keep`, with its pool or without. The script keeps the account; this list shows
+        what is there just before, as far as it can be read: a step that cannot be read is the first that somebody
+        wants to take back."""
         out: dict[str, list[Any]] = {}
 
         def add(group_id: str, env: str, infos: Sequence[RolloutInfo], why: str) -> None:
@@ -162,7 +163,7 @@ class OperatorStore(TicketStore):
 
     def _void(self, keep: int, what: str, *, with_pool: bool, force: bool) -> Mapping[str, Any]:
         keys = self.keys
-        groups = self._leaving(keep, with_pool=with_pool)
+        groups = self.leaving(keep, with_pool=with_pool)
         taken_back = RunRewound if with_pool else StepsVoided
         listed = taken_back(step=keep, groups=groups[:LISTED], unlisted=len(groups[LISTED:]))
         record = payload.dumps(listed.as_object())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from rlbuffer_cli.session import open_existing
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.config.loading import Loaded
+    from rlbuffer.daemon.config_changes import Change
     from rlbuffer.store.records import Meta
 
 CHANGE_POLL_SECONDS = 0.1
@@ -175,13 +177,15 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
 @click.option(
     "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
 )
+@options.yes
 @options.json_lines("One object per change, then the outcome.")
-def apply(given: options.Given, timeout: float) -> int:
+def apply(given: options.Given, timeout: float, yes: bool) -> int:
     """Change the batcher's settings of a run, also while it is at work.
 
     Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so
     does every one that takes over later; without one they wait for the next. Only [batcher] counts: workers and
-    trainer read their own sections when they start.
+    trainer read their own sections when they start. The file replaces all of them: what is in force and not named there
+    goes back to its default, which is asked first.
 
     \b
     Example:
@@ -192,6 +196,11 @@ def apply(given: options.Given, timeout: float) -> int:
     from rlbuffer.store.operator import OperatorStore
 
     loaded = given.load()
+    if loaded.file is None:
+        raise click.UsageError(
+            "which settings? Name their file by --config FILE, or go where an rlbuffer.toml is: without one all "
+            "settings of the batcher would go back to their defaults"
+        )
     batcher = loaded.settings.batcher
     with open_existing(loaded) as buffer:
         seen, name = buffer.store.meta(), buffer.run
@@ -202,6 +211,10 @@ def apply(given: options.Given, timeout: float) -> int:
             record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old, "new": change.new}
             text = f"{change}   {source}" + (f"   ({consequence})" if consequence else "")
             answer({**record, "consequence": consequence, "source": source}, text)
+        forgotten = [name for change in differences for name in _forgotten(change, loaded)]
+        what = f'{plural(len(forgotten), "setting")} of run "{name}" back to the default: {", ".join(forgotten)}'
+        if forgotten and not options.is_wanted(f"takes {what} (not named in {loaded.file})", yes=yes):
+            return 1
         state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
@@ -218,6 +231,21 @@ def apply(given: options.Given, timeout: float) -> int:
         f'run "{name}" {said[state]} (revision {revision})',
     )
     return 0
+
+
+def _forgotten(change: Change, loaded: Loaded) -> list[str]:
+    """The settings in force that nobody gives now, each with its value and its default."""
+    from rlbuffer.config.loading import places
+
+    old, new = change.old, change.new
+    pairs = [(change.setting, old, new)]
+    if isinstance(old, Mapping):
+        pairs = [(f"{change.setting}.{key}", value, (new or {}).get(key)) for key, value in old.items()]
+    return [
+        f"{setting} ({before!r} -> {after!r})"
+        for setting, before, after in pairs
+        if before is not None and before != after and not places(loaded.sources, setting)
+    ]
 
 
 def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -> int:

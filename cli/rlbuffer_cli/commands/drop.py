@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from rlbuffer.state.text import amount, plural
@@ -15,7 +13,7 @@ from rlbuffer_cli.session import open_run
 @click.command("drop")
 @options.common
 @click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
-@click.option("--yes", is_flag=True, help="Do it; without, it is asked on a terminal, else only said what would go.")
+@options.yes
 @options.json_lines("One object; without --yes nothing is dropped.")
 def command(where: str, yes: bool, given: options.Given) -> int:
     """Drop pending groups that match a filter.
@@ -44,10 +42,7 @@ def command(where: str, yes: bool, given: options.Given) -> int:
         named = ", ".join(f"{env} {groups}" for env, (groups, _, _) in envs.items())
         what = f'{amounts(**sums)} of run "{name}" for good ({named})'
         if chosen.drops and not yes and not options.is_json():
-            if not sys.stdin.isatty():
-                raise click.UsageError(f"this drops {what}: say so with --yes")
-            if not click.confirm(f"this drops {what}: do it?"):
-                say("nothing was dropped")
+            if not options.is_wanted(f"drops {what}", yes=yes):
                 return 1
             yes = True
         pushes = store.drop_pending(chosen.drops) if yes and chosen.drops else 0

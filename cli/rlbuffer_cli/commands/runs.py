@@ -14,11 +14,12 @@ from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone, Schem
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, echo, say, show_json
-from rlbuffer_cli.session import at_work, check_home, connected, open_existing, open_run, resume_hint
+from rlbuffer_cli.session import at_work, check_home, connected, later_checkpoints, open_existing, open_run, resume_hint
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
+    from rlbuffer.config.settings import RunSettings
     from rlbuffer.store.operator import OperatorStore
 
 RUN_HEADER = ("run", "step", "trained", "pending rollouts", "opened")
@@ -170,52 +171,83 @@ def restore_run(file: Path, given: options.Given) -> int:
 @command.command("void")
 @click.argument("number", metavar="N", type=click.IntRange(min=1))
 @options.common
+@options.yes
 @click.option("--force", is_flag=True, help="Although a trainer is at work; it ends.")
-def void(number: int, force: bool, given: options.Given) -> int:
+def void(number: int, yes: bool, force: bool, given: options.Given) -> int:
     """Take step N and what follows it out of the run.
 
-    Their rollouts drop as void and are not trained again; what is pending stays. The run goes on from the step before
+    Their rollouts drop as void, unless an earlier step has trained them, too, and none of them trains again; what is
+    pending stays. The command says first how much that is, and asks. The run goes on from the step before
     in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
 
     \b
     Example:
-      rlbuffer runs void 120 --run math
+      rlbuffer runs void 120 --run math --yes
     """
-    return _take_back(given, number - 1, lambda store: store.void_from(number, force=force))
+    return _take_back(given, number - 1, lambda store: store.void_from(number, force=force), with_pool=False, yes=yes)
 
 
 @command.command("rewind")
 @click.argument("number", metavar="N", type=click.IntRange(min=0))
 @options.common
+@options.yes
 @click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")
-def rewind(number: int, force: bool, given: options.Given) -> int:
+def rewind(number: int, yes: bool, force: bool, given: options.Given) -> int:
     """Take a run back to step N, and drop everything that is pending.
 
-    The steps after N and all pending groups drop as void; policy versions above N are taken back. The run goes on from
+    The steps after N and all pending groups drop as void; policy versions above N are taken back. The command says
+    first how much that is, and asks. The run goes on from
     step N in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
     With --force N may also be a step that was retired: steps up to the retired one stay counted as trained.
 
     \b
     Example:
-      rlbuffer runs rewind 100 --run math
+      rlbuffer runs rewind 100 --run math --yes
     """
-    return _take_back(given, number, lambda store: store.rewind(number, force=force))
+    return _take_back(given, number, lambda store: store.rewind(number, force=force), with_pool=True, yes=yes)
 
 
-def _take_back(given: options.Given, step: int, ask: Callable[[OperatorStore], Mapping[str, Any]]) -> int:
+def _take_back(
+    given: options.Given,
+    step: int,
+    ask: Callable[[OperatorStore], Mapping[str, Any]],
+    *,
+    with_pool: bool,
+    yes: bool,
+) -> int:
     from rlbuffer.store.operator import OperatorStore
 
     with open_run(given) as buffer:
-        outcome, hint = ask(buffer.role(OperatorStore)), resume_hint(buffer.settings, step)
+        store = buffer.role(OperatorStore)
+        lost = "" if yes else _lost(store, buffer.settings, step, with_pool=with_pool)
+        if lost and not options.is_wanted(lost, yes=yes):
+            return 1
+        outcome, hint = ask(store), resume_hint(buffer.settings, step)
     void = f"{plural(outcome['steps'], 'step')}, {plural(outcome['entries'], 'pending push', 'pending pushes')}"
     say(f'run "{buffer.run}" goes on from step {step} in epoch {outcome["epoch"]}; void: {void}. {hint}')
     return 0
 
 
+def _lost(store: OperatorStore, settings: RunSettings, step: int, *, with_pool: bool) -> str:
+    """What goes when the run is taken back to `step`; "" for nothing, or where that will be refused."""
+    last, groups = store.meta().step, store.leaving(step, with_pool=with_pool)
+    if step > last or (step == last and not groups):
+        return ""
+    rollouts = sum(rollouts for _, _, rollouts, *_ in groups)
+    checkpoints = len(later_checkpoints(settings, step))
+    parts = [f"{plural(len(groups), 'group')} ({plural(rollouts, 'rollout')})", plural(last - step, "step")]
+    if checkpoints:
+        parts.append(f"the use of {plural(checkpoints, 'checkpoint')} of later steps")
+    pending = ", with all that is pending," if with_pool else ""
+    return (
+        f'takes run "{store.run}" back from step {last} to step {step}{pending} for good: it loses {", ".join(parts)}'
+    )
+
+
 @command.command("reset")
 @click.argument("name", metavar="RUN")
 @options.common
-@click.option("--yes", is_flag=True, help="Do it; without, it is only said what would go.")
+@options.yes
 @click.option("--force", is_flag=True, help="Although processes of the run are at work.")
 def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
     """Remove a run from the server, with everything in it.
@@ -237,8 +269,8 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
         except RunDamaged:
             step = "without its meta"
         content = f"{step}, {plural(buffer.ledger().total().pending[0], 'pending rollout')}"
-        if not yes:
-            raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
+        if not options.is_wanted(f'removes run "{name}" ({content}) for good', yes=yes):
+            return 1
         processes = [] if force else at_work(buffer)
         if processes:
             raise RlbufferError(

@@ -131,6 +131,45 @@ def test_apply_says_when_somebody_else_changes_the_settings_again_before_they_ar
     assert run.store.meta().wanted["max_age"] == 5
 
 
+@pytest.mark.parametrize("asks", [(), ("--yes",), ("--json",), ("--json", "--yes")], ids=" ".join)
+def test_apply_takes_nothing_back_to_its_default_unasked(
+    run: Run, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: tuple[str, ...]
+) -> None:
+    """In force: max_age 4, an env's own, two budgets. The file names none of them, or a part; a variable names one."""
+    theirs = '[batcher]\nrow_tokens = 64\nstep_groups = 2\nmax_age = 4\norder = "oldest_first"\n'
+    envs = "[batcher.envs.a]\nmax_age = 6\nmin_group_size = 2\n[batcher.budgets]\na = 0.25\nb = 0.75\n"
+    (tmp_path / "all.toml").write_text(theirs + envs)
+    assert call("config", "apply", "--config", "all.toml", "--yes")[0] == 0
+    run.lead()
+    wanted = run.store.meta().wanted
+    assert wanted["max_age"] == 4
+    run.store.set_config(wanted, run.store.meta().wanted_digest, settles=run.store.meta().wanted_digest)
+    run.store.release_lease()
+    few = "[batcher]\nrow_tokens = 64\nstep_groups = 3\n[batcher.envs.a]\nmin_group_size = 2\n"
+    (tmp_path / "few.toml").write_text(few + "[batcher.budgets]\na = 1.0\n")
+    monkeypatch.setenv("RLBUFFER_BATCHER__ORDER", "newest_first")
+    code, out, err = call("config", "apply", "--config", "few.toml", *asks)
+    if "--yes" in asks:
+        assert (code, err) == (0, "")
+        assert run.store.meta().wanted["max_age"] == 1
+        return
+    assert (code, run.store.meta().wanted) == (2, {})
+    named = "batcher.budgets.b (0.75 -> None), batcher.envs.a.max_age (6 -> None), batcher.max_age (4 -> 1)"
+    assert f"takes 3 settings of run {json.dumps(run.store.run)} back to the default: {named} (not named in " in err
+    assert "batcher.step_groups" in out
+
+
+@pytest.mark.parametrize("asks", [(), ("--yes",)])
+def test_apply_without_a_file_is_refused(run: Run, call: Call, tmp_path: Path, asks: tuple[str, ...]) -> None:
+    set_config(run)
+    before = run.store.meta()
+    code, _, err = call("config", "apply", *asks)
+    assert (code, "--config FILE" in err) == (2, True)
+    assert run.store.meta() == before
+    (tmp_path / "rlbuffer.toml").write_text(OLD)  # found in the folder, as every command finds it
+    assert call("config", "apply", *asks)[0] == 0
+
+
 # -- drop --------------------------------------------------------------------------------------------------------------
 def test_drop_says_what_would_go_and_does_it_only_when_told(run: Run, call: Call) -> None:
     name = run.store.run
@@ -275,7 +314,7 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(run: Run, 
         ["env", "resume", "a"],
         ["runs", "void", "1"],
         ["runs", "rewind", "0"],
-        ["config", "apply"],
+        ["config", "apply", "--config", "old.toml"],
         ["push", "g.jsonl"],
         ["worker", "--env", "vcopy"],
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from functools import partialmethod
@@ -46,7 +47,7 @@ def test_runs_lists_what_the_server_holds(made: Run, call: Call) -> None:
 
 def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -> None:
     name, epoch = made.store.run, made.meta.epoch
-    code, out, _ = call("runs", "void", "3", "--run", name)
+    code, out, _ = call("runs", "void", "3", "--run", name, "--yes")
     assert code == 0
     assert f"from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes." in out
     with pytest.raises(RunGone):
@@ -59,7 +60,7 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     (newer.parent / "step-00000001").mkdir()
     for gone, names_newer in (("1 step, 1 pending push", True), ("0 steps, 0 pending pushes", False)):
         epoch += 1
-        code, out, err = call("runs", "rewind", "1", "--run", name)
+        code, out, err = call("runs", "rewind", "1", "--run", name, "--yes")
         assert (code, f"from step 1 in epoch {epoch + 1}; void: {gone}." in out, err) == (0, True, "")
         assert (str(newer) in out) == names_newer
         if names_newer:
@@ -71,11 +72,11 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
 
 def test_a_trainer_at_work_is_ended_only_by_force(made: Run, call: Call) -> None:
     made.train(1)
-    code, _, err = call("runs", "rewind", "1", "--run", made.store.run)
+    code, _, err = call("runs", "rewind", "1", "--run", made.store.run, "--yes")
     assert code == 1
     assert err.startswith(f"Error: the trainer of run {made.store.run!r} was seen 0.")
     assert err.endswith(" s ago: stop it first, or use --force, which ends it\n")
-    assert call("runs", "rewind", "1", "--force", "--run", made.store.run)[0] == 0
+    assert call("runs", "rewind", "1", "--force", "--yes", "--run", made.store.run)[0] == 0
 
 
 def test_reset_is_refused_while_processes_are_at_work_unless_it_is_forced(made: Run, call: Call) -> None:
@@ -96,17 +97,61 @@ def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> No
         out = call("inspect", "--run", name, "--where", "reason:void", "--json")[1]
         return [json.loads(line) for line in out.splitlines()]
 
-    assert call("runs", "void", "2", "--run", name)[0] == 0
+    assert call("runs", "void", "2", "--run", name, "--yes")[0] == 0
     assert [(r["group_id"], r["state"], r["rollouts"], r["detail"]) for r in void()] == [
         ("a.2", "dropped", 2, "step 3 was taken back"),
         ("a.1", "dropped", 2, "step 2 was taken back"),
     ]
-    assert call("runs", "rewind", "1", "--run", name)[0] == 0
+    assert call("runs", "rewind", "1", "--run", name, "--yes")[0] == 0
     listed = void()
     assert (listed[0]["group_id"], listed[0]["detail"]) == ("a.3", "pending when the run was taken back to step 1")
     account = made.store.ledger().total()
     assert sum(r["rollouts"] for r in listed) == account.dropped["void"][0] == 6
     assert sum(r["tokens"] for r in listed) == account.dropped["void"][1]
+
+
+# -- asked first -------------------------------------------------------------------------------------------------------
+TAKEN_BACK = {
+    ("runs", "void", "2"): "back from step 3 to step 1 for good: it loses 2 groups (4 rollouts), 2 steps",
+    ("runs", "rewind", "1"): "back from step 3 to step 1, with all that is pending, for good: it loses 3 groups "
+    "(6 rollouts), 2 steps",
+    ("runs", "rewind", "3"): "back from step 3 to step 3, with all that is pending, for good: it loses 1 group "
+    "(2 rollouts), 0 steps",
+    ("runs", "void", "1", "--force"): "back from step 3 to step 0 for good: it loses 3 groups (6 rollouts), 3 steps, "
+    "the use of 2 checkpoints of later steps",
+    ("runs", "reset", "RUN"): "(3 steps, 2 pending rollouts) for good",
+    ("drop", "--where", "env:a"): "drops 1 group (2 rollouts, ",
+}
+
+
+@pytest.mark.parametrize("answer", [None, "y", "n", ""])
+@pytest.mark.parametrize("arguments", TAKEN_BACK, ids=" ".join)
+def test_what_nobody_can_undo_is_asked_first_with_what_will_be_lost(
+    made: Run, call: Call, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], answer: str | None
+) -> None:
+    """`answer`: what a person types at a terminal; None: there is nobody to ask."""
+    if "--force" in arguments:
+        for step in ("step-00000001", "step-00000003"):
+            (made.home / "home" / "runs" / made.store.run / "checkpoints" / step).mkdir(parents=True)
+    made.store.release_lease()
+    before = made.control_keys()
+    command = [argument.replace("RUN", made.store.run) for argument in arguments]
+    if answer is not None:
+        typed_in = io.StringIO(f"{answer}\n")
+        monkeypatch.setattr(typed_in, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", typed_in)
+    code, out, err = call(*command, "--run", made.store.run)
+    assert TAKEN_BACK[arguments] in (err if answer is None else out)
+    assert code == {None: 2, "y": 0}.get(answer, 1)
+    assert answer is not None or "--yes" in err
+    assert (made.control_keys() == before) == (answer != "y")
+
+
+def test_nothing_is_asked_where_nothing_would_be_lost(made: Run, call: Call) -> None:
+    assert call("runs", "rewind", "3", "--run", made.store.run, "--yes")[0] == 0
+    assert call("runs", "rewind", "3", "--run", made.store.run)[0] == 0
+    code, _, err = call("runs", "rewind", "9", "--run", made.store.run)
+    assert (code, "has no step 9" in err) == (1, True)
 
 
 def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_from_there(
