@@ -1,6 +1,7 @@
 """Every exception of rlbuffer. A docstring is the default message; an instance says what happened, with its values.
 
-The attribute ``exit_code`` is what a command ends with: 1 failure, 3 config, 4 server unreachable, 5 timed out.
+The attribute ``exit_code`` is what a command ends with: 1 failure, 3 config, 4 server unreachable, 5 timed out, 6
+refused: started again, it would be refused again, until somebody has done what the message says.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ class RlbufferError(Exception):
 def text_of(error: Exception) -> str:
     """What `error` says, with the notes that were added to it on its way."""
     return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+
+
+def clause(said: object) -> str:
+    """What an error or somebody else says, to go on from in a sentence: without the full stop at its end.
+
+    Example:
+        >>> clause("The disk is full."), clause("it waits ..."), clause(NotFound("no step 9"))
+        ('The disk is full', 'it waits ...', 'no step 9')
+    """
+    text = str(said).rstrip()
+    return text[:-1] if text.endswith(".") and not text.endswith("..") else text
 
 
 class InvalidRollout(RlbufferError, ValueError):
@@ -112,6 +124,12 @@ class RunDamaged(RunGone):
     trainer's record cannot be read."""
 
 
+class ResumeRefused(RunGone):
+    """The trainer's checkpoint is of steps that the run does not have."""
+
+    exit_code = 6
+
+
 class EpochChanged(RunGone):
     """The run is in another epoch than this process."""
 
@@ -170,6 +188,12 @@ class StepRetired(RlbufferError):
     """The step was trained, checkpointed and retired: its payloads are gone."""
 
 
+class ResumeRetired(StepRetired):
+    """The steps after the trainer's checkpoint were retired."""
+
+    exit_code = 6
+
+
 class StepDamaged(RlbufferError):
     """Many steps in a row have more missing or damaged loss tokens than sound ones."""
 
@@ -219,12 +243,20 @@ class CheckpointError(RlbufferError):
     """A checkpoint cannot be read or does not belong to this run."""
 
 
+class OtherCheckpoint(CheckpointError):
+    """A checkpoint is of another run, model or format."""
+
+    exit_code = 6
+
+
 class RankFailed(RlbufferError):
     """Another rank of the trainer failed; its own message says why."""
 
 
 class PackedForwardError(RlbufferError):
     """The model does not give the same logprobs packed as separately."""
+
+    exit_code = 6
 
 
 class FilterError(RlbufferError, ValueError):

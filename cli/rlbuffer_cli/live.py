@@ -23,6 +23,7 @@ from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer_cli import look
 from rlbuffer_cli.options import redis_origin, writing
+from rlbuffer_cli.options import say as say_wrapped
 from rlbuffer_cli.plots import METRICS_FILE, chart, curves_of, step_of
 from rlbuffer_cli.run_tables import READ_RECORDS
 from rlbuffer_cli.session import connected, say_ended
@@ -259,6 +260,8 @@ def supervised(
         with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
             code = supervisor.run(stop, lambda: tick(watch))
             say_ended(buffer, settings, code)
+        if supervisor.reason:  # a view cuts lines, and it may be the last thing to read of many
+            say_wrapped(supervisor.reason, err=True)
         yield Ended(code, buffer, watch, supervisor)
 
 

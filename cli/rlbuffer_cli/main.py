@@ -3,8 +3,8 @@
 ``rlbuffer --help`` must stay instant, so this module imports click and nothing else: the table below repeats the
 first line of every command's help, and a test compares the two.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 config, 4 server unreachable, 5 timed out, 130 interrupted, 141 the reader of a
-pipe left before the output was at its end.
+Exit codes: 0 ok, 1 failure, 2 usage, 3 config, 4 server unreachable, 5 timed out, 6 refused until somebody has done
+what the message says, 130 interrupted, 141 the reader of a pipe left before the output was at its end.
 """
 
 from __future__ import annotations

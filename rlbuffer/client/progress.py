@@ -182,6 +182,16 @@ class Progress:
             self._check_epoch(meta)
         return meta
 
+    def is_known(self) -> bool:
+        """True when the run has the place's step, of this content, as trained, as far as it can still be known."""
+        place, meta = self.place, self._store.meta()
+        if min(meta.step, self._store.trainer().trained) < place.step:
+            return False
+        if place.step <= meta.retired or not place.digest:
+            return True
+        header = self._store.wait_step(place.step, block_seconds=0.0)
+        return header is not None and header.digest == place.digest
+
     def is_going_back(self, step: int) -> bool:
         """True when the run is about to go on from before `step`, although the step is retired: what the trainer handed
         back was not carried out yet, or just now."""

@@ -291,6 +291,11 @@ class Reader:
         """Continues after the step that `state` was taken at. Before :meth:`start`."""
         self._progress.load_state_dict(state)
 
+    def is_trained(self) -> bool:
+        """True when the run has the last trained step of this reader, as it was trained: nothing was lost since, nor
+        taken back. Begins no attempt."""
+        return self._progress.is_known()
+
     def finished(self) -> None:
         """Says that the planned steps are made, so that whoever looks later hears it, unless the server is away."""
         self._is_finished = True

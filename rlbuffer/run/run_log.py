@@ -11,6 +11,8 @@ from typing import IO
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
+ERROR = "Error: "
+"""The line of a process that ends by an error begins so; what follows it belongs to it."""
 
 
 class RunLog:
@@ -39,6 +41,8 @@ class RunLog:
         self._lock = threading.Lock()
         self._is_broken = False
         self._readers: list[threading.Thread] = []
+        self.errors: dict[str, list[str]] = {}
+        """Process -> the lines of the error that it ended with last."""
 
     def open(self) -> None:
         """Appends to the file from now on."""
@@ -61,11 +65,16 @@ class RunLog:
 
     def follow(self, name: str, stream: IO[str]) -> None:
         """Takes in the lines of a process's output as they come, in a thread, and closes it at its end."""
+        self.errors.pop(name, None)
 
         def copy() -> None:
             with stream:
                 for line in stream:
                     if line.strip():
+                        if line.startswith(ERROR):
+                            self.errors[name] = []
+                        if name in self.errors:
+                            self.errors[name].append(line.rstrip())
                         self.say(name, line.rstrip())
 
         thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)

@@ -29,7 +29,7 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.models import model_modules
 from rlbuffer.config.placement import environment_of, is_apart, python_of
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, to_json
-from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.errors import ConfigError, ResumeRefused, RlbufferError
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
@@ -50,6 +50,8 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
 STEADY_SECONDS = 30.0
 MAX_FAILURES = 8
 """Failures in a row after which a process that never gets steady ends the run."""
+REFUSALS = frozenset({2, ConfigError.exit_code, ResumeRefused.exit_code})
+"""Exit codes of what would be refused again, until somebody has done what the message says."""
 DRAIN_SECONDS = 20.0
 """Time that a process has to finish what it is doing before it is killed."""
 OBSERVE_SECONDS = 0.5
@@ -72,6 +74,7 @@ class Supervisor:
         self._has_served = False
         self.trainer_done = False
         self.restarts = 0
+        self._ended_by = ""
 
     def run(self, stop: threading.Event, tick: Callable[[], None] = lambda: None) -> int:
         """Runs until the trainer has made its steps or `stop` is set; calls `tick` about ten times a second.
@@ -116,6 +119,11 @@ class Supervisor:
                     (settings.run_dir / "pids.json").unlink(missing_ok=True)
         finally:
             self.log.close()
+
+    @property
+    def reason(self) -> str:
+        """The error of the process that ended the run, whole; "" where none did. To read when the run is over."""
+        return "\n".join(self.log.errors.get(self._ended_by, ()))
 
     # -- starting --------------------------------------------------------------------------------------------------
     def _start_forkserver(self) -> ForkServerContext:
@@ -284,10 +292,10 @@ class Supervisor:
         """Has it started again after a pause. -> the run's exit code when it failed too often."""
         now = time.monotonic()
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
-        if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
-            self.log.say(
-                "run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log.path}"
-            )
+        if code in REFUSALS or child.failures >= MAX_FAILURES:
+            self._ended_by = child.name
+            why = "it would be refused again" if code in REFUSALS else f"{child.failures} failures in a row"
+            self.log.say("run", f"{child.name} {how}, {why}: giving up. See {self.log.path}")
             return code if code > 0 else 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
         child.restart_at = now + pause

@@ -9,9 +9,9 @@ from rlbuffer.errors import (
     AttemptFenced,
     AttemptForgotten,
     EpochChanged,
+    ResumeRefused,
+    ResumeRetired,
     RlbufferError,
-    RunGone,
-    StepRetired,
     TrainerAhead,
 )
 from rlbuffer.records.checks import as_integer
@@ -37,7 +37,8 @@ class TrainerStore(Member):
 
         A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
         whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
-        Raises RunGone, also when the run does not reach to `resume_step` and nothing is handed back; StepRetired.
+        Raises RunGone; ResumeRefused when the run does not reach to `resume_step` and nothing is handed back;
+        ResumeRetired.
         """
         world_size, resume_step = as_integer("world_size", world_size, low=1), as_integer("resume_step", resume_step)
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
@@ -48,20 +49,20 @@ class TrainerStore(Member):
             number, newest, epoch = map(int, reply[1:4])
             return Attempt(number=number, world_size=world_size, resume_step=resume_step, epoch=epoch, newest=newest)
         if status == "AHEAD":
-            raise RunGone(
+            raise ResumeRefused(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "
                 f"the checkpoint belongs to another run or to steps that were taken back, or the server lost its "
                 f"newest steps. The trainer takes its newest checkpoint: move later ones away, or use another run name"
             )
         if status == "DIGEST":
-            raise RunGone(
+            raise ResumeRefused(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} has another step {resume_step} "
                 f"({text(reply[1])[:12]}): the checkpoint belongs to another run or to a step that was taken back. The "
                 f"trainer takes its newest checkpoint: move later ones away, or use another run name"
             )
         if status == "RETIRED":
             retired = text(reply[1])
-            raise StepRetired(
+            raise ResumeRetired(
                 f"the trainer resumes after step {resume_step}, but steps up to {retired} of run {self.run!r} were "
                 f"retired: resume from a checkpoint of step {retired} or later, start another run, or take this one "
                 f"back to step {resume_step} with `rlbuffer runs rewind {resume_step} --force`"

@@ -54,9 +54,10 @@ def train(
     ):
         place = resume(session, warn=reports.warn)
         reports.start(place)
-        if place.step >= trainer.steps:
+        if place.step >= trainer.steps and session.ranks.first(int(session.reader.is_trained())):
             reports.end(place, finished=True)
             return True
+        # A run that has been taken back, or has lost steps, refuses a checkpoint of them here, or takes them from it.
         session.reader.start(place.step)
         session.write_pids()
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one

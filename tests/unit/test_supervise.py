@@ -105,3 +105,38 @@ class _Alive:
 @pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70, "12", None])
 def test_a_heartbeat_with_a_strange_number_is_nobodys(pid: Any) -> None:
     assert not may_live({"pid": pid, "space": visible_from(), "seconds_ago": 0.1})
+
+
+REFUSAL = (
+    "the trainer resumes after step 8, but run 'math' ends at step 4: the checkpoint belongs to another run or to "
+    "steps that were taken back. The trainer takes its newest checkpoint: move later ones away, or use another run name"
+)
+
+
+@pytest.mark.parametrize(("code", "is_final"), [(1, False), (4, False), (5, False), (2, True), (3, True), (6, True)])
+@pytest.mark.parametrize("name", ["train", "serve", "worker math"])
+def test_what_would_be_refused_again_ends_the_run_at_once_with_the_whole_sentence(
+    tmp_path: Path, name: str, code: int, is_final: bool
+) -> None:
+    said: list[tuple[str, str]] = []
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda who, line: said.append((who, line)))
+    supervisor.log.path.parent.mkdir(parents=True)
+    supervisor.log.open()
+    program = f"import sys\nprint('working')\nprint('Error: ' + {REFUSAL!r} + '\\n  rows behind it')\nsys.exit({code})"
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        supervisor.log.follow(name, process.stdout)
+        return process
+
+    child = Child(name=name, start=start, is_forked=False)
+    supervisor._look_after(child, None)  # type: ignore[arg-type]
+    child.process.wait()
+    buffer: Any = SimpleNamespace(store=SimpleNamespace(has_ended=lambda: False))
+    assert supervisor._look_after(child, buffer) == (code if is_final else None)
+    supervisor.log.close()
+    assert supervisor.reason == (f"Error: {REFUSAL}\n  rows behind it" if is_final else "")
+    assert supervisor.restarts == (not is_final)
+    given_up = f"{name} ended with exit code {code}, it would be refused again: giving up"
+    assert any(who == "run" and line.startswith(given_up) for who, line in said) == is_final

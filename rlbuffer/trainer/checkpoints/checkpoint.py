@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlbuffer.errors import CheckpointError
+from rlbuffer.errors import CheckpointError, OtherCheckpoint
 from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
@@ -47,7 +47,7 @@ _TEMPORARY = ".tmp-"
 _RANDOM = "random"
 
 
-class OtherFormat(CheckpointError):
+class OtherFormat(OtherCheckpoint):
     """A checkpoint that another version of rlbuffer wrote."""
 
 
@@ -211,7 +211,7 @@ def load(directory: Path, step: int, *, run: str) -> Checkpoint:
     meta = _read_meta(path)
     checkpoint = Checkpoint(**{field.name: meta[field.name] for field in fields(Checkpoint)})
     if checkpoint.run != run:
-        raise CheckpointError(f"{path} belongs to run {checkpoint.run!r}, not {run!r}: use another trainer.output")
+        raise OtherCheckpoint(f"{path} belongs to run {checkpoint.run!r}, not {run!r}: use another trainer.output")
     return checkpoint
 
 
@@ -287,7 +287,7 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
                 tensors.copy_to(f"optimizer.{name}", state)
             set_random_state(tensors.random[rank % len(tensors.random)])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be loaded into the model that [model] describes: {error}") from error
+        raise OtherCheckpoint(f"{path} cannot be loaded into the model that [model] describes: {error}") from error
 
 
 def random_state() -> dict[str, Any]:
