@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.store.keys import SUFFIX
 from rlbuffer.store.ledger import amount_of
 from rlbuffer.store.session import number, text
 from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
@@ -40,11 +41,11 @@ COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType({"ledger":
 def check_control_keys(store: Viewer, findings: Findings) -> None:
     """I13, and I11 of what does not lapse. The other processes pass over a wrong type and what is no number."""
     tag = f"{store.keys.tag}:"
-    names = _names(store, f"{tag}*")
+    names = [name for name in _names(store, f"{tag}*") if name.removeprefix(tag).partition(":")[0] in TYPES]
     words = [name.removeprefix(tag).partition(":")[0] for name in names]
     kinds = map(text, store.paged(names, lambda pipe, key: pipe.type(key)))
     for key, word, kind, left in zip(names, words, kinds, _lifetimes(store, names), strict=True):
-        expected = TYPES.get(word, kind)
+        expected = TYPES[word]
         findings.unless(kind in (expected, "none"), "I13", f"{key} holds a {kind}, not a {expected}: remove it (DEL)")
         findings.unless(left < 0 or word in LAPSING, "I11", f"{key} lapses in {left / 1000:.0f} s")
     hashes = store.paged([*COUNTED], lambda pipe, word: pipe.hgetall(f"{tag}{word}"))
@@ -60,7 +61,7 @@ def check_control_keys(store: Viewer, findings: Findings) -> None:
 def check_payloads(store: Viewer, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
     """I2 and I11. -> what was looked at."""
     references = _references(shot)
-    used, names = _in_use(shot), _names(store, f"{store.keys.payload_prefix}*")
+    used, names = _in_use(shot), [*filter(_is_payload, _names(store, f"{store.keys.payload_prefix}*"))]
     odd = []
     sizes = store.paged(references, lambda pipe, item: pipe.hstrlen(item[0], str(item[1])))
     for (key, index, size, who), there in zip(references, sizes, strict=True):
@@ -90,6 +91,11 @@ def check_payloads(store: Viewer, shot: Snapshot, findings: Findings) -> Mapping
 def _names(store: Viewer, pattern: str) -> list[str]:
     """A run's name may hold no character that a pattern gives a meaning, so its own keys match only."""
     return sorted(map(text, store.look(lambda client: list(client.scan_iter(match=pattern, count=1000)))))
+
+
+def _is_payload(name: str) -> bool:
+    """True for a name that a push can have given: what another program keeps behind this prefix is not the run's."""
+    return SUFFIX.match(name.removesuffix("}").rpartition(":")[2].encode()) is not None
 
 
 def _lifetimes(store: Viewer, keys: Sequence[str]) -> list[int]:

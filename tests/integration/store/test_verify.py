@@ -171,3 +171,35 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
 
     monkeypatch.setattr(busy.store, "look", slow)
     assert busy.store.verify().findings == ()
+
+
+@pytest.mark.parametrize("lapses", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rlb:RUN:g:another program's",
+        "rlb:RUN:g:",
+        "rlb:RUN:g:lock:7",
+        "rlb:RUNx:g:a.0:u.1",
+        "rlb:RUN",
+        "{rlb:RUN}:cache:users",
+        "{rlb:RUN}:",
+        "{rlb:RUN}",
+        "{rlb:RUNx}:meta",
+        "sessions",
+    ],
+)
+def test_keys_of_other_programs_are_no_findings(busy: Run, name: str, lapses: bool) -> None:
+    """A server may be shared, also by who puts keys into the run's slot or behind its prefix."""
+    name = name.replace("RUN", busy.store.run)
+    busy.client.set(name, "somebody else's", ex=3600 if lapses else None)
+    try:
+        assert busy.store.verify().findings == ()
+    finally:
+        busy.client.delete(name)
+
+
+def test_a_payload_of_the_run_that_belongs_to_nothing_is_a_finding(busy: Run) -> None:
+    name = busy.store.keys.payload("a:b.7", "u.99")
+    busy.client.hset(name, "0", "x")
+    assert [(f.invariant, name in f.message) for f in busy.store.verify().findings] == [("I11", True)]
