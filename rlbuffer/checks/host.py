@@ -26,7 +26,8 @@ from rlbuffer.config.loading import folders_of
 from rlbuffer.config.models import EXAMPLE, NO_MODEL_TYPE, config_of, router_loss, which_model
 from rlbuffer.config.placement import environment_of, gpus_here, python_of
 from rlbuffer.config.settings import INITIAL_MODEL, EvaluationSettings, ModelSettings, WorkerSettings
-from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.errors import ConfigError, ServerUnreachable, clause
+from rlbuffer.process.file_locks import lacks_locks
 from rlbuffer.process.files import owner_of
 from rlbuffer.state.text import plural
 from rlbuffer.store.server.address import check_tls, is_memory, options_of, redacted, source_of
@@ -68,6 +69,9 @@ def home(c: Context) -> Iterator[Finding]:
         elif is_full:
             fix = "Free some, keep fewer checkpoints (trainer.checkpoint.keep), or name another"
             yield failure(text, setting, fix=fix)
+        elif setting == "home" and not c.settings.redis_url and lacks_locks(there):
+            fix = "Name a folder on a disk of this host, or a server: redis_url"
+            yield failure(f"home = {str(path)!r}: the filesystem of {there} has no flock", setting, fix=fix)
         else:
             yield ok(text)
 
@@ -250,10 +254,13 @@ def shared_locks(c: Context) -> Iterator[Finding]:
     """Ranks can share locks in /dev/shm."""
     try:
         multiprocessing.get_context("spawn").Lock()
-    except OSError as error:
+    except (OSError, ImportError) as error:  # a Python that was built where there are none has no such module
         shm = Path("/dev/shm")
-        text = f"ranks cannot share locks in {shm} ({(error.strerror or '').lower()}; {owner_of(shm)})"
+        why = clause(error.strerror.lower() if isinstance(error, OSError) and error.strerror else error)
+        text = f"ranks cannot share locks in {shm} ({why}; {owner_of(shm)})"
         fix = "Mount a writable tmpfs there: --shm-size of a container, an emptyDir of medium Memory in Kubernetes"
+        if isinstance(error, ImportError):
+            fix = "Use a Python that was built with semaphores: `import multiprocessing.synchronize` must work"
         yield failure(text, "trainer.world_size", fix=fix)
 
 

@@ -13,7 +13,7 @@ import rlbuffer.checks.settings  # noqa: F401 - both make their checks
 from rlbuffer.checks.check import CHECKS, Check, Context, Finding, Level, Parts, failure, found, ok
 from rlbuffer.config import loading, refusal
 from rlbuffer.config.loading import Loaded
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, clause
 from rlbuffer.state.text import plural
 
 
@@ -38,7 +38,7 @@ def load(
     warnings: dict[str, str] = {}
     kinds = {Level.OK: {}, Level.WARNING: warnings, Level.FAILURE: wrong}
     for finding in found_in(loaded, parts, has_host=bool(parts)):
-        said = finding.text.rstrip(".") + (f". {finding.fix}" if finding.fix else "")
+        said = clause(finding.text) + (f". {finding.fix}" if finding.fix else "")
         kinds[finding.level][said] = next(iter(finding.settings), "")
     if wrong:
         raise refusal.together(wrong)

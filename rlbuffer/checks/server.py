@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import redis
 
-from rlbuffer.checks.check import CHECKS, Context, Finding, check, failure, ok, warning
+from rlbuffer.checks.check import CHECKS, Context, Finding, check, failure, ok, refused, warning
 from rlbuffer.checks.settings import too_small
 from rlbuffer.client.buffer import password_of
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.loading import meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, mib
-from rlbuffer.errors import RlbufferError, RunGone, ServerUnsuitable
+from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnsuitable
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer.store.history import Committed
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
@@ -69,7 +69,11 @@ def look(c: Context) -> Iterator[Finding]:
         fix = "Set redis_url to a server, or leave it out, for a run of several processes"
         yield replace(warning(text, "redis_url", fix=fix), check="server")
         return
-    running = None if url else embedded.find(c.settings.home_dir)
+    try:
+        running = None if url else embedded.find(c.settings.home_dir)
+    except ConfigError as error:
+        yield replace(refused(error), check="server")
+        return
     try:
         if not url and running is None:
             program = find_binary()

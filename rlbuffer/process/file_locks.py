@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from rlbuffer.errors import ServerUnreachable
 
 LOCK_POLL_SECONDS = 0.01
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a filesystem answers that has no such locks."""
 
 
 @contextlib.contextmanager
@@ -35,6 +38,15 @@ def try_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def lacks_locks(folder: Path) -> bool:
+    """The filesystem of the folder has no locks. Changes nothing."""
+    try:
+        is_held(folder)
+    except OSError as error:  # NFS locks files only, and says something else of a folder
+        return error.errno in NO_LOCKS
+    return False
 
 
 def is_held(path: Path) -> bool:

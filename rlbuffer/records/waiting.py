@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self, cast
 
+from rlbuffer.errors import clause
 from rlbuffer.records.checks import escaped
 
 
@@ -169,7 +170,7 @@ class Waiting(_Said):
         return self.kind in NORMAL and not self.dropped and self.cause not in UNWELL
 
     def __str__(self) -> str:
-        return _sentence(self)
+        return _sentence(replace(self, detail=clause(self.detail)))
 
 
 class Trouble(StrEnum):
@@ -210,7 +211,7 @@ class Problem(_Said):
         return self.kind, self.env
 
     def __str__(self) -> str:
-        return _problem(self)
+        return _problem(replace(self, detail=clause(self.detail)))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from rlbuffer.errors import (
     RunDamaged,
     SchemaMismatch,
     StepRetired,
+    clause,
 )
 from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.records.policy_version import PolicyVersion
@@ -283,7 +284,7 @@ class Viewer(Session):
             yield
         except PayloadError as error:
             raise PayloadError(
-                f"step {step} of run {self.run!r} cannot be read: {error}. Take it back, and what follows it, "
+                f"step {step} of run {self.run!r} cannot be read: {clause(error)}. Take it back, and what follows it, "
                 f"with `rlbuffer runs void {step}`"
             ) from None
 

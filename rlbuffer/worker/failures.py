@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, clause
 from rlbuffer.process.threads import Place, places_of_thread
 from rlbuffer.records.checks import escaped
 from rlbuffer.state.text import counted, plural
@@ -79,7 +79,7 @@ class Failures:
         """The error with which a worker ends that has made no group."""
         kinds, groups = counted(self.record()), plural(self._counts.total(), "group")
         return ConfigError(
-            f"env {env}: none of {groups} could be made ({kinds}), the last: {self.last}. Mend the env",
+            f"env {env}: none of {groups} could be made ({kinds}), the last: {clause(self.last)}. Mend the env",
             setting="env",
         )
 

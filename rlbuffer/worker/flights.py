@@ -34,6 +34,7 @@ from rlbuffer.errors import (
     SamplerUnavailable,
     ServerRefused,
     ServerUnreachable,
+    clause,
 )
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
@@ -214,7 +215,7 @@ class Flights:
         self._pulse.skipped += len(tickets)
         for error in skipped.values():
             if isinstance(error, PromptTooLong):
-                self._pulse.failure(type(error).__name__, f"{error}; such prompts are skipped and counted")
+                self._pulse.failure(type(error).__name__, f"{clause(error)}; such prompts are skipped and counted")
         await asyncio.to_thread(self._settled, self._writer.skip, tickets)
         if self._skips:
             why = str(skipped[tickets[-1]])
@@ -255,9 +256,11 @@ class Flights:
             await self._give_up(ticket, prompt, reason, cause, function)
         elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
             seconds = self._patience.pause(error)
-            self._pulse.failures.note(type(error).__name__, f"{error}; it was waited for")
+            self._pulse.failures.note(type(error).__name__, f"{clause(error)}; it was waited for")
             passes = not isinstance(error, SamplerBusy | Aborted)  # those come again and again while others are served
-            self._pulse.trouble(f"{error}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes)
+            self._pulse.trouble(
+                f"{clause(error)}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes
+            )
             await asyncio.sleep(seconds)
             await self.release([ticket])
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
-from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError, clause
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
@@ -118,7 +118,7 @@ class Versions:
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
-            self._pulse.trouble(f"{error}; {going_on}")
+            self._pulse.trouble(f"{clause(error)}; {going_on}")
             if isinstance(error, WeightsError):
                 await asyncio.to_thread(self._cache.recheck, current)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from rlbuffer.errors import RlbufferError, clause
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process, processes, worker_problems
 from rlbuffer.wire.bounded_msgpack import dumps, loads
@@ -113,3 +115,19 @@ def test_what_utf_8_cannot_hold_keeps_no_process_from_saying_what_is_wrong() -> 
         record = loads(dumps(said.record()), limit=1000)
         assert "\\ud83d" in record["detail"]
         assert type(said).of(record).kind is said.kind
+
+
+@pytest.mark.parametrize("detail", ["it broke", "it broke.", "it broke. ", "It broke. Mend it."])
+@pytest.mark.parametrize("kind", [*Wait, *Trouble])
+def test_a_sentence_has_one_full_stop_behind_what_somebody_else_said(kind: Wait | Trouble, detail: str) -> None:
+    record = Waiting if isinstance(kind, Wait) else Problem
+    values: dict[str, Any] = {"kind": kind, "env": "a", "step": 7, "detail": detail}
+    said = str(record(**values))
+    assert not re.search(r"\.\s*[.;,:)]", said), said
+    assert detail.strip().rstrip(".") in said or "it broke" not in said
+
+
+@pytest.mark.parametrize("text", ["it broke", "it broke.", "it broke. "])
+def test_a_clause_has_no_full_stop_at_its_end(text: str) -> None:
+    assert clause(text) == clause(RlbufferError(text)) == "it broke"
+    assert clause("cut off here...") == "cut off here..."

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
 from rlbuffer.client.filters import parse
-from rlbuffer.errors import FilterError, NotFound
+from rlbuffer.errors import FilterError, NotFound, clause
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import look, sheets
 from rlbuffer_cli.browse.screen import Look, Looking, Open
@@ -348,7 +348,7 @@ class Group(Listing):
         except NotFound as error:
             if (before := self.sheet.found) is None:
                 raise
-            raise NotFound(f"{error} Shown is what it was before, {before.view.state}.") from None
+            raise NotFound(f"{clause(error)}. Shown is what it was before, {before.view.state}.") from None
 
     def identifier(self) -> str:
         return super().identifier() or self.target.name

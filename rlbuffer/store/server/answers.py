@@ -29,6 +29,7 @@ from rlbuffer.errors import (
     ServerUnsuitable,
     WrongAnswer,
     WrongType,
+    clause,
 )
 from rlbuffer.store.server.address import is_cluster, is_sentinel
 
@@ -138,7 +139,7 @@ def understand(
         return Understood(ServerUnsuitable(f"the server at {address} is too old, it has no HELLO: {needed}.{source}"))
     if isinstance(error, LOGIN) or any(denial in words for denial in DENIED_INSIDE):
         lacks_password = words.startswith(("HELLO must be called with", "Authentication required"))
-        why = "it asks for a password, and none was given" if lacks_password else words.rstrip(".")
+        why = "it asks for a password, and none was given" if lacks_password else clause(words)
         return Understood(
             ServerUnsuitable(
                 f"the server at {address} does not allow this: {why}.{source}\n"
@@ -148,7 +149,7 @@ def understand(
         )
     wrong = tls_mistake(error)
     if wrong and not is_known:
-        return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
+        return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {clause(wrong)}.{source}"))
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
         what = "the embedded server" if is_embedded else "Redis"
         failure = ServerUnreachable(f"cannot reach {what} at {address} ({reason_of(error)}).")
@@ -207,7 +208,7 @@ def reason_of(error: redis.RedisError) -> str:
         return "no answer in time"
     if isinstance(error, redis.InvalidResponse):
         return "what answers there does not speak the protocol"
-    return str(error).rstrip(".").lower()
+    return clause(error).lower()
 
 
 def tls_mistake(error: BaseException) -> str:
@@ -215,7 +216,7 @@ def tls_mistake(error: BaseException) -> str:
     for below in _chain(error):
         if isinstance(below, ssl.SSLCertVerificationError):
             return (
-                f"its certificate is refused: {below.verify_message.rstrip('.')}. It must be valid by this machine's "
+                f"its certificate is refused: {clause(below.verify_message)}. It must be valid by this machine's "
                 "clock, name the host of the address, and be signed by a CA that is trusted here: "
                 "?ssl_ca_certs=/path/ca.crt"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from rlbuffer.errors import ServerUnsuitable
+from rlbuffer.errors import ServerUnsuitable, clause
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.server.binary import version_tuple
 from rlbuffer.store.server.suitable import identity
@@ -61,7 +61,7 @@ def until_whole(client: redis.Redis, address: str) -> Waiting | None:
                 raise ServerUnsuitable(
                     f"{name.capitalize()} {version} at {address} was started anew, and its append-only file may "
                     "hold half a transaction, which the next start would execute. It cannot be rewritten from here: "
-                    f"{error}.\n"
+                    f"{clause(error)}.\n"
                     "  Give this user the right:    ACL SETUSER NAME +bgrewriteaof   (deploy/users.acl has it)\n"
                     "  Or rewrite it by hand, once per start of the server:   redis-cli BGREWRITEAOF"
                 ) from error

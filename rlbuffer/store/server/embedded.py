@@ -45,7 +45,7 @@ from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable
-from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
+from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, NO_LOCKS, exclusive, is_held, try_lock
 from rlbuffer.process.files import owner_of, write_whole
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
@@ -167,7 +167,7 @@ def _usable(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         place = Path(error.filename or directory)
-        no_locks = error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+        no_locks = error.errno in NO_LOCKS
         reason = "its filesystem has no flock" if no_locks else (error.strerror or "").lower()
         raise ConfigError(
             f"the embedded server cannot live under home {directory.parent}: {place}: {reason} ({owner_of(place)}).\n"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlbuffer.errors import clause
 from rlbuffer.trainer.checkpoints import checkpoint as checkpoints
 from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint
 from rlbuffer.trainer.session import TrainerSession
@@ -29,7 +30,7 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
     step, problems = checkpoints.newest(folder, session.ranks)
     instead = "an older checkpoint is used" if step else "there is no older one: training begins again at step 1"
     for problem in problems if session.is_first else ():
-        warn(f"{problem}; {instead}")
+        warn(f"{clause(problem)}; {instead}")
     if step == 0:
         return Place()
     loaded = checkpoints.load(folder, step, run=session.settings.run)

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.config.table import Table, Url
-from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RequestFailed, SamplerBusy, SamplerUnavailable, WeightsError, clause
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.worker.samplers.base import (
     LEAST_TEMPERATURE,
@@ -163,7 +163,7 @@ class OpenAISampler:
         except (SamplerUnavailable, ConfigError):
             self._take_down(endpoint, error)
             return
-        raise RequestFailed(f"{error}; the server answers others") from error
+        raise RequestFailed(f"{clause(error)}; the server answers others") from error
 
     def _take_down(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
         endpoint.version, endpoint.trouble = -1, str(error)

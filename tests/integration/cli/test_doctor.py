@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import socket
 import stat
@@ -228,6 +230,41 @@ def test_a_disk_that_is_full_is_a_failure(place: Place, call: Call, monkeypatch:
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("has_server", [False, True], ids=["a new home", "a home that has had a server"])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_filesystem_without_locks_is_a_failure(
+    place: Place, call: Call, monkeypatch: pytest.MonkeyPatch, number: int, has_server: bool
+) -> None:
+    if has_server:
+        (place.folder / "home" / "server").mkdir(parents=True)
+        (place.folder / "home" / "server" / "server.json").write_text('{"pid": 1, "socket": "/nowhere"}')
+        (place.folder / "home" / "server" / "alive.lock").touch()
+    else:
+        place.config(GOOD)
+
+    def refused(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    code, out, err = call(*([] if has_server else ["--for", "serve"]))
+    (failure,) = [line for line in out.splitlines() if line.startswith("failure")]
+    assert (code, err, "has no flock" in failure, str(place.folder) in failure) == (1, "", True, True)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "Function not implemented"), ImportError("no sem_open.")])
+def test_a_host_whose_ranks_cannot_share_locks_is_a_failure(
+    place: Place, call: Call, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(*args: object) -> None:
+        raise error
+
+    place.config(GOOD)
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", refused)
+    code, out, err = call("--for", "train")
+    (failure,) = [line for line in out.splitlines() if line.startswith("failure")]
+    assert (code, err, "shared-locks" in failure, "ranks cannot share locks" in failure) == (1, "", True, True)
+
+
 def test_what_a_user_may_not_ask_is_said_to_be_unknown(place: Place, call: Call) -> None:
     acl = place.folder / "users.acl"
     acl.write_text("user default off\nuser w on >pw ~* &* +@all -info -config -time\n")
