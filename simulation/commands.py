@@ -45,7 +45,9 @@ def pexpire(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None:
         return 0
     until = server.now_ms() + int(args[2])
-    if args[3:] == [b"LT"] and server.expiry.get(args[1], until + 1) <= until:
+    if b"LT" in args[3:] and server.expiry.get(args[1], until + 1) <= until:
+        return 0
+    if b"XX" in args[3:] and args[1] not in server.expiry:
         return 0
     server.expiry[args[1]] = until
     server.changes.append(("ttl", args[1], None))

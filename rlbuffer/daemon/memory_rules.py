@@ -2,7 +2,8 @@
 
     below 70 %   nothing
     from 70 %    the next header asks for a checkpoint: it lets steps retire that no checkpoint holds yet
-    from 85 %    the oldest trained steps retire anyway, down to 75 %; untrained ones never
+    from 85 %    payloads that no push has announced are swept (:mod:`rlbuffer.daemon.strays`); then the oldest trained
+                 steps retire anyway, down to 75 %; untrained ones never
     full         pushes wait; commits, training and retirement go on
 
 Shares are of `maxmemory`, of all that counts against it: other runs and the clients' buffers too. Those buffers come
@@ -57,7 +58,8 @@ class Pressure:
         self.must_ask = False
         """No checkpoint holds what was retired: the next header asks for one, whatever the memory is by then."""
         self._looks: list[int] = []
-        self._is_retiring = False
+        self.is_short = False
+        """Trained steps are to retire early: from :data:`EARLY_SHARE` until :data:`ENOUGH_SHARE`."""
         self._asked = 0
         """Last step whose header asked."""
         self._retired_then = -1
@@ -83,6 +85,10 @@ class Pressure:
         """Takes in what the server said, in bytes."""
         self.limit = limit
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
+        if self.used is not None and self.used >= EARLY_SHARE * limit > 0:
+            self.is_short = True
+        elif self.used is not None and self.used < ENOUGH_SHARE * limit or not limit:
+            self.is_short = False
 
     def committed(self, step: int, size: int, *, asks: bool = False) -> None:
         """A step of `size` bytes is there; its header asks for a checkpoint, for whatever reason."""
@@ -92,9 +98,14 @@ class Pressure:
             self._asked, self._retired_then, self.must_ask = step, self.retired, False
 
     def retire(self, up_to: int) -> None:
-        """Steps are gone: what was seen before does not count any more."""
+        """Steps are gone."""
         self.sizes = {step: size for step, size in self.sizes.items() if step > up_to}
-        self.retired, self._looks = up_to, []
+        self.retired = up_to
+        self.freed()
+
+    def freed(self) -> None:
+        """Memory comes back: what was seen before does not count any more."""
+        self._looks = []
 
     def retires_up_to(self, done: int) -> int | None:
         """85 %: the last step to retire early now, None when nothing has to go. `done`: the last that is trained.
@@ -103,13 +114,7 @@ class Pressure:
         after one of unknown size, it is looked at again.
         """
         used = self.used
-        if used is None or not self.limit:
-            return None
-        if used >= EARLY_SHARE * self.limit:
-            self._is_retiring = True
-        elif used < ENOUGH_SHARE * self.limit:
-            self._is_retiring = False
-        if not self._is_retiring:
+        if used is None or not self.is_short:
             return None
         missing = CAUTION * (used - ENOUGH_SHARE * self.limit)
         last = self.retired

@@ -52,17 +52,21 @@ class MemoryWatch:
             self._note(header)
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> None:
-        """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
-        `step`: the last committed one."""
+    def is_short(self) -> bool:
+        """Looks at the server when it is time. -> True while something has to go."""
         self._look()
+        return self._pressure.is_short
+
+    def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> bool:
+        """Retires trained steps early when they must go, and `archive` lets them. `step`: the last committed one.
+        -> whether it did."""
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
-            return
+            return False
         pressure = self._pressure
         up_to = pressure.retires_up_to(min(trainer.at, trainer.trained, step))
         up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
         if up_to is None or up_to <= pressure.retired:
-            return
+            return False
         used, limit, first, checkpoint = pressure.used or 0, pressure.limit, pressure.retired + 1, trainer.checkpoint
         self._store.retire(up_to, early={"used": used, "limit": limit})
         self.retired(up_to)
@@ -83,10 +87,16 @@ class MemoryWatch:
             limit=limit,
             checkpoint=checkpoint,
         )
+        return True
 
     def retired(self, up_to: int) -> None:
         """Steps up to `up_to` are gone; their memory comes back a little later."""
         self._pressure.retire(up_to)
+        self._freed = time.monotonic()
+
+    def freed(self) -> None:
+        """Something else is gone."""
+        self._pressure.freed()
         self._freed = time.monotonic()
 
     def marked(self, meta: Meta, trainer: Attempt) -> Meta:

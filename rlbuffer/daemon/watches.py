@@ -12,6 +12,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
+from rlbuffer.daemon.strays import Strays
 from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.process.logs import fields
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
@@ -113,10 +114,12 @@ class Wishes(Watch):
 
 
 class Retirement(Watch):
-    """Lets steps go that no checkpoint needs any more, once they are archived; and others when memory is short."""
+    """Lets steps go that no checkpoint needs any more, once they are archived; when memory is short strays, then other
+    steps."""
 
     def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving, memory: MemoryWatch) -> None:
         self._store, self._pending, self._archive, self._memory = store, pending, archive, memory
+        self._strays = Strays(store, pending, memory.freed)
         self._swept = float("-inf")
         self._may_be_garbage = True
         """An earlier leader may have left payloads to sweep, which wait until they are archived."""
@@ -132,7 +135,14 @@ class Retirement(Watch):
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
             self._store.retire(max(up_to, look.meta.retired))
-        self._memory.relieve(trainer, newest, self._archive)
+        self._relieve(look)
+
+    def _relieve(self, look: Look) -> None:
+        """Where memory is short strays go first, and trained steps only when that was not enough."""
+        if not self._memory.is_short() and not self._strays.are_lapsing:
+            self._strays.begin()
+        elif self._strays.sweep(look) and self._memory.relieve(look.trainer, look.meta.step, self._archive):
+            self._strays.begin()
 
 
 class TrainerWord(Watch):

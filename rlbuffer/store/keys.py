@@ -104,6 +104,10 @@ class Keys:
         """The key where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
         return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"
 
+    def name_of(self, key: str) -> str:
+        """The name of the payload that waits under `key`; `key` where it has its name."""
+        return key[len(self.payload_prefix) + 1 : -1] if key.startswith(f"{self.payload_prefix}{{") else key
+
 
 def check_new_run(run: str) -> None:
     """Raises ConfigError for the name of a run that may be there, but that must not begin."""

@@ -47,8 +47,14 @@ SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
 SWEEP = 500
 """Payload keys unlinked per round trip."""
+SCAN_KEYS = 1_000
+"""Keys of the server, other runs' too, that one page of its payloads looks at: nobody else is served for some 0.3 ms."""
 PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
+
+
+Place = tuple[int, int]
+"""Shard and cursor."""
 
 
 class LeaderStore(TicketStore):
@@ -59,6 +65,8 @@ class LeaderStore(TicketStore):
     connection was lost since the lease was acquired, they raise LeaseLost, too: the server may have lost what was read.
     """
 
+    FIRST_PAGE: Place = (0, 0)
+    """The beginning of :meth:`payload_page`."""
     token = 0
     """Of the lease; 0 before it was acquired."""
     since: int | None = None
@@ -373,6 +381,50 @@ class LeaderStore(TicketStore):
             here(partial(forget, names=members))
             swept += len(own)
         return swept
+
+    # -- strays ----------------------------------------------------------------------------------------------------
+
+    def payload_page(self, place: Place) -> tuple[Place, list[str]]:
+        """Some of the keys of this run's payloads, strays among them, from `place` on. -> the next place,
+        :attr:`FIRST_PAGE` after the last one; the keys."""
+        shard, cursor = place
+
+        def scan(_: Any) -> tuple[int, list[Any], int]:
+            servers = self.connection.servers()
+            server = servers[min(shard, len(servers) - 1)]
+            # A run's name may hold no character that a pattern gives a meaning.
+            after, keys = server.scan(cursor, match=f"{self.keys.payload_prefix}*", count=SCAN_KEYS)
+            return int(after), keys, len(servers)
+
+        after, keys, shards = self.look(scan)
+        following = (shard, after) if after else (shard + 1, 0)
+        return following if following[0] < shards else self.FIRST_PAGE, [text(key) for key in keys]
+
+    def not_garbage(self, keys: Sequence[str]) -> list[str]:
+        """Those of these payload keys that the list of garbage does not name: it has the payloads of all steps, and of
+        all that was dropped."""
+        garbage = self.keys.garbage
+        scores = self.paged(keys, lambda pipe, key: pipe.zscore(garbage, key))
+        return [key for key, score in zip(keys, scores, strict=True) if score is None]
+
+    def shorten_lives(self, keys: Sequence[str], milliseconds: int) -> None:
+        """Gives each of these payloads, which nobody may need, that long to live; less stays less.
+
+        In a cluster a payload has its name before its push is pending. One that was made permanent meanwhile stays so.
+        """
+
+        def shorten(pipe: Any, key: str) -> None:
+            self.stay(self.since)
+            has_name = self.keys.name_of(key) == key
+            pipe.pexpire(key, milliseconds, lt=True, xx=self.connection.is_cluster and has_name)
+
+        self.paged(keys, shorten)
+
+    def lapsed(self, keys: Sequence[str]) -> int:
+        """The number of these payloads that are gone. A server notices what has lapsed when it is asked for it."""
+        there = self.paged(keys, lambda pipe, key: pipe.exists(key))
+        pushed = self.paged(keys, lambda pipe, key: pipe.exists(self.keys.name_of(key)))
+        return sum(not (waits or has_name) for waits, has_name in zip(there, pushed, strict=True))
 
     def recover(self, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
         """RECOVER: the run goes on after the step that the trainer claims, in a new epoch.

@@ -146,7 +146,8 @@ class ProducerStore(Member):
     def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
-        The leader does it for a producer that dies before this.
+        The leader does it for a producer that dies before this. A payload that it took for a stray meanwhile, where
+        memory is short, is stored again, and the leader makes that one permanent.
         """
         pending = [
             push
@@ -154,6 +155,10 @@ class ProducerStore(Member):
             if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
         ]
         self.paged(pending, lambda pipe, push: pipe.persist(push.name))
+        there = self.paged(pending, lambda pipe, push: pipe.exists(push.name))
+        gone = [push for push, is_there in zip(pending, there, strict=True) if not is_there]
+        if gone:
+            self._store_payloads(gone)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence

@@ -20,10 +20,11 @@ import rlbuffer
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon.memory_rules import stored_bytes
-from rlbuffer.errors import RlbufferError, ServerFull, StepRetired
+from rlbuffer.errors import RlbufferError, ServerFull, ServerRefused, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
+from rlbuffer.store.producer import WEEK_MS
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 
@@ -214,6 +215,142 @@ def test_what_a_leader_left_to_sweep_is_swept_by_the_next(served: Served, traine
     run.store.release_lease()
     served.serve(CONFIG)
     served.wait_for(lambda: len(run.payload_keys()) == 1)
+
+
+# -- strays ------------------------------------------------------------------------------------------------------------
+MIB = 2**20
+
+
+def store_stray(run: Run, kind: str, number: int) -> str:
+    """Stores 1 MiB that nobody announces. -> its key."""
+    keys = run.store.keys
+    if kind == "of a dead writer":
+        key = keys.unnamed_payload(f"a.{1000 + number}", "dead.1")
+        run.client.hset(key, "0", b"x" * MIB)
+        run.client.pexpire(key, WEEK_MS)
+    elif kind == "under a name":
+        key = keys.payload(f"a.{1000 + number}", f"x.{number}")
+        run.client.hset(key, "0", b"x" * MIB)
+    elif kind == "under no name of rlbuffer":
+        key = f"{keys.payload_prefix}{{evil{number}}}"
+        run.client.hset(key, "0", b"x" * MIB)
+    else:
+        key = f"{keys.payload_prefix}{{evil{number}}}"
+        run.client.set(key, b"x" * MIB)
+    return key
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strays have less time to live, and the next sweep comes sooner."""
+    monkeypatch.setattr("rlbuffer.daemon.strays.LIFE_SECONDS", 0.5)
+    monkeypatch.setattr("rlbuffer.daemon.strays.REST_SECONDS", 0.2)
+
+
+STRAYS = ("of a dead writer", "under a name", "under no name of rlbuffer", "no hash")
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_payloads_that_nobody_announced_go_before_a_trained_step_does(
+    served: Served, trainer: Trainer, quick: None, kind: str
+) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    for step in range(1, 6):
+        heavy_step(run, trainer, step)
+    strays = [store_stray(run, kind, number) for number in range(10)]
+    assert share(run) > 0.85
+
+    def trained_on() -> bool:
+        trainer.report(5)  # it is at work: steps may retire
+        return not run.client.exists(*strays)
+
+    served.wait_for(trained_on, SECONDS)
+    (said,) = served.wait_for(lambda: served.said("memory", state="swept"))
+    assert said["payloads"] == 10
+    for step in range(6, 9):
+        heavy_step(run, trainer, step)
+    served.stop()
+    assert run.store.meta().early == 0
+    assert [header.step for header in run.store.headers()] == [*range(1, 9)]
+    assert len(run.payload_keys()) == 16
+    assert run.store.verify().findings == ()
+
+
+def test_while_memory_is_not_short_payloads_of_nobody_stay(served: Served, trainer: Trainer, quick: None) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    strays = [store_stray(run, kind, number) for number, kind in enumerate(STRAYS)]
+    for step in range(1, 6):
+        heavy_step(run, trainer, step)
+    assert 0.3 < share(run) < 0.85
+    lives = [run.client.pttl(key) for key in strays]
+    assert lives[0] > WEEK_MS - 600_000
+    assert lives[1:] == [-1] * 3
+
+
+def test_without_a_trainer_strays_go_all_the_same_and_again(served: Served, quick: None) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    for _ in range(2):
+        strays = [store_stray(run, STRAYS[number % len(STRAYS)], number) for number in range(13)]
+        assert share(run) > 0.85
+        served.wait_for(lambda strays=strays: not run.client.exists(*strays), SECONDS)
+
+
+def test_where_strays_were_not_enough_trained_steps_retire(served: Served, trainer: Trainer, quick: None) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    for step in range(1, 24):
+        heavy_step(run, trainer, step)
+    stray = store_stray(run, "of a dead writer", 0)
+    run.client.config_set("maxmemory", run.store.server()["used_memory"] - MIB)
+
+    def retired() -> bool:
+        trainer.report(23)
+        return run.store.meta().early > 0
+
+    served.wait_for(retired, SECONDS)
+    assert not run.client.exists(stray)
+    assert run.store.verify().findings == ()
+
+
+def test_a_push_whose_payload_was_taken_for_a_stray_is_stored_once(
+    served: Served, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    said: list[RlbufferError] = []
+    writer = Writer(run.store, "w", epoch=run.meta.epoch, on_retry=said.append)
+    send, slow = run.store._send, threading.Event()
+
+    def wait_behind_the_payload(source: Any, batch: Any, replies: list[Any]) -> None:
+        if slow.is_set():
+            return send(source, batch, replies)
+        slow.set()
+        run.store._store_payloads(batch)
+        run.client.config_set("maxmemory", run.store.server()["used_memory"])
+        served.wait_for(lambda: not run.client.exists(batch[0].key), SECONDS)
+        run.client.config_set("maxmemory", "16mb")
+        reply = run.store.script("push")(
+            run.store.declared(
+                (
+                    run.store.keys.meta,
+                    run.store.keys.pool,
+                    source.key,
+                    run.store.keys.ledger,
+                    run.store.keys.garbage,
+                )
+            ),
+            batch[0].args,
+        )
+        replies.append(reply)
+
+    monkeypatch.setattr(run.store, "_send", wait_behind_the_payload)
+    assert writer.push(heavy(1)).status == "stored"
+    assert [type(error) for error in said] == [ServerRefused]
+    assert len(run.pool()) == len(run.payload_keys()) == 1
+    assert run.store.verify().findings == ()
 
 
 def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -> None:

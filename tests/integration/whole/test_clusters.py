@@ -136,6 +136,45 @@ def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves
     assert run.client.pttl(entry.payload_key) == -1
 
 
+def test_a_sweep_passes_every_shard_and_leaves_what_became_pending_meanwhile(run: Run) -> None:
+    for n in range(10):
+        run.push(f"a.{n}")
+    run.lead()
+    strays = [run.store.keys.payload(f"b.{n}", "u.1") for n in range(20)]
+    for key in strays:
+        run.client.hset(key, "0", "nobody's")
+        run.client.pexpire(key, 600_000)
+    place, seen = run.store.payload_page(run.store.FIRST_PAGE)
+    while place != run.store.FIRST_PAGE:
+        place, more = run.store.payload_page(place)
+        seen += more
+    assert set(seen) == set(run.payload_keys()) >= set(strays)
+    run.client.persist(strays[0])  # its push is pending now
+    run.store.shorten_lives(strays, 1)
+    run.client.persist(strays[1])  # gone, or just pending: never both
+    there = [key for key in strays if run.client.exists(key)]
+    assert strays[0] in there
+    assert all(run.client.pttl(key) == -1 for key in there)
+    assert run.store.lapsed(strays) == len(strays) - len(there) >= 18
+
+
+def test_a_payload_that_was_swept_between_the_halves_is_stored_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls = run.store._store_payloads, list[object]()
+
+    def swept_at_first(pushes: list[object]) -> None:
+        store(pushes)  # type: ignore[arg-type]
+        for key in () if calls else run.payload_keys():
+            run.client.delete(key)
+        calls.append(pushes)
+
+    monkeypatch.setattr(run.store, "_store_payloads", swept_at_first)
+    run.push("a.0")
+    assert run.payload_keys() == [entry.payload_key for entry in run.pool()]
+    run.step("a.1")
+    assert run.client.pttl(run.payload_keys()[0]) == -1
+    assert run.store.verify().findings == ()
+
+
 def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
