@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlbuffer.process.threads import begun
 from simulation.rollouts import Codec
 from simulation.scheduler import Process, Scheduler, Task
 
@@ -175,23 +176,6 @@ class Future:
         return self._task.result
 
 
-class Executor:
-    """Stand-in for concurrent.futures.ThreadPoolExecutor, with a thread for every call."""
-
-    def __init__(self, scheduler: Scheduler, max_workers: int | None = None, thread_name_prefix: str = "") -> None:
-        self._scheduler = scheduler
-        self._tasks: list[Task] = []
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future:
-        task = self._scheduler.spawn(_here(self._scheduler), lambda: fn(*args))
-        self._tasks.append(task)
-        return Future(self._scheduler, task)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for task in self._tasks if wait else ():
-            self._scheduler.join(task)
-
-
 def _here(scheduler: Scheduler) -> Process:
     if scheduler.current is None:
         raise RuntimeError("a thread can only be started by a task")
@@ -202,14 +186,14 @@ def _here(scheduler: Scheduler) -> Process:
 def installed(scheduler: Scheduler, dice: random.Random, constants: dict[tuple[str, str], Any]) -> Iterator[None]:
     """Puts the stand-ins, and other values for some constants, into the modules of rlbuffer for a while."""
 
-    def make(kind: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: kind(scheduler, *args, **kwargs)
-
     def wait_for(futures: Iterable[Future], timeout: float | None = None) -> Waited:
         futures = list(futures)
         for future in futures:
             scheduler.join(future._task, timeout)
         return Waited({f for f in futures if f.done()}, {f for f in futures if not f.done()})
+
+    def begin(work: Callable[[], Any], name: str) -> Future:
+        return Future(scheduler, scheduler.spawn(_here(scheduler), work))
 
     class Uuid:
         @staticmethod
@@ -222,7 +206,7 @@ def installed(scheduler: Scheduler, dice: random.Random, constants: dict[tuple[s
         (threading, "threading", Threading(scheduler)),
         (random, "random", dice),
         (uuid, "uuid", Uuid),
-        (concurrent.futures.ThreadPoolExecutor, "ThreadPoolExecutor", make(Executor)),
+        (begun, "begun", begin),
         (concurrent.futures.wait, "wait", wait_for),
     ]
     before: list[tuple[Any, str, Any]] = []

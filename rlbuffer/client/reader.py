@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlbuffer.client.lessons import alone, last_steps
@@ -27,6 +28,7 @@ from rlbuffer.errors import (
     StepRetired,
 )
 from rlbuffer.process.identity import identity
+from rlbuffer.process.threads import begun
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
@@ -134,7 +136,7 @@ class Reader:
         """Envs with a step here in which each group was one rollout."""
         self._given: StepHeader | None = None
         """Of the last step of :meth:`steps`: a server that comes back without it takes its number all the same."""
-        self._pool: ThreadPoolExecutor | None = None
+        self._is_started = False
         self._heart: threading.Thread | None = None
         self._fetches: set[Future[Step]] = set()
 
@@ -154,12 +156,12 @@ class Reader:
 
         `resume_step` is the last step that the trainer's state contains; None: what :meth:`load_state_dict` set, or 0.
         """
-        if self._pool is not None:
+        if self._is_started:
             return
         self._refusals.waited_out(lambda: self._progress.begin(resume_step), self.timeout_seconds)
         # A write on every rank: where the server takes none, all of them wait here, and none in an exchange.
         self._refusals.waited_out(self._say_alive, self.timeout_seconds)
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
+        self._is_started = True
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
 
@@ -305,18 +307,16 @@ class Reader:
     def close(self) -> None:
         """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
         self._stop.set()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            wait(tuple(self._fetches), timeout=2 * READER_BLOCK_SECONDS)
+        wait(tuple(self._fetches), timeout=2 * READER_BLOCK_SECONDS)
         if self._heart is not None:
             self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
     def _fetch(self, number: int) -> Fetch:
-        if self._pool is None or self._stop.is_set():
+        if not self._is_started or self._stop.is_set():
             raise RlbufferError(CLOSED)
         is_abandoned = threading.Event()
-        fetch = Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
+        fetch = Fetch(begun(partial(self._pull, number, is_abandoned), "rlbuffer-prefetch"), is_abandoned)
         self._fetches.add(fetch.future)
         fetch.future.add_done_callback(self._fetches.discard)
         return fetch

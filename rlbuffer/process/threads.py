@@ -1,4 +1,4 @@
-"""Threads for work of the user's own, which may hang: a thread that does must not keep its process from ending."""
+"""Threads that keep no process from ending: for work of the user's own, which may hang, and for what waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from types import FrameType
 from typing import TypeVar
@@ -50,6 +51,22 @@ async def in_thread(work: Callable[[], T]) -> T:
     if raised is not None:
         raise raised
     return done[0]
+
+
+def begun(work: Callable[[], T], name: str) -> Future[T]:
+    """Begins `work` in a daemon thread of its own. The threads of an executor are joined before a process can end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def places_of_thread(ident: int | None) -> list[Place]:
