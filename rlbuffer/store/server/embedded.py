@@ -1,7 +1,8 @@
 """The embedded server: a Redis or Valkey of one's own under ``home/server/``, found when it runs, started when not.
 
-Every process that uses it holds a shared lock on ``users.lock``. The last one that leaves cleanly stops it; when all
-users crash it runs on and is found again, so that a run survives any of its processes, and its data survive it.
+Every process that uses it holds a shared lock on ``users.lock``. The last one that leaves cleanly stops it. When all
+users crash it runs on for a minute and is found again, so that a run survives any of its processes; then a process
+beside it (:mod:`rlbuffer.store.server.embedded_reaper`) ends it. Its data survive it: the next user starts it again.
 
 Three locks, all released by the kernel when their holder dies, so none can be left behind:
 
@@ -32,6 +33,7 @@ import errno
 import fcntl
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -60,6 +62,8 @@ from rlbuffer.store.server.embedded_files import (
 
 ANSWER_TIMEOUT_SECONDS = 2.0
 """A server that answers INFO later than this is busy or stopped, not gone."""
+UNUSED_SECONDS = 60.0
+"""Seconds for which a server runs on without a user: whoever is started again meanwhile finds it."""
 SOCKET_SECONDS = 5.0
 """A server opens its socket right after its start: one that has none for so long has lost it."""
 
@@ -127,7 +131,7 @@ class EmbeddedServer:
 _joined: set[EmbeddedServer] = set()
 """Users of this process, released at exit when the program did not."""
 _children: list[subprocess.Popen[bytes]] = []
-"""Servers that this process has started."""
+"""Servers that this process has started, and what watches them."""
 _starting: set[int] = set()
 """Descriptors of locks that are about to be a server's: a process that is forked meanwhile must not keep them."""
 _is_exiting = False
@@ -290,8 +294,27 @@ def _start(directory: Path, settings: ServerSettings) -> None:
             os.close(descriptor)
     for former in _children:
         former.poll()  # a parent must reap its children
+    _children[:] = [former for former in _children if former.returncode is None]
     _children.append(child)
     write_record(directory, pid=child.pid, socket=socket)
+    _watch(directory, child.pid, socket)
+
+
+def _watch(directory: Path, pid: int, socket: Path) -> None:
+    """Starts the process that ends the server once nobody uses it. Without one it runs on, as it must then."""
+    reaper = Path(__file__).with_name("embedded_reaper.py")
+    words = [sys.executable, "-I", "-S", reaper, directory, str(pid), socket, str(UNUSED_SECONDS)]
+    with contextlib.suppress(OSError):
+        _children.append(
+            subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        )
 
 
 def _await_ready(directory: Path, socket: Path, deadline: float) -> int | None:

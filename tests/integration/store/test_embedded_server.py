@@ -24,7 +24,7 @@ import redis
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import exclusive, is_held
-from rlbuffer.store.server import embedded
+from rlbuffer.store.server import embedded, embedded_reaper
 from rlbuffer.store.server.embedded import ensure
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
@@ -35,8 +35,10 @@ USER = """
 import json, sys
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.server import embedded
 from rlbuffer.store.server.embedded import ensure
 home, how = Path(sys.argv[1]), sys.argv[2]
+embedded.UNUSED_SECONDS = float(sys.argv[3]) if len(sys.argv) > 3 else 60.0
 print("imported", flush=True)
 sys.stdin.readline()
 server = ensure(home, ServerSettings(maxmemory="64mb"))
@@ -50,9 +52,9 @@ if how == "release":
 class User:
     """A process that uses the home's server: `join`, then `leave`."""
 
-    def __init__(self, home: Path, how: str = "release") -> None:
+    def __init__(self, home: Path, how: str = "release", *, unused_seconds: float = 60.0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", USER, str(home), how],
+            [sys.executable, "-c", USER, str(home), how, str(unused_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -196,6 +198,43 @@ def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path) -> No
     found = ensure(home, SETTINGS)
     assert found.pid == pid
     assert found.release() is True, "the crashed user is no user any more"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_a_server_whose_last_user_was_killed_ends_and_keeps_its_data(home: Path, number: int) -> None:
+    first, second = User(home, unused_seconds=0.5), User(home)
+    first.join()
+    second.join()
+    first.kill(number)
+    found = embedded.find(home)
+    assert found is not None
+    with client(found) as asker:
+        asker.set("kept", "1")
+    second.kill(number)
+    wait_until_dead(home)
+    again = ensure(home, SETTINGS)
+    with client(again.address) as asker:
+        assert asker.get("kept") == b"1"
+    assert again.release() is True
+
+
+def test_a_client_without_a_lock_is_a_user_for_the_reaper(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    path = str(home / "server" / "server.sock")
+    assert not embedded_reaper.has_clients(path)
+    with client(server.address) as asker:
+        asker.ping()
+        assert embedded_reaper.has_clients(path)
+    server.release()
+    assert embedded_reaper.has_clients(path), "nobody answers: it is left alone"
+
+
+def test_what_watches_the_server_ends_with_it(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    reaper = embedded._children[-1]
+    assert reaper.poll() is None
+    server.release()
+    assert reaper.wait(30) == 0
 
 
 def test_ctrl_c_in_the_starters_terminal_does_not_reach_the_server(home: Path) -> None:
