@@ -75,11 +75,26 @@ class BufferClosed(RlbufferError):
     """The buffer was closed in this process: nothing can be asked of its run through it any more."""
 
 
-class PushBroken(ServerUnreachable):
-    """The connection broke in the middle of a push, and the server answers others: the push itself may be the cause."""
+class PushFailed(RlbufferError):
+    """A push failed for a reason of its own: those of other groups may go on."""
 
     group: Any = None
     """The group that the writer was asked to push."""
+
+
+class PushBroken(ServerUnreachable, PushFailed):
+    """The connection broke in the middle of a push, and the server answers others: the push itself may be the cause."""
+
+
+class PushRefused(PushFailed):
+    """The server, or a proxy before it, refuses a push, and would refuse it again: nothing of it is stored."""
+
+    exit_code = 4
+
+    def __init__(self, message: str | None = None, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
+        """Nobody here knows the refusal: it may be of this moment."""
 
 
 class ServerUnsuitable(RlbufferError):
@@ -92,6 +107,8 @@ class ServerRefused(RlbufferError):
     """The server refused a write for a reason that passes (memory, disk, loading, failover)."""
 
     exit_code = 4
+    is_known = True
+    """False where its error has a code that stands in no table here: then nobody knows whether it passes."""
 
 
 class ServerFull(ServerRefused):

@@ -21,7 +21,7 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     EnvDone,
-    PushBroken,
+    PushFailed,
     RlbufferError,
     StepRetired,
 )
@@ -179,7 +179,7 @@ class Worker:
                 for group, pushed in zip(groups, writer.push_many(groups), strict=True):
                     self._expect_stored(group, pushed.status)
                 return
-            except PushBroken as error:
+            except PushFailed as error:
                 self._leave_out(writer, error.group)
                 groups = [group for group in groups if group is not error.group]
             except AWAY:

@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlbuffer.errors import (
     InvalidRollout,
     ProducerGap,
     PushBroken,
+    PushRefused,
     RlbufferError,
     RunGone,
     ServerRefused,
@@ -55,6 +57,8 @@ class _Push:
     """None: it is not settled, and nobody knows whether it is stored."""
     is_broken: bool = False
     """Its connection broke until patience was over, while the server answered others."""
+    is_refused: bool = False
+    """It was refused for a reason of its own, and its sequence is still to be left out."""
 
 
 class Producer:
@@ -90,8 +94,8 @@ class Producer:
         """Of the last push that is settled."""
         self._call: list[_Push] = []
         """The pushes of the last call, until it has answered for all of them."""
-        self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
-        """(sequence, what was stored, the entry that it replaced or "")."""
+        self._spool: deque[tuple[int, Group | None, str]] = deque(maxlen=SPOOL_PUSHES)
+        """(sequence, what was stored, the entry that it replaced or ""). None: nothing, the push was refused."""
         self._lock = threading.Lock()  # one call in flight per producer: the sequence is what makes it exactly once
         _producers.add(self)
 
@@ -184,16 +188,19 @@ class Producer:
 
     def _settle(self) -> None:
         """Stores what is not settled of the last call, one push after the other."""
-        for at, push in enumerate(self._call):
+        for push in tuple(self._call):
             if push.pushed is not None:
                 continue
             try:
                 self._send(push)
             except InvalidRollout:
-                del self._call[at:]  # certainly not stored
+                del self._call[self._call.index(push) :]  # certainly not stored
                 raise
             except PushBroken as error:
                 push.is_broken, error.group = True, push.group
+                raise
+            except PushRefused as error:
+                error.group = push.group
                 raise
             except RunGone:
                 self._call.clear()
@@ -218,31 +225,60 @@ class Producer:
         self._spool.append((push.sequence, sent, push.replaces))
 
     def _send(self, push: _Push) -> None:
-        """Sends a push until it is settled."""
+        """Sends a push until it is settled. Raises PushRefused; then its sequence goes to nothing, now or with the next
+        call, and the next push follows it."""
+        if push.is_refused:
+            self._insist(push, self._leave_out)
+            return
+        try:
+            self._insist(push, self._store_one)
+        except PushRefused:
+            push.is_refused = True
+            with suppress(RlbufferError):
+                self._leave_out(push)
+            if push.pushed is None:
+                raise
+
+    def _insist(self, push: _Push, move: Callable[[_Push], None]) -> None:
+        """Makes a move of `push`, again and again where that may help, and what is missing before it first."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
-        group = push.group
         last: int | None = None
         """The last push that the server has, known when some are missing there."""
         while True:
             try:
-                if not push.replaces:  # what takes another's place has its lengths
-                    group = self._fit(group)
                 if last is not None:
-                    self._fill(last, push.sequence)
+                    self._fill(last, push.sequence, waits_until=deadline - 2 * LAST_DELAY_SECONDS)
                     last = None
-                return self._note(push, group, *self._store_push(push.sequence, group, push.replaces))
+                return move(push)
             except ProducerGap as gap:
                 last = gap.last
             except EpochChanged as change:
                 self._follow(change)
-            except (ServerUnreachable, ServerRefused) as error:
-                if time.monotonic() + delay > deadline:
+            except (ServerUnreachable, ServerRefused, PushRefused) as error:
+                is_final = isinstance(error, PushRefused) and not error.may_pass
+                if is_final or time.monotonic() + delay > deadline:
                     raise
                 if self._on_retry is not None:
                     self._on_retry(error)
                 time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
+
+    def _store_one(self, push: _Push) -> None:
+        # What takes another's place has its lengths.
+        group = push.group if push.replaces else self._fit(push.group)
+        self._note(push, group, *self._store_push(push.sequence, group, push.replaces))
+
+    def _leave_out(self, push: _Push) -> None:
+        """Gives the sequence of a refused push to nothing."""
+        entry_id = self._give_to_nothing(push.sequence)
+        push.is_refused = False
+        if entry_id:  # an earlier try had stored it, and its answer was lost
+            self._note(push, push.group, PushStatus.DUPLICATE, entry_id)
+            return
+        self._call = [other for other in self._call if other is not push]
+        self.sequence = max(self.sequence, push.sequence)
+        self._spool.append((push.sequence, None, ""))
 
     def _follow(self, change: EpochChanged) -> None:
         """Goes on in the run's epoch. Raises `change` where it is of another line of versions, or may be."""
@@ -251,21 +287,37 @@ class Producer:
             raise change
         self.epoch = change.epoch
 
-    def _store_push(self, sequence: int, group: Group, replaces: str) -> tuple[PushStatus, str]:
-        names: dict[str, Any] = {"producer": self._name, "incarnation": self.incarnation, "epoch": self.epoch}
-        return self._store.push(group, sequence=sequence, replaces=replaces, **names)
+    @property
+    def _names(self) -> dict[str, Any]:
+        return {"producer": self._name, "incarnation": self.incarnation, "epoch": self.epoch}
 
-    def _fill(self, last: int, sequence: int) -> None:
-        """The server knows pushes up to `last` only: sends the missing ones again, up to `sequence`."""
+    def _store_push(self, sequence: int, group: Group, replaces: str) -> tuple[PushStatus, str]:
+        return self._store.push(group, sequence=sequence, replaces=replaces, **self._names)
+
+    def _give_to_nothing(self, sequence: int) -> str:
+        return self._store.leave_out(sequence=sequence, **self._names)
+
+    def _fill(self, last: int, sequence: int, *, waits_until: float) -> None:
+        """The server knows pushes up to `last` only: sends the missing ones again, up to `sequence`.
+
+        One that the server does not take any more costs itself alone. A refusal that may pass is waited out by the
+        caller, until `waits_until` (monotonic seconds).
+        """
         missing = [push for push in self._spool if last < push[0] < sequence]
         if len(missing) == sequence - last - 1:
-            try:
-                for number, group, replaces in missing:
-                    self._store_push(number, group, replaces)
-                    last = number
-                return
-            except InvalidRollout:
-                pass  # the server has other limits than when it took it
+            for number, group, replaces in missing:
+                try:
+                    if group is not None:
+                        self._store_push(number, group, replaces)
+                        continue
+                except (InvalidRollout, PushRefused) as error:  # other limits, or another proxy, than when it was taken
+                    may_pass = isinstance(error, PushRefused) and error.may_pass
+                    if may_pass and isinstance(error.__cause__, ServerRefused) and time.monotonic() < waits_until:
+                        raise error.__cause__ from error
+                    self._store.count_lost(1)
+                    self._spool[self._spool.index((number, group, replaces))] = (number, None, "")
+                self._give_to_nothing(number)
+            return
         # What is missing cannot be sent any more, so it is counted, and a new incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
         self.renew()

@@ -220,6 +220,8 @@ class Writer:
                 The group may be stored or not; pushing it again is safe, and the next push settles it first.
             PushBroken: a ServerUnreachable whose server answers others: the group's size may be the cause. Pushing it
                 again tries again; a push of another group leaves it behind, and what is not stored counts as lost.
+            PushRefused: the server, or a proxy before it, refuses this push for a reason that does not pass, as its
+                size. Nothing was stored, and nothing counts as lost; the next push goes on without it.
             RunGone: the run was reset while this writer was at work.
         """
         (pushed,) = self._producer.push([(_checked(group, "push"), "")], _sequence("push", sequence))
@@ -236,7 +238,8 @@ class Writer:
                 stored; unless the server's limits have changed meanwhile, and then those before it are.
             ServerUnreachable, ServerRefused: as :meth:`push`. Some may be stored: call it again with the same groups,
                 which settles the others first and answers for all.
-            PushBroken: as :meth:`push`, with the `group`. Call it again without that one for the others' outcomes.
+            PushBroken, PushRefused: as :meth:`push`, with the `group`. Call it again without that one for the others'
+                outcomes.
             RunGone: the run was reset while this writer was at work.
         """
         pushes = [(_checked(group, "push_many"), "") for group in groups]

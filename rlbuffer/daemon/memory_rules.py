@@ -87,7 +87,7 @@ class Pressure:
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
         if self.used is not None and self.used >= EARLY_SHARE * limit > 0:
             self.is_short = True
-        elif self.used is not None and self.used < ENOUGH_SHARE * limit or not limit:
+        elif (self.used is not None and self.used < ENOUGH_SHARE * limit) or not limit:
             self.is_short = False
 
     def committed(self, step: int, size: int, *, asks: bool = False) -> None:

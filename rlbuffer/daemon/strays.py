@@ -2,8 +2,8 @@
 
 A payload is there before its push, and whoever may push may store payloads and never push them. Nobody can tell such a
 stray from a payload whose push is under way. So a sweep removes nothing. It looks twice, and what both looks have found
-gets a few seconds to live. PUSH makes its payload permanent, or finds that it has lapsed, and the writer sends it again;
-in a cluster the writer and the leader make it permanent.
+gets a few seconds to live. PUSH makes its payload permanent, or finds it gone, and the writer sends it again; in a
+cluster the writer and the leader make it permanent.
 
     first look -> pause -> second look -> short lives -> lapsed -> over
        |                      | none is found again              ^

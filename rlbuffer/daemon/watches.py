@@ -139,9 +139,10 @@ class Retirement(Watch):
 
     def _relieve(self, look: Look) -> None:
         """Where memory is short strays go first, and trained steps only when that was not enough."""
-        if not self._memory.is_short() and not self._strays.are_lapsing:
-            self._strays.begin()
-        elif self._strays.sweep(look) and self._memory.relieve(look.trainer, look.meta.step, self._archive):
+        is_short = self._memory.is_short() or self._strays.are_lapsing
+        if is_short and not self._strays.sweep(look):
+            return
+        if not is_short or self._memory.relieve(look.trainer, look.meta.step, self._archive):
             self._strays.begin()
 
 

@@ -27,7 +27,7 @@ from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import (
     InvalidRollout,
     PayloadError,
-    PushBroken,
+    PushFailed,
     RewardFailed,
     RlbufferError,
     RunDamaged,
@@ -242,7 +242,7 @@ class _Scorer:
                 try:
                     group = await self._unless_stopped(rewarded)
                     pushed = await self._unless_stopped(in_thread(partial(self._stored, producer, group, pending)))
-                except (RewardFailed, InvalidRollout, PushBroken) as error:
+                except (RewardFailed, InvalidRollout, PushFailed) as error:
                     self._fail(pending, str(error))
                 else:
                     self._found.pop(pending.entry.entry_id, None)

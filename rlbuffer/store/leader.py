@@ -48,7 +48,7 @@ SUMMARY_LINES = 20_000
 SWEEP = 500
 """Payload keys unlinked per round trip."""
 SCAN_KEYS = 1_000
-"""Keys of the server, other runs' too, that one page of its payloads looks at: nobody else is served for some 0.3 ms."""
+"""Keys of the server, other runs' too, that one look for payloads passes: nobody else is served for some 0.3 ms."""
 PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
 

@@ -18,9 +18,12 @@ from rlbuffer.errors import (
     InvalidRollout,
     ProducerGap,
     PushBroken,
+    PushRefused,
     RlbufferError,
     ServerRefused,
     ServerUnreachable,
+    ServerUnsuitable,
+    WrongAnswer,
 )
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import PushStatus
@@ -33,6 +36,8 @@ BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
 """Pushes of a round trip at most, and bytes of their payloads, unless a single one has more."""
 _TRANSACTION = 5
 """Replies to the transaction of a payload, MULTI and EXEC among them; in a cluster two more."""
+NEVER_THERE = "0-1"
+"""Id that no entry of a pool can have: the server's clock gives them."""
 WEEK_MS = 7 * 86_400_000
 """Milliseconds that a payload is kept that never became pending."""
 
@@ -47,9 +52,9 @@ class ProducerStore(Member):
 
         `replaces` is a pending entry whose place it takes: the same rollouts, with what that one needed.
 
-        Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable (PushBroken
-        when the server answers others), InvalidRollout when the server can never take it: then nothing was sent. Never
-        retried inside: the writer repeats the call with the same sequence.
+        Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, PushRefused, ServerUnreachable
+        (PushBroken when the server answers others), InvalidRollout when the server can never take it: then nothing was
+        sent. Never retried inside: the writer repeats the call with the same sequence.
         """
         outcomes, error = self.push_many(
             [(group, replaces)], producer=producer, incarnation=incarnation, sequence=sequence, epoch=epoch
@@ -57,9 +62,17 @@ class ProducerStore(Member):
         if error is None:
             return outcomes[0]
         source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
-        if not (isinstance(error, ServerUnreachable) and self._answers(source.unnamed(group, sequence))):
-            raise error
+        is_strange = isinstance(error, ServerRefused) and not error.is_known
+        is_refused = is_strange or isinstance(error, WrongAnswer | ServerUnsuitable)
+        if not is_refused:
+            is_lost = isinstance(error, ServerUnreachable)
+            if not (is_lost and self._answers(source.unnamed(group, sequence))):
+                raise error
         size = sum(_sizes(group, payload.encode_push(group)).values())
+        if is_refused:
+            raise PushRefused(
+                f"the push of group {group.group_id} ({size} bytes) failed: {error}", may_pass=is_strange
+            ) from error
         raise PushBroken(
             f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
             f"({size} bytes); the server answers others. If it breaks each "
@@ -86,6 +99,26 @@ class ProducerStore(Member):
         except RlbufferError as error:
             return outcomes, error
         return outcomes, None
+
+    def leave_out(self, *, producer: str, incarnation: str, sequence: int, epoch: int) -> str:
+        """Takes a sequence for a push that never comes. -> "", or the entry's id when the push is stored all the same.
+        Raises as :meth:`push`."""
+        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        keys = self.keys
+        # A push that would take the place of what was never there: PUSH notes its sequence, and stores nothing.
+        args = [epoch, sequence, "", "", "", source.suffix(sequence), 0, 0, b"", NEVER_THERE, keys.payload_prefix]
+        where = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
+        reply = self.move("push", where, args, repeat=False)
+        match text(reply[0]):
+            case "LATE":
+                return ""
+            case "DUP":
+                return text(reply[1])
+            case "GAP":
+                raise self._gap(reply, source, sequence)
+            case "GONE":
+                raise self.gone(reply, source.epoch)
+        raise self.unexpected("push", reply)
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""
@@ -136,7 +169,8 @@ class ProducerStore(Member):
         for push in batch:
             fault = None if source.is_spread else _fault(push, [*islice(answers, _TRANSACTION)])
             reply = next(answers)
-            replies.append(fault or reply)
+            is_there = isinstance(reply, list) and text(reply[0]) in ("OK", "DUP")  # an earlier try had stored it
+            replies.append(reply if is_there else fault or reply)
         if isinstance(replies[0], redis.exceptions.NoScriptError):
             # The server was restarted. It has the payloads; the scripts come again, one by one.
             replies.clear()
@@ -150,13 +184,14 @@ class ProducerStore(Member):
         memory is short, is stored again, and the leader makes that one permanent.
         """
         pending = [
-            push
+            (push, text(reply[0]))
             for push, reply in zip(batch, replies, strict=False)
             if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
         ]
-        self.paged(pending, lambda pipe, push: pipe.persist(push.name))
-        there = self.paged(pending, lambda pipe, push: pipe.exists(push.name))
-        gone = [push for push, is_there in zip(pending, there, strict=True) if not is_there]
+        self.paged(pending, lambda pipe, one: pipe.persist(one[0].name))
+        fresh = [push for push, status in pending if status == "OK"]  # a duplicate's may have been swept for good
+        there = self.paged(fresh, lambda pipe, push: pipe.exists(push.name))
+        gone = [push for push, is_there in zip(fresh, there, strict=True) if not is_there]
         if gone:
             self._store_payloads(gone)
 
@@ -183,14 +218,17 @@ class ProducerStore(Member):
                 "come through rlbuffer. Remove the pool (DEL), and with it what is pending"
             )
         if status == "GAP":
-            raise ProducerGap(
-                f"push {sequence} of producer {source.producer!r} came, but the server's last is {text(reply[1])}: "
-                f"it lost acknowledged writes ({source.key})",
-                last=int(reply[1]),
-            )
+            raise self._gap(reply, source, sequence)
         if status == "GONE":
             raise self.gone(reply, source.epoch)
         raise self.unexpected("push", reply)
+
+    def _gap(self, reply: Sequence[Any], source: _Source, sequence: int) -> ProducerGap:
+        return ProducerGap(
+            f"push {sequence} of producer {source.producer!r} came, but the server's last is {text(reply[1])}: "
+            f"it lost acknowledged writes ({source.key})",
+            last=int(reply[1]),
+        )
 
     def _answers(self, payload_key: str) -> bool:
         """True when the server answers something small now; in a cluster both shards of a push do."""

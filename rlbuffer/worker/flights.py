@@ -26,7 +26,7 @@ from rlbuffer.errors import (
     GroupFailed,
     InvalidRollout,
     PromptTooLong,
-    PushBroken,
+    PushFailed,
     RequestFailed,
     RlbufferError,
     RunGone,
@@ -34,6 +34,7 @@ from rlbuffer.errors import (
     SamplerUnavailable,
     ServerRefused,
     ServerUnreachable,
+    ServerUnsuitable,
     clause,
 )
 from rlbuffer.process.signals import Stopped
@@ -240,7 +241,9 @@ class Flights:
             self._pushes.add(push)
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
-        except (InvalidRollout, PushBroken) as error:
+        except (InvalidRollout, PushFailed) as error:
+            if isinstance(error.__cause__, ServerUnsuitable) and not self._pulse.groups:
+                raise error.__cause__ from None  # this user may push nothing: no group is the reason
             await self._give_up(ticket, prompt, in_words(error), error.__cause__ or error, function)
 
     async def _not_made(self, ticket: Ticket, prompt: Prompt | Exception, error: Exception, function: str) -> None:
@@ -299,7 +302,7 @@ class Flights:
         """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
         try:
             self._push_all([group for group, _ in ready])
-        except PushBroken as error:  # it costs its own group alone
+        except PushFailed as error:  # it costs its own group alone
             others = [one for one in ready if one[0] is not error.group]
             for group, stored in ready:
                 if group is error.group:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import IO
 from urllib.parse import unquote, urlsplit
 
 import hiredis
@@ -274,3 +275,73 @@ class SlowProxy:
                     time.sleep(len(data) / rate)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
+
+
+class RefusingProxy:
+    """A proxy that answers some commands itself, with an error, as a managed server's front does.
+
+    `rule` gets each command's words, and answers with the error's line, or "" where the command goes on.
+    """
+
+    def __init__(self, port: int, rule: Callable[[list[bytes]], str]) -> None:
+        self._port, self.rule = port, rule
+        self._ends: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> RefusingProxy:
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in (self._listener, *self._ends):
+            _hang_up(end)
+        for thread in self._threads:
+            thread.join()
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._port))
+            self._ends += [near, far]
+            thread = threading.Thread(target=self._talk, args=(near, far))
+            self._threads.append(thread)
+            thread.start()
+
+    def _talk(self, near: socket.socket, far: socket.socket) -> None:
+        """One command after the other, each answered before the next is read."""
+        asks, answers = near.makefile("rb"), far.makefile("rb")
+        with contextlib.suppress(OSError, ValueError), asks, answers:
+            while head := asks.readline():
+                raw, words = [head], []
+                for _ in range(int(head[1:])):
+                    size = asks.readline()
+                    word = asks.read(int(size[1:]) + 2)
+                    raw += [size, word]
+                    words.append(word[:-2])
+                if line := self.rule(words):
+                    near.sendall(f"-{line}\r\n".encode())
+                    continue
+                far.sendall(b"".join(raw))
+                near.sendall(_reply(answers))
+        _hang_up(near)
+        _hang_up(far)
+
+
+def _reply(answers: IO[bytes]) -> bytes:
+    """One reply of a server, RESP2 or RESP3, as it came."""
+    head = answers.readline()
+    kind, size = head[:1], head[1:].strip()
+    if kind in (b"$", b"=", b"!") and size != b"-1":
+        return head + answers.read(int(size) + 2)
+    if kind in (b"*", b"~", b">", b"%") and size != b"-1":
+        return head + b"".join(_reply(answers) for _ in range(int(size) * (2 if kind == b"%" else 1)))
+    return head

@@ -161,7 +161,9 @@ def understand(
         return Understood(
             WrongAnswer(f"the server at {address} answered with an error: {f'{code} ' if code == 'ERR' else ''}{words}")
         )
-    return Understood(ServerRefused(f"{refusal}{words}"), may_pass=True)
+    strange = ServerRefused(f"{refusal}{words}")
+    strange.is_known = False
+    return Understood(strange, may_pass=True)
 
 
 DENIED_INSIDE = ("ACL failure in script", "The user executing the script")
