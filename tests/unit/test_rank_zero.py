@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 
+from rlbuffer.client import rank_0
 from rlbuffer.client.rank_0 import RankZeroWatch
 from rlbuffer.errors import BatchTimeout
-from rlbuffer.store.hand import NOTHING, RankZero
+from rlbuffer.store.hand import NOTHING, Hand, RankZero
 
 
 class Silent:
@@ -22,3 +26,69 @@ def test_rank_0_is_silent_by_itself_or_because_the_server_takes_nothing(refusal:
     with pytest.raises(BatchTimeout) as caught:
         watch.has(4, "digest", silence_seconds=0.05, check=lambda: refusal)
     assert ("rank 0" in str(caught.value), "its disk is full" in str(caught.value)) == (not refusal, bool(refusal))
+
+
+class Holding:
+    """Rank 0 holds a step, and the server has one of that number, or none."""
+
+    def __init__(self, hand: Hand, here: str = "") -> None:
+        self._hand, self._here = hand, here
+
+    def rank_0(self) -> RankZero:
+        return RankZero(attempt=1, world_size=2, at=3, seen_ms=5, hand=self._hand)
+
+    def wait_step(self, step: int, *, block_seconds: float) -> object:
+        return SimpleNamespace(digest=self._here) if self._here else None
+
+
+def given(hand: Hand, here: str = "") -> bool:
+    watch = RankZeroWatch(Holding(hand, here), 2)  # type: ignore[arg-type]
+    return watch.has(4, "ours", silence_seconds=5.0, check=lambda: "")
+
+
+@pytest.mark.parametrize(
+    ("hand", "here", "is_given"),
+    [
+        (Hand(4, "ours"), "", True),
+        (Hand(4, "another"), "", False),
+        (Hand(4, "another"), "ours", False),
+        (Hand(4), "ours", True),  # it has let go of it: what the server has counts
+        (Hand(4), "another", False),
+        (Hand(4), "", False),
+        (Hand(5, "next"), "ours", True),
+        (Hand(5, "next"), "another", False),
+    ],
+)
+def test_a_rank_gets_the_step_of_rank_0_and_no_other_of_its_number(hand: Hand, here: str, is_given: bool) -> None:
+    assert given(hand, here) is is_given
+
+
+@pytest.mark.parametrize("asks", ["for the step that it has", "for one that is not there"])
+def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
+    monkeypatch.setattr(rank_0, "time", clock)
+    watch = RankZeroWatch(Holding(Hand(4, "another")), 2)  # type: ignore[arg-type]
+
+    def ask_again_and_again() -> None:
+        for _ in range(100):
+            if asks == "for the step that it has":
+                assert not watch.has(4, "ours", silence_seconds=500.0, check=lambda: "")
+            else:
+                watch.look(4, 3)
+
+    with pytest.raises(BatchTimeout, match=r"rank 0 trains a step 4 \(digest another\) that the server has lost"):
+        ask_again_and_again()
+
+
+def test_a_step_that_rank_0_lets_go_of_in_time_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(rank_0, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    holding = Holding(Hand(4, "another"))
+    watch = RankZeroWatch(holding, 2)  # type: ignore[arg-type]
+    for hand in (Hand(4, "another"), Hand(4), Hand(4, "another"), Hand(4, "a third"), Hand(4, "a third")):
+        holding._hand = hand
+        watch.look(4, 3)
+        now[0] += rank_0.LOST_SECONDS - 0.1

@@ -11,6 +11,8 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.hand import Hand
 from rlbuffer.store.records import Claim, TrainedStep
@@ -104,6 +106,118 @@ def test_a_trainer_that_hands_steps_back_has_in_hand_what_its_loop_was_given_and
         number, epoch=epoch, trained=5, digest=claim.digest, oldest_kept=0, claim=claim, hand=hand, takes=takes
     )
     assert trained.store.trainer().hand == (Hand() if takes else hand)
+
+
+@pytest.mark.parametrize("how", ["void_from", "rewind"])
+def test_a_run_that_is_taken_back_has_no_step_in_hand(trained: Run, how: str) -> None:
+    """The word of an attempt that is over: a rank of the next one must not take it for that of its rank 0."""
+    header = trained.store.wait_step(3, block_seconds=0)
+    assert header is not None
+    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, Hand(3, header.digest)
+    trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand)
+    assert trained.store.rank_0().hand == hand
+    getattr(trained.store, how)(2, force=True)
+    assert trained.store.rank_0().hand == Hand()
+
+
+@pytest.mark.parametrize("digest", ["right", "of another step", "of nothing"])
+def test_a_loop_is_given_the_step_that_is_here_and_no_other_of_its_number(trained: Run, digest: str) -> None:
+    second, third = (trained.store.wait_step(step, block_seconds=0) for step in (2, 3))
+    assert second is not None
+    assert third is not None
+    given = {"right": third.digest, "of another step": second.digest, "of nothing": "f" * 64}[digest]
+    number, epoch, is_right = trained.store.trainer().number, trained.meta.epoch, digest == "right"
+    status = trained.store.report(
+        number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=Hand(3, given), takes=True
+    )
+    assert status is (ReportStatus.OK if is_right else ReportStatus.LOST)
+    assert trained.store.rank_0().hand == (Hand(3, given) if is_right else Hand())
+
+
+def test_a_loop_is_not_given_a_step_that_is_not_here(trained: Run) -> None:
+    number, epoch = trained.store.trainer().number, trained.meta.epoch
+    hand = Hand(4, "f" * 64)
+    status = trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand, takes=True)
+    assert (status, trained.store.rank_0().hand) == (ReportStatus.LOST, Hand())
+
+
+def test_what_is_taken_back_is_swept_with_the_steps_that_are_retired_already(trained: Run) -> None:
+    """Nothing needs it any more: payloads of void steps, and of what was pending."""
+    trained.store.retire(1)
+    assert len(trained.payload_keys()) == 3
+    trained.store.rewind(1, force=True)
+    trained.lead()
+    trained.store.retire(1)
+    assert trained.payload_keys() == []
+    assert trained.store.verify().findings == ()
+
+
+def test_garbage_of_the_steps_that_stay_is_swept_when_they_retire(trained: Run) -> None:
+    trained.store.void_from(3, force=True)
+    scores = dict(trained.client.zrange(trained.store.keys.garbage, 0, -1, withscores=True))
+    assert sorted(scores.values()) == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("resume", "newest"), [(0, 3), (2, 3), (3, 3)])
+def test_earlier_attempts_may_have_made_the_versions_of_all_steps(trained: Run, resume: int, newest: int) -> None:
+    assert trained.store.attempt(uuid="next", world_size=2, resume_step=resume).newest == newest
+    assert field(trained, "trainer", "newest") == newest
+    again = trained.store.attempt(uuid="next", world_size=2, resume_step=resume)
+    assert again.newest == newest
+
+
+def test_an_attempt_that_hands_back_makes_all_versions_behind_its_own_again(trained: Run) -> None:
+    claim = Claim(step=5, epoch=trained.meta.epoch, digest="d" * 64, steps=())
+    assert trained.store.attempt(uuid="ahead", world_size=2, resume_step=5, claim=claim).newest == 5
+    other = Claim(step=2, epoch=trained.meta.epoch, digest="e" * 64, steps=())
+    assert trained.store.attempt(uuid="other", world_size=2, resume_step=2, claim=other).newest == 2
+
+
+def test_a_version_above_the_steps_that_are_here_begins_a_line(trained: Run) -> None:
+    """The server lost the steps that it was made of: what is made again differs."""
+    number = trained.store.trainer().number
+    trained.store.announce(number, PolicyVersion(version=4))
+    epoch = trained.store.meta().epoch
+    assert trained.store.attempt(uuid="next", world_size=2, resume_step=2).epoch == epoch + 1
+    assert trained.store.policy().version == -1
+
+
+def test_a_version_of_the_newest_step_begins_no_line(trained: Run) -> None:
+    number = trained.store.trainer().number
+    trained.store.announce(number, PolicyVersion(version=3))
+    epoch = trained.store.meta().epoch
+    assert trained.store.attempt(uuid="next", world_size=2, resume_step=2).epoch == epoch
+    assert trained.store.policy().version == 3
+
+
+def test_a_step_is_a_duplicate_of_the_committed_one_by_its_digest_alone(trained: Run) -> None:
+    """A leader with another step of this number must read again, and not take its own for the committed one."""
+    meta, pool = trained.store.meta(), trained.pool()
+    args: list[Any] = []
+    move = trained.store.move
+
+    def noted(script: str, keys: Any, words: Any, **options: Any) -> Any:
+        args.extend(words if script == "commit" else ())
+        return move(script, keys, words, **options)
+
+    trained.store.move = noted  # type: ignore[method-assign]
+    trained.commit(entries=pool)
+    names = ("lease", "pool", "steps", "meta", "ledger", "closed", "garbage", "history", "summary", "state", "reuse")
+    keys = [getattr(trained.store.keys, name) for name in names]
+    assert move("commit", keys, args)[0] == b"DUP"
+    other = [*args[:4], "f" * 64, *args[5:]]
+    assert move("commit", keys, other)[0] == b"ORDER"
+    assert trained.store.meta().step == meta.step + 1
+
+
+def test_a_run_with_something_pending_does_not_end(trained: Run) -> None:
+    trained.lead()
+    step = trained.store.meta().step
+    assert not trained.store.set_ended(step)
+    assert trained.store.meta().ended is None
+    trained.drop("operator", trained.pool())
+    assert trained.store.set_ended(step)
+    assert trained.store.meta().ended == step
 
 
 def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
