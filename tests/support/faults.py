@@ -321,7 +321,7 @@ class RefusingProxy:
         asks, answers = near.makefile("rb"), far.makefile("rb")
         with contextlib.suppress(OSError, ValueError), asks, answers:
             while head := asks.readline():
-                raw, words = [head], []
+                raw, words = [head], list[bytes]()
                 for _ in range(int(head[1:])):
                     size = asks.readline()
                     word = asks.read(int(size[1:]) + 2)

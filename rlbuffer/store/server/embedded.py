@@ -303,7 +303,7 @@ def _start(directory: Path, settings: ServerSettings) -> None:
 def _watch(directory: Path, pid: int, socket: Path) -> None:
     """Starts the process that ends the server once nobody uses it. Without one it runs on, as it must then."""
     reaper = Path(__file__).with_name("embedded_reaper.py")
-    words = [sys.executable, "-I", "-S", reaper, directory, str(pid), socket, str(UNUSED_SECONDS)]
+    words: list[str | Path] = [sys.executable, "-I", "-S", reaper, directory, str(pid), socket, str(UNUSED_SECONDS)]
     with contextlib.suppress(OSError):
         _children.append(
             subprocess.Popen(

@@ -216,6 +216,9 @@ def test_a_run_with_something_pending_does_not_end(trained: Run) -> None:
     assert not trained.store.set_ended(step)
     assert trained.store.meta().ended is None
     trained.drop("operator", trained.pool())
+    assert not trained.store.set_ended(step + 1)
+    assert not trained.store.set_ended(step, {b"a": b"5"}), "somebody has let an env go on since"
+    assert trained.store.meta().ended is None
     assert trained.store.set_ended(step)
     assert trained.store.meta().ended == step
 
