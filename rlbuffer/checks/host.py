@@ -19,6 +19,7 @@ from typing import Any
 import rlbuffer
 from rlbuffer.checks.check import Context, Finding, Level, check, failure, ok, refused, warning
 from rlbuffer.checks.imports import Asked, Python, wrong
+from rlbuffer.client.buffer import password_of
 from rlbuffer.config.adapters import adapter_config, instead_of_a_model, wrong_start
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
@@ -79,7 +80,7 @@ def home(c: Context) -> Iterator[Finding]:
 @check("redis_url redis_password_file", parts=STARTS)
 def server_address(c: Context) -> Iterator[Finding]:
     """The server's address can be read, and its files are there."""
-    url, file = c.settings.redis_url, c.settings.redis_password_file
+    url = c.settings.redis_url
     if not url:
         try:
             find_binary()
@@ -97,10 +98,10 @@ def server_address(c: Context) -> Iterator[Finding]:
         check_tls(options, redacted(url), source)
     except ConfigError as error:
         yield failure(f"redis_url: {error}", "redis_url")
-    if file is not None and not os.environ.get("RLBUFFER_REDIS_PASSWORD"):
-        named = file.expanduser()
-        if not (named.is_file() and named.read_text(errors="replace").strip()):
-            yield failure(f"redis_password_file = {str(file)!r} is no file with a password", "redis_password_file")
+    try:
+        password_of(c.settings)
+    except ConfigError as error:
+        yield failure(str(error), error.setting or "redis_url")
 
 
 @check("weights.listen metrics.listen", parts=("serve", "train"))

@@ -28,6 +28,7 @@ from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
+from rlbuffer.process.variables import bare, secret, variable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.member import Member
 from rlbuffer.store.payloads import Trainable
@@ -370,8 +371,9 @@ def connect(
     if isinstance(run, _Unnamed):
         run = settings.run
     if url is None:
-        url = os.environ.get(URL_VARIABLE) or settings.redis_url
-        origin = origin or (URL_VARIABLE if os.environ.get(URL_VARIABLE) else "")
+        url = variable(URL_VARIABLE) or settings.redis_url
+        origin = origin or (URL_VARIABLE if variable(URL_VARIABLE) else "")
+    url = url and bare(url)
     settings = settings.model_copy(update={"run": run, "redis_url": url})
     store = open_store(
         Viewer,
@@ -388,12 +390,12 @@ def connect(
 
 def password_of(settings: RunSettings) -> str:
     """The password that the address may lack: of the environment, else of the file in the settings; "" for neither."""
-    given = os.environ.get(PASSWORD_VARIABLE, "")
+    given = secret(os.environ.get(PASSWORD_VARIABLE, ""), PASSWORD_VARIABLE)
     if given or settings.redis_password_file is None:
         return given
     file = settings.redis_password_file.expanduser()
     try:
-        password = file.read_text(encoding="utf-8-sig").rstrip("\r\n")
+        password = secret(file.read_text(encoding="utf-8"), f"the password file {file}", "redis_password_file")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the password file {file}: {reason}", setting="redis_password_file") from None
@@ -409,10 +411,10 @@ def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Pa
 
     if isinstance(config, str | Path):
         return load(Path(config)).settings
-    home = os.environ.get(HOME_VARIABLE)
+    home = variable(HOME_VARIABLE)
     given: dict[str, Any] = {"home": Path(home)} if home else {}
-    if os.environ.get(PASSWORD_FILE_VARIABLE):
-        given["redis_password_file"] = Path(os.environ[PASSWORD_FILE_VARIABLE])
+    if password_file := variable(PASSWORD_FILE_VARIABLE):
+        given["redis_password_file"] = Path(password_file)
     if isinstance(config, BatcherConfig):
         return RunSettings(**given, batcher=config)
     return validated(given | dict(config or {}))

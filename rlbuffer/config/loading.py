@@ -22,6 +22,7 @@ from rlbuffer.config.explain import free_table_of, meant_by
 from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.variables import is_service_link, variable
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"
@@ -35,7 +36,7 @@ OTHER_VARIABLES = frozenset(
         "RLBUFFER_WEIGHTS_TOKEN",
     }
 )
-"""Variables that are not settings; RLBUFFER_TEST_* neither."""
+"""Variables that are not settings; RLBUFFER_TEST_* and the links of Kubernetes' Services neither."""
 Path_ = tuple[str, ...]
 
 
@@ -128,14 +129,14 @@ def read(
         ConfigError: a file that cannot be read.
     """
     environ = os.environ if environ is None else environ
-    named = config or environ.get("RLBUFFER_CONFIG")
+    named = config or variable("RLBUFFER_CONFIG", environ)
     file = Path(named or DEFAULT_FILE)
     given = _read_toml(file) if named or file.is_file() else Given(data={}, sources={})
-    for variable, text in sorted(environ.items()):
+    for key in sorted(environ):
         # `RLBUFFER_RUN= rlbuffer ...` is how a shell unsets one.
-        if text and variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and variable[9:14] != "TEST_":
-            path = tuple(_as_written(given.data, variable.removeprefix(PREFIX).lower().split("__")))
-            given.put(path, _value(text, is_free=bool(free_table_of(".".join(path)))), variable)
+        if _is_setting(key) and (text := variable(key, environ)) and not is_service_link(key, text):
+            path = tuple(_as_written(given.data, key.removeprefix(PREFIX).lower().split("__")))
+            given.put(path, _value(text, is_free=bool(free_table_of(".".join(path)))), key)
     for name, (flag, value) in flags.items():
         if value is not None:
             given.put(tuple(name.split(".")), value, flag)
@@ -143,7 +144,7 @@ def read(
     if not named and given.data.get("redis_url") and place.startswith(f"{file}:"):
         # A password of the environment would go to an address that whoever made this folder has chosen.
         for password in PASSWORDS:
-            if environ.get(password):
+            if variable(password, environ):
                 raise ConfigError(
                     f"{place}  redis_url is not given the password of {password}: the file was found in the current "
                     "folder, and nobody named it. Set RLBUFFER_REDIS_URL or --redis to the address, or name the file "
@@ -241,6 +242,10 @@ def _leaves(value: Any, path: Path_) -> Iterator[Path_]:
 
 
 # -- environment -------------------------------------------------------------------------------------------------------
+def _is_setting(variable: str) -> bool:
+    return variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and variable[9:14] != "TEST_"
+
+
 def _as_written(data: Any, parts: list[str]) -> Iterator[str]:
     """Names that the user chose are matched with those of the file, ignoring case."""
     for part in parts:

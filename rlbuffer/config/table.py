@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from rlbuffer.config.addresses import parse_listen, wrong_url
 from rlbuffer.config.fractions import read_budget, read_flat
+from rlbuffer.process.variables import bare
 from rlbuffer.records.checks import MAX_COUNT
 
 LARGEST_SEED = 2**63 - 1
@@ -51,7 +52,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _none_for_empty(value: Any) -> Any:
-    return None if value == "" else value
+    return bare(value) or None if isinstance(value, str) else value
 
 
 def _gpu(value: int | str) -> int | str:
@@ -90,6 +91,7 @@ and metrics."""
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_for_empty)]
 """An empty path is none: Python would take it for the current folder."""
 OptionalText = Annotated[str | None, BeforeValidator(_none_for_empty)]
+"""Text without blanks and line's ends around it."""
 PathText = Annotated[str, BeforeValidator(_as_text)]
 """A path as text; "" where there is none."""
 GivenPath = Annotated[Path, BeforeValidator(_named)]

@@ -26,6 +26,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.process.file_locks import try_lock
 from rlbuffer.process.files import flush, rename_for_good, sha256_of
+from rlbuffer.process.variables import secret
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.layout import (
     LIST_FILE,
@@ -44,6 +45,11 @@ from rlbuffer.weights.layout import (
 TOKEN_VARIABLE = "RLBUFFER_WEIGHTS_TOKEN"
 """Environment variable with the bearer token that servers of weights ask for; not set: none."""
 CACHE_POLL_SECONDS = 0.1
+
+
+def weights_token() -> str:
+    """The token that whoever serves versions asks for; "" for none. Raises ConfigError: it cannot be one."""
+    return secret(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
 
 
 class VersionCache:
@@ -81,7 +87,7 @@ class VersionCache:
         return cls(
             settings.run_dir / "weights-cache",
             mirror=settings.weights.url,
-            token=os.environ.get(TOKEN_VARIABLE, ""),
+            token=weights_token(),
             beside=settings.output_dir / "weights",
             stop=stop,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
+from rlbuffer.process.variables import variable
+from rlbuffer.weights.cache import VersionCache, weights_token
 
 
 def load_serving() -> Any:
@@ -28,8 +28,8 @@ def load_serving() -> Any:
 
 def default_cache() -> VersionCache:
     """A cache under ``RLBUFFER_HOME``, for programs that have no settings."""
-    home = RunSettings(home=Path(os.environ.get("RLBUFFER_HOME") or "~/.rlbuffer")).home_dir
-    return VersionCache(home / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
+    home = RunSettings(home=Path(variable("RLBUFFER_HOME") or "~/.rlbuffer")).home_dir
+    return VersionCache(home / "weights-cache", token=weights_token())
 
 
 def kept_versions(settings: RunSettings) -> int:

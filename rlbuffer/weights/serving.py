@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -28,7 +27,7 @@ from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.web_servers import listen
-from rlbuffer.weights.cache import TOKEN_VARIABLE
+from rlbuffer.weights.cache import weights_token
 from rlbuffer.weights.layout import FILE, SERVED_NAME, versions
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -142,5 +141,5 @@ def serve_beside(settings: RunSettings) -> FileServer:
     Raises:
         ConfigError: `weights.listen` is no address, or cannot be listened on.
     """
-    app = make_app(settings.output_dir / "weights", token=os.environ.get(TOKEN_VARIABLE, ""))
+    app = make_app(settings.output_dir / "weights", token=weights_token())
     return FileServer(app, settings.weights.listen)

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from rlbuffer.errors import NotFound
+from rlbuffer.process.variables import secret, variable
 from rlbuffer.state.text import duration
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer
@@ -72,9 +73,7 @@ def heard(who: str, *, run: str | None, redis: str | None, config: str | None) -
         run, redis, config: as the flags give them.
     """
     with suppress(Exception):
-        return _heard(
-            who, run or os.environ.get("RLBUFFER_RUN", ""), redis, config or os.environ.get("RLBUFFER_CONFIG")
-        )
+        return _heard(who, run or variable("RLBUFFER_RUN"), redis, config or variable("RLBUFFER_CONFIG"))
     return None
 
 
@@ -86,16 +85,16 @@ def _heard(who: str, run: str, redis: str | None, config: str | None) -> float |
 
     file = Path(config or "rlbuffer.toml")
     given = tomllib.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}
-    redis = redis or os.environ.get("RLBUFFER_REDIS_URL")
+    redis = redis or variable("RLBUFFER_REDIS_URL")
     url = redis or given.get("redis_url") or ""
-    password = os.environ.get("RLBUFFER_REDIS_PASSWORD", "")
-    password_file = os.environ.get("RLBUFFER_REDIS_PASSWORD_FILE", "")
+    password = secret(os.environ.get("RLBUFFER_REDIS_PASSWORD", ""), "")
+    password_file = variable("RLBUFFER_REDIS_PASSWORD_FILE")
     if not (redis or config) and (password or password_file):
         return None  # no password of the environment for a file that was only found here
     if not run or not url.startswith(SCHEMES):
         return None  # the run that was opened last is found by looking at all of them
     if not password and (password_file := password_file or given.get("redis_password_file", "")):
-        password = Path(password_file).expanduser().read_text(encoding="utf-8-sig").rstrip("\r\n")
+        password = secret(Path(password_file).expanduser().read_text(encoding="utf-8"), "")
     kind, _, name = who.partition(" ")
     with (
         Redis.from_url(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import click
@@ -38,7 +37,7 @@ def serve(given: options.Given) -> int:
     """
     from rlbuffer.process.environment import name_process
     from rlbuffer.process.signals import stop_on_signals
-    from rlbuffer.weights.cache import TOKEN_VARIABLE
+    from rlbuffer.weights.cache import weights_token
     from rlbuffer.weights.places import load_serving
 
     settings = given.load().settings
@@ -51,7 +50,7 @@ def serve(given: options.Given) -> int:
     name_process("weights")
     stop = threading.Event()
     folder = settings.output_dir / "weights"
-    app = serving.make_app(folder, token=os.environ.get(TOKEN_VARIABLE, ""))
+    app = serving.make_app(folder, token=weights_token())
     with stop_on_signals(stop), serving.FileServer(app, address) as server:
         echo(f"serving {folder} at {address} ({server.url} from here)")
         stop.wait()

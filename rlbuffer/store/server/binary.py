@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlbuffer.errors import ServerUnreachable
+from rlbuffer.process.variables import variable
 
 SERVER_BIN = "RLBUFFER_SERVER_BIN"
 """Environment variable that names the program outright."""
@@ -60,7 +61,7 @@ def find_binary(environ: Mapping[str, str] | None = None) -> ServerBinary:
 
 def _places(env: Mapping[str, str]) -> Iterator[tuple[str, Path | None, str]]:
     """What is looked at, where it is, or why it is nowhere."""
-    if named := env.get(SERVER_BIN, ""):
+    if named := variable(SERVER_BIN, env):
         yield f"{SERVER_BIN}, beside which nothing else is tried", Path(named).expanduser(), ""
         return
     yield SERVER_BIN, None, "not set"

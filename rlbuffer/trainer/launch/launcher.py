@@ -21,6 +21,7 @@ from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import yield_cores
 from rlbuffer.process.signals import stop_on_signals
+from rlbuffer.process.variables import variable
 from rlbuffer.state.text import plural, printable
 from rlbuffer.trainer.launch.processes import leave_seconds, run_ranks
 from rlbuffer.weights.places import load_serving
@@ -59,7 +60,7 @@ def launch(
     tell = say or _print
     trainer = settings.trainer.model_copy(update={"world_size": world_size})
     # Ranks act on what was given here, not on the environment of the process that they are forked from.
-    url = os.environ.get(URL_VARIABLE) or settings.redis_url
+    url = variable(URL_VARIABLE) or settings.redis_url
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
     os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
     yield_cores()  # before anything imports torch
