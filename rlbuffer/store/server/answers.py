@@ -12,12 +12,13 @@ The first two are losses: the server that is reached next may lack what was ackn
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
 
 import redis
 
@@ -59,14 +60,69 @@ WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVAL
 a proxy that this version does not know, and is taken for a refusal that passes."""
 IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
 TOO_MANY_CLIENTS = "max number of clients"
-PLAIN_DOUBT = "It may speak TLS: then write rediss in place of redis."
-TLS_DOUBT = (
+
+
+class Cause(Enum):
+    """Why no connection can be had."""
+
+    NOTHING_THERE = auto()
+    NO_PRIMARY = auto()
+    """Those who name the primary name none."""
+    NO_SUCH_HOST = auto()
+    NO_WAY = auto()
+    FULL = auto()
+    """Of connections."""
+    NO_RIGHTS = auto()
+    OWN_FILES = auto()
+    """This process has no file number left."""
+    OWN_PORTS = auto()
+    STRANGER = auto()
+    """Something else than a server listens there."""
+    HANGS_UP = auto()
+    SILENT = auto()
+
+
+_PLAIN = "It may speak TLS: then write rediss in place of redis."
+_TLS = (
     "It may speak no TLS: then write redis in place of rediss, or the port that does. Or it asks for a certificate of "
     "yours (ssl_certfile=, ssl_keyfile=)."
 )
-"""What is said where something is there that hangs up, or that does not answer."""
-_ABSENT = (ConnectionRefusedError, socket.gaierror)
-"""Nothing listens there, or the host does not exist."""
+REMEDIES = {
+    Cause.NO_SUCH_HOST: "This host does not know that name: correct it, or look at this host's DNS.",
+    Cause.NO_WAY: "Is the address right, does that host run, does a firewall stand between?",
+    Cause.FULL: "A server is there, and has as many connections as it takes (maxclients). `redis-cli client list` "
+    "shows who holds them: close some, or raise it (redis-cli config set maxclients 10000).",
+    Cause.NO_RIGHTS: "This process's user may not use it: of a unix socket see `ls -l` and the server's "
+    "unixsocketperm; else a firewall of this host.",
+    Cause.OWN_FILES: "This process has as many files open as it may: raise that limit (ulimit -n), or close some.",
+    Cause.OWN_PORTS: "This host has no port left for a connection (`ss -s` counts them): close some.",
+    Cause.STRANGER: "Another program listens there, which does not speak Redis' protocol: correct the port.",
+}
+"""What helps where it is the same for every address."""
+OF_A_KNOWN_SERVER = {
+    Cause.HANGS_UP: "It closes a connection that has worked before: its log may say why. A client-output-buffer-limit "
+    "for normal clients must be above 64 MiB.",
+    Cause.SILENT: "It has answered before: it is halted or busy now, or the network between is gone.",
+}
+OF_A_NEW_ONE = {
+    Cause.HANGS_UP: "Else its log may say why it hangs up.",
+    Cause.SILENT: "Or it is halted, or busy: look at that host.",
+}
+"""What is said behind a doubt about TLS, which a server that has answered cannot give."""
+_OF_SOCKET = {
+    errno.ECONNREFUSED: Cause.NOTHING_THERE,
+    errno.ENOENT: Cause.NOTHING_THERE,
+    errno.EHOSTUNREACH: Cause.NO_WAY,
+    errno.ENETUNREACH: Cause.NO_WAY,
+    errno.EHOSTDOWN: Cause.NO_WAY,
+    errno.ETIMEDOUT: Cause.NO_WAY,
+    errno.EACCES: Cause.NO_RIGHTS,
+    errno.EPERM: Cause.NO_RIGHTS,
+    errno.EMFILE: Cause.OWN_FILES,
+    errno.ENFILE: Cause.OWN_FILES,
+    errno.EADDRNOTAVAIL: Cause.OWN_PORTS,
+}
+"""Error of the socket -> its cause."""
 
 
 class BrokenUnused(redis.ConnectionError):
@@ -137,16 +193,26 @@ def understand(
     if re.match("unknown command .HELLO", words):
         needed = "a run needs Redis 7.0 or Valkey 7.2, or newer"
         return Understood(ServerUnsuitable(f"the server at {address} is too old, it has no HELLO: {needed}.{source}"))
-    if isinstance(error, LOGIN) or any(denial in words for denial in DENIED_INSIDE):
-        lacks_password = words.startswith(("HELLO must be called with", "Authentication required"))
-        why = "it asks for a password, and none was given" if lacks_password else clause(words)
+    if code == "DENIED":
         return Understood(
             ServerUnsuitable(
-                f"the server at {address} does not allow this: {why}.{source}\n"
-                "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
-                "redis_password_file), and at the server's ACL for that user."
+                f"the server at {address} is in protected mode: without a password it takes connections from its own "
+                f"host alone.{source}\n"
+                "  Give it one (requirepass), and set RLBUFFER_REDIS_PASSWORD; where nobody else reaches it: redis-cli "
+                "config set protected-mode no."
             )
         )
+    is_denied = isinstance(error, redis.exceptions.NoPermissionError) or any(d in words for d in DENIED_INSIDE)
+    if isinstance(error, LOGIN) or is_denied:
+        lacks_password = words.startswith(("HELLO must be called with", "Authentication required"))
+        why = "it asks for a password, and none was given" if lacks_password else clause(words)
+        look = (
+            "Look at the server's ACL for the user in the address (deploy/users.acl has what each role needs)."
+            if is_denied
+            else "Look at the user in the address, and at its password: there, in RLBUFFER_REDIS_PASSWORD or in "
+            "redis_password_file."
+        )
+        return Understood(ServerUnsuitable(f"the server at {address} does not allow this: {why}.{source}\n  {look}"))
     wrong = tls_mistake(error)
     if wrong and not is_known:
         return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {clause(wrong)}.{source}"))
@@ -235,25 +301,45 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], origin: str, is_known: bool) -> str:
-    """The lines below a message that nothing answers at `url`: look at TLS, start one, or change the address.
+def cause_of(error: redis.RedisError) -> Cause:
+    """Why no connection can be had."""
+    if isinstance(error, NoPrimary):
+        return Cause.NO_PRIMARY
+    if TOO_MANY_CLIENTS in words_of(error):
+        return Cause.FULL
+    if isinstance(error, redis.InvalidResponse):
+        return Cause.STRANGER
+    for below in _chain(error):
+        if isinstance(below, socket.gaierror):
+            return Cause.NO_SUCH_HOST
+        if isinstance(below, OSError) and below.errno in _OF_SOCKET:
+            return _OF_SOCKET[below.errno]
+    if isinstance(error, redis.TimeoutError):
+        return Cause.NO_WAY if str(error).startswith("Timeout connecting") else Cause.SILENT
+    return Cause.HANGS_UP
 
-    `options` are those of the url, `origin` says where it comes from; `is_known`: the server has answered before.
+
+def remedy(error: redis.RedisError, *, url: str, origin: str, is_known: bool) -> str:
+    """The lines below a message that no connection can be had to `url`: what helps.
+
+    `origin` says where the address comes from; `is_known`: the server has answered before.
     """
-    if is_known and type(error) is redis.ConnectionError and not isinstance(_below(error), OSError):
-        return (
-            "  It closes a connection that has worked before: its log may say why. "
-            "A client-output-buffer-limit for normal clients must be above 64 MiB."
-        )
-    doubt = ""
-    if not is_known and "path" not in options and not isinstance(_below(error), _ABSENT):
-        doubt = f"  {TLS_DOUBT if url.startswith('rediss') else PLAIN_DOUBT}\n"
+    cause = cause_of(error)
+    is_tls = url.lower().startswith("rediss")
+    if cause in REMEDIES:
+        # A handshake that is not answered looks like a way that leads nowhere.
+        return f"  {REMEDIES[cause]}{f' {_TLS}' if is_tls and cause is Cause.NO_WAY else ''}"
+    if cause in OF_A_NEW_ONE:
+        doubt = _TLS if is_tls else "" if url.startswith("unix") else _PLAIN
+        return f"  {OF_A_KNOWN_SERVER[cause] if is_known else f'{doubt} {OF_A_NEW_ONE[cause]}'.strip()}"
+    if cause is Cause.NO_PRIMARY:
+        return f"  {_start_one(url)}"
     instead = "leave redis_url out"
     if origin.startswith("--"):
         instead = f"leave {origin.split()[0]} out"
     elif re.fullmatch(r"[A-Z0-9_]+", origin):
         instead = f"unset {origin}"
-    return f"{doubt}  {_start_one(url)}\n  Or use the embedded one: {instead}."
+    return f"  {_start_one(url)}\n  Or use the embedded one: {instead}."
 
 
 def _start_one(url: str) -> str:

@@ -419,7 +419,7 @@ class Connection:
         if self.embedded is not None:
             return f"  {spent} Its log: {self.embedded.log}"
         source = f" The address comes from {self._origin}." if self._origin else ""
-        lines = remedy(error, url=self._url, options=self._url_options(), origin=self._origin, is_known=self._is_known)
+        lines = remedy(error, url=self._url, origin=self._origin, is_known=self._is_known)
         return f"  {spent}{source}\n{lines}"
 
 
