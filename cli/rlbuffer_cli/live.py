@@ -49,7 +49,7 @@ class MetricsTail:
     once."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path, self._last, self._rest = path, 0, b""
+        self._path, self._last = path, 0
         self._at = path.stat().st_size if from_end and path.exists() else 0
 
     def new(self) -> list[StepRecord]:
@@ -59,8 +59,8 @@ class MetricsTail:
         with self._path.open("rb") as stream:
             stream.seek(self._at)
             data = stream.read()
-        self._at += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        self._at += len(data) - len(rest)  # half a line is read again: a writer that has no room takes it back
         records = []
         for values in map(step_of, lines):
             if values is not None and values["step"] > self._last:

@@ -1,4 +1,5 @@
-"""Files that are there whole or not at all, whose content is really on the disk, and a proof of what it is."""
+"""Files that are there whole or not at all, lines that are added whole, content that is really on the disk, and a proof
+of what it is."""
 
 from __future__ import annotations
 
@@ -65,6 +66,40 @@ def whole_file(path: Path, *, is_private: bool = False, is_flushed: bool = False
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: Path, text: str) -> None:
+    """Adds whole lines to a file, which is made where there is none. `text` ends with a line's end, or is "".
+
+    What stands there may end in the middle of a line: the power went, or a disk was full. That line is ended first, so
+    `text` begins a line of its own. Any number of processes may add to one file.
+
+    Raises:
+        OSError: the lines cannot be written. What was written of them is taken back.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "steps"
+        ...     _ = file.write_text("step 1\\nste")
+        ...     append_lines(file, "step 2\\n")
+        ...     file.read_text().splitlines()
+        ['step 1', 'ste', 'step 2']
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        end = os.fstat(descriptor).st_size
+        is_torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+        rest = memoryview(b"\n" * is_torn + text.encode("utf-8", "backslashreplace"))
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def readable_as_others(path: Path) -> None:

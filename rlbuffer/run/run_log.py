@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+from rlbuffer.process.files import append_lines
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
@@ -37,7 +38,7 @@ class RunLog:
     def __init__(self, path: Path, say: Say) -> None:
         self.path = path
         self._say = say
-        self._file: IO[str] | None = None
+        self._is_open = False
         self._lock = threading.Lock()
         self._is_broken = False
         self._readers: list[threading.Thread] = []
@@ -47,15 +48,14 @@ class RunLog:
     def open(self) -> None:
         """Appends to the file from now on."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._is_open = True
 
     def say(self, name: str, line: str) -> None:
         """Takes in one line."""
         try:
             with self._lock:
-                if self._file is not None and not self._file.closed:
-                    self._file.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
-                    self._file.flush()
+                if self._is_open:
+                    append_lines(self.path, f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
         except OSError as error:
             # A full disk must not stop whoever copies a process's output: its pipe would fill, and the process with it.
             if not self._is_broken:
@@ -82,9 +82,8 @@ class RunLog:
         self._readers.append(thread)
 
     def close(self) -> None:
-        """Waits a second for each output to end, and closes the file."""
+        """Waits a second for each output to end; nothing is written any more."""
         for thread in self._readers:
             thread.join(timeout=1.0)
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is full: that was said
-                self._file.close()
+        with self._lock:
+            self._is_open = False

@@ -48,7 +48,7 @@ from redis.retry import Retry
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, NO_LOCKS, exclusive, is_held, try_lock
-from rlbuffer.process.files import owner_of, write_whole
+from rlbuffer.process.files import append_lines, owner_of, write_whole
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
@@ -268,6 +268,7 @@ def _start(directory: Path, settings: ServerSettings) -> None:
     write_whole(config, configuration(directory, socket, settings), is_private=True)
     alive: list[int] = []
     try:
+        append_lines(directory / "server.log", "")  # a server that was killed may have left half a line
         for path in _alive_locks(directory):
             flags = os.O_RDONLY if path == directory else os.O_RDWR | os.O_CREAT
             alive.append(os.open(path, flags | os.O_CLOEXEC, 0o600))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.client.trainer_values import SAMPLE_SCHEMA, SAMPLES_FILE
+from rlbuffer.process.files import append_lines
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.state.text import printable
 from rlbuffer.trainer.losses.tokens import TrainedTokens
@@ -60,8 +61,7 @@ def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, 
         for i, sample in enumerate(micro_batch.samples[:most])
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.write("".join(f"{json.dumps(line)}\n" for line in lines))
+    append_lines(file, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def checked(micro_batch: MicroBatch, logprobs: Tensor, step: int) -> list[str]:
