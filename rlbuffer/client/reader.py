@@ -119,6 +119,7 @@ class Reader:
         self._can = can
         self._is_finished = False
         self._waiting: Waiting | None = None
+        self._held: Waiting | None = None
         self._source = StepPull(
             store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
@@ -298,6 +299,10 @@ class Reader:
         taken back. Begins no attempt."""
         return self._progress.is_known()
 
+    def waits(self, waiting: Waiting | None) -> None:
+        """What the rank waits for beside its steps, which its heartbeat says; None: nothing any more."""
+        self._held = waiting
+
     def finished(self) -> None:
         """Says that the planned steps are made, so that whoever looks later hears it, unless the server is away."""
         self._is_finished = True
@@ -406,7 +411,7 @@ class Reader:
         record = ours | identity() | self._can.record()
         if self._is_finished:
             record["finished"] = self._progress.place.step
-        if (waiting := self._waiting) is not None:
+        if (waiting := self._held or self._waiting) is not None:
             record["waiting"] = waiting.record()
         self._store.heartbeat("rank", str(self.rank), record)
 

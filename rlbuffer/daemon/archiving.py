@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.daemon.memory_rules import WATCH_SHARE
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import fields
+from rlbuffer.process.room import lack_of_room, state_of
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
@@ -189,7 +190,9 @@ class Archiving:
             _log.info(text, plural(steps, "step"), step, extra=extra)
 
     def _stuck(self, error: Exception) -> None:
-        if isinstance(error, OSError):
+        if self.folder is not None and (lack := lack_of_room(error)):
+            trouble = state_of(self.folder, lack)
+        elif isinstance(error, OSError):
             trouble = f"{self.folder}: {error.strerror or error}"
         else:
             trouble = f"{type(error).__name__}: {error}"

@@ -30,6 +30,7 @@ from rlbuffer.daemon.watches import (
     TrainerWord,
     Watch,
     Wishes,
+    full_disk,
     has_made_its_steps,
     is_silent,
     scorers_missing,
@@ -288,6 +289,8 @@ class Leadership:
 
     def _say(self, waiting: Waiting | None) -> None:
         waiting = explained(waiting, self._workers, self._pending.batcher.silence(self._pending.now))
+        if waiting is not None:
+            waiting = full_disk(self._beats.get("rank", {})) or waiting
         missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))
         self._teller.say(
             waiting,

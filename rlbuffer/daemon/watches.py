@@ -257,6 +257,13 @@ def has_made_its_steps(trainer: Attempt, ranks: Mapping[str, Mapping[str, Any]])
     return not is_there and ranks.get("0", {}).get("finished") == trainer.trained
 
 
+def full_disk(ranks: Mapping[str, Mapping[str, Any]]) -> Waiting | None:
+    """The reason of a rank, by its heartbeat, that has no room for what it writes; None where all have."""
+    fresh = (beat for beat in ranks.values() if beat["seconds_ago"] <= FRESH_SECONDS)
+    said = (Waiting.of(beat.get("waiting")) for beat in fresh)
+    return next((waiting for waiting in said if waiting is not None and waiting.kind is Wait.DISK), None)
+
+
 def scorers_missing(needs: Mapping[tuple[str, str], int], scorers: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     """A problem for each need of pending groups ((env, need) -> groups) that no living scorer gives."""
     beats = [beat for beat in scorers.values() if beat["seconds_ago"] <= FRESH_SECONDS]  # its claims are lost, too

@@ -35,6 +35,7 @@ class Wait(StrEnum):
     SERVER_START = "server_start"
     BUILDING = "building"
     UNANSWERED = "unanswered"
+    DISK = "disk"
     STEP = "step"
     TICKET = "ticket"
     LOADING = "loading"
@@ -302,6 +303,8 @@ def _sentence(w: Waiting) -> str:
                 "answers others: a connection that was cut on the way, or a slow command. The request is given up "
                 "after a while and made again; if it lasts, look at the network between them, and at SLOWLOG GET."
             )
+        case Wait.DISK:
+            return f"The trainer has to write, and {w.detail}. Make room there; it goes on by itself."
         case Wait.STEP:
             return f"Waiting for step {w.step}."
         case Wait.TICKET:

@@ -59,7 +59,7 @@ def train(
             return True
         # A run that has been taken back, or has lost steps, refuses a checkpoint of them here, or takes them from it.
         session.reader.start(place.step)
-        session.write_pids()
+        session.when_there_is_room(session.write_pids)
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
         # After a resume samplers have this version, or a newer one, unless the server lost what was newer.
         publish(session, place.step)
@@ -110,9 +110,11 @@ def train(
             watch = Stopwatch()  # what follows belongs to the next step's time
             if step.number % trainer.checkpoint.every == 0 or step.header.checkpoint_now:
                 with watch.measure("checkpoint"):
+                    reports.written()
                     reports.checkpoint(place, checkpoint(session, place))
 
         pulls.close()
+        reports.written()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
         if pulls.has_ended:

@@ -36,15 +36,19 @@ def publish_if_due(session: TrainerSession, step: Step) -> None:
 
 
 def publish(session: TrainerSession, version: int, *, unless: int | None = None) -> None:
-    """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
-    announce_once(
-        session.buffer.policy(),
-        session.settings,
-        version,
-        ranks=session.ranks,
-        is_sharded=is_sharded(session.policy),
-        unless=unless,
-        write=partial(_write, session, version),
+    """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one. All ranks
+    call it: they wait together while there is no room for it."""
+    session.when_there_is_room(
+        partial(
+            announce_once,
+            session.buffer.policy(),
+            session.settings,
+            version,
+            ranks=session.ranks,
+            is_sharded=is_sharded(session.policy),
+            unless=unless,
+            write=partial(_write, session, version),
+        )
     )
 
 

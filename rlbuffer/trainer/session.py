@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.ranks.parallel import distribute
+from rlbuffer.trainer.ranks.room import when_there_is_room
 from rlbuffer.trainer.ranks.stalls import StallWatch
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.companions import companions
@@ -41,6 +44,7 @@ from rlbuffer.weights.model import build_model, config_of, narrow_dtype
 from rlbuffer.weights.publishing import weights_folder
 from rlbuffer.weights.state import model_state
 
+T = TypeVar("T")
 EXCHANGE_GRACE_SECONDS = 60.0
 """Seconds that a rank waits for the other ranks in an exchange, beyond the wait for a step."""
 
@@ -74,6 +78,13 @@ class TrainerSession:
         """Rank 0 writes what is written once."""
         return self.ranks.rank == 0
 
+    def when_there_is_room(self, write: Callable[[], T]) -> T:
+        """Does `write` to the output folder on all ranks, and waits while a disk takes nothing: see
+        :func:`rlbuffer.trainer.ranks.room.when_there_is_room`."""
+        return when_there_is_room(
+            write, folder=self.settings.output_dir, ranks=self.ranks, stop=self.stop, reader=self.reader
+        )
+
     def write_pids(self) -> None:
         """``ranks.json``: rank -> pid, for whoever wants to look at one of them, or to kill it. All ranks call it."""
         pids = self.ranks.gather(torch.tensor([os.getpid()], dtype=torch.int64))[:, 0].tolist()
@@ -98,6 +109,7 @@ def open_session(
         PackedForwardError: see `prepare`.
     """
     get_loss(settings.trainer.loss.name)
+    stop = stop or StopRequest()
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses matrix products without it
@@ -128,14 +140,8 @@ def open_session(
         )
         base = None
         if settings.trainer.lora.is_used:
-            if rank == 0:  # as it is, before an adapter is put into it, for the versions of the adapter to name
-                dtype = narrow_dtype(settings.model)
-                base = publish_base(
-                    weights_folder(settings),
-                    state=model_state(policy, inside="model", dtype=dtype),
-                    config=config_of(policy.model, dtype=dtype),
-                    beside=companions(settings.model.path),
-                )
+            write = partial(_write_base, settings, policy) if rank == 0 else lambda: None
+            base = when_there_is_room(write, folder=settings.output_dir, ranks=ranks, stop=stop)
             add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
         reader = buffer.reader(
@@ -156,7 +162,7 @@ def open_session(
             optimizer=make_optimizer(policy, settings.trainer.optimizer),
             buffer=buffer,
             reader=reader,
-            stop=stop or StopRequest(),
+            stop=stop,
             stalls=StallWatch(ranks, store),
             base=base,
         )
@@ -164,6 +170,17 @@ def open_session(
         dist.destroy_process_group()
     elif world_size > 1:
         _KEPT_OPEN.append(module)
+
+
+def _write_base(settings: RunSettings, policy: PackedPolicy) -> PolicyVersion:
+    """Writes the model as it is, before an adapter is put into it, for the versions of the adapter to name."""
+    dtype = narrow_dtype(settings.model)
+    return publish_base(
+        weights_folder(settings),
+        state=model_state(policy, inside="model", dtype=dtype),
+        config=config_of(policy.model, dtype=dtype),
+        beside=companions(settings.model.path),
+    )
 
 
 def device_of(settings: RunSettings) -> torch.device:

@@ -15,14 +15,13 @@ import torch
 from step_headers import step_of
 
 from rlbuffer.config.losses import LossChoice
-from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.state.metric import metric
 from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.reports.mfu import Utilization
-from rlbuffer.trainer.reports.sinks import FILE_NAME, sinks_of
+from rlbuffer.trainer.reports.sinks import FILE_NAME, MetricsFile
 from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 
@@ -44,8 +43,9 @@ def filled(cls: type[StepRecord]) -> StepRecord:
 
 
 def written(folder: Path, record: StepRecord) -> Any:
-    with sinks_of(RunSettings(trainer={"output": folder})) as (write,):
-        write(record)
+    file = MetricsFile(folder)
+    file.add(record)
+    file.write()
     return json.loads((folder / FILE_NAME).read_text().splitlines()[-1])
 
 

@@ -107,8 +107,8 @@ def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     told = RunSettings(trainer=TrainerSettings(output=tmp_path, reports=values))
-    with pytest.raises(ConfigError, match=r"pip install 'rlbuffer\[") as caught, sinks_of(told):
-        pass
+    with pytest.raises(ConfigError, match=r"pip install 'rlbuffer\[") as caught:
+        sinks_of(told)
     assert caught.value.setting == f"trainer.reports.{next(iter(values))}"
 
 
@@ -116,7 +116,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     told = RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True}))
-    with sinks_of(told) as (_, write):
+    with sinks_of(told)["TensorBoard"]() as write:
         for step in (1, 2):
             write(record(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -141,7 +141,7 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
         trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}),
     )
-    with sinks_of(told) as (_, write):
+    with sinks_of(told)["W&B"]() as write:
         for step in (1, 2):
             write(record(step))
         run: Any = wandb.run
@@ -167,7 +167,7 @@ def test_wandb_draws_every_step_of_each_life_of_a_run(monkeypatch: pytest.Monkey
     told = RunSettings(run="again", trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}))
     ids = []
     for created, steps in ((1, (1, 2, 3, 2, 3)), (1, ()), (2, (1,))):
-        with sinks_of(told, created=created) as (_, write):
+        with sinks_of(told, created=created)["W&B"]() as write:
             ids.append(str(wandb.run.id))  # type: ignore[union-attr]
             for step in steps:
                 write(record(step))

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from rlbuffer.errors import CheckpointError, OtherCheckpoint
 from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
 from rlbuffer.process.ranks import Ranks
+from rlbuffer.process.room import lack_of_room
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 
 CHECKPOINT_FORMAT = 4
@@ -109,14 +110,14 @@ def save(
         flush(file)
         written = {file.name: {"size": file.stat().st_size, "sha256": sha256_of(file)}}
     except (OSError, SafetensorError) as refused:
-        written = {"error": f"rank {ranks.rank}: {refused}"}
+        written = {"error": f"rank {ranks.rank}: {refused}", "lack": lack_of_room(refused)}
     files = _written(ranks, written, final, temporary)
     written = {}
     if ranks.rank == 0:
         try:
             _finish(temporary, final, {"format": CHECKPOINT_FORMAT, "files": files} | asdict(checkpoint), keep)
         except OSError as refused:
-            written = {"error": str(refused)}
+            written = {"error": str(refused), "lack": lack_of_room(refused)}
     _written(ranks, written, final, temporary)
     return steps(directory)
 
@@ -129,7 +130,8 @@ def _written(ranks: Ranks, written: Mapping[str, Any], final: Path, temporary: P
     if "error" in files:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint cannot be written to {final}: {files['error']}")
+        lack = OSError(files["lack"], os.strerror(files["lack"])) if files["lack"] else None
+        raise CheckpointError(f"the checkpoint cannot be written to {final}: {files['error']}") from lack
     return files
 
 

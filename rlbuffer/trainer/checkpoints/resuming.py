@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlbuffer.errors import clause
@@ -41,7 +42,8 @@ def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
 
 def checkpoint(session: TrainerSession, place: Place) -> Path:
     """Writes a checkpoint, each rank its part, and says so to the server. -> where it is."""
-    saved = checkpoints.save(
+    save = partial(
+        checkpoints.save,
         _folder(session),
         Checkpoint(
             step=place.step,
@@ -54,6 +56,7 @@ def checkpoint(session: TrainerSession, place: Place) -> Path:
         keep=session.settings.trainer.checkpoint.keep,
         ranks=session.ranks,
     )
+    saved = session.when_there_is_room(save)
     # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
     # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
     kept = saved[0] if len(saved) >= session.settings.trainer.checkpoint.keep else 0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
-from rlbuffer.process.logs import fields
+from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.room import lack_of_room
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.waiting import Wait, Waiting
@@ -26,13 +27,16 @@ from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.ranks.parallel import digest_parameters
 from rlbuffer.trainer.reports.examples import examples_of, text_decoder
 from rlbuffer.trainer.reports.mfu import Utilization
-from rlbuffer.trainer.reports.sinks import Write, finite, sinks_of
+from rlbuffer.trainer.reports.outlet import CLOSE_SECONDS, Outlet
+from rlbuffer.trainer.reports.sinks import MetricsFile, finite, sinks_of
 from rlbuffer.trainer.reports.tally import Tally
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 
 UNSENT_RECORDS = 1000
 """Records that wait for a server that is away; the server keeps about as many."""
+HURRIED_SECONDS = 5.0
+"""Time that a trainer which was asked to stop, or has failed, waits for TensorBoard and W&B."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,13 +45,16 @@ class Reports:
 
     def __init__(self, session: TrainerSession) -> None:
         self._session = session
-        self._open = ExitStack()
-        self._sinks: list[Write] = []
+        self._metrics: MetricsFile | None = None
+        self._outlets: list[Outlet] = []
         if session.is_first:
             created = 0 if isinstance(session.buffer, FakeRun) else session.buffer.store.meta().created
-            self._sinks = self._open.enter_context(sinks_of(session.settings, created=created))
+            sinks = sinks_of(session.settings, created=created)
+            self._metrics = MetricsFile(session.settings.output_dir)
+            self._outlets = [Outlet(name, opened) for name, opened in sinks.items()]
         self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
+        self._lasting = Lasting()
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
         self._utilization = Utilization(
@@ -65,7 +72,10 @@ class Reports:
     ) -> None:
         if error is None:
             self._send()
-        self._open.close()
+        is_hurried = error is not None or self._session.stop.is_set
+        deadline = time.monotonic() + (HURRIED_SECONDS if is_hurried else CLOSE_SECONDS)
+        for outlet in self._outlets:
+            outlet.close(max(0.0, deadline - time.monotonic()))
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
@@ -113,9 +123,11 @@ class Reports:
             examples=self._examples(step),
             **self._proofs(step),
         )
-        for write in self._sinks:
-            write(record)
-        if self._session.is_first:
+        for outlet in self._outlets:
+            outlet.add(record)
+        if self._metrics is not None:
+            self._metrics.add(record)
+            self._write()
             self._unsent.append(finite(replace(record, examples=()).as_object()))
             self._send()
         self._say(logging.INFO, step_lines(record), **finite(record.as_object()))
@@ -135,6 +147,20 @@ class Reports:
             except (ServerUnreachable, ServerRefused):
                 return
             self._unsent.popleft()
+
+    def _write(self) -> None:
+        """Writes to ``metrics.jsonl`` what there is room for: the rest waits until :meth:`written`."""
+        try:
+            if self._metrics is not None:
+                self._metrics.write()
+        except OSError as error:
+            if not lack_of_room(error):
+                raise
+
+    def written(self) -> None:
+        """Waits until ``metrics.jsonl`` has the record of every step. All ranks call it."""
+        metrics = self._metrics
+        self._session.when_there_is_room(lambda: None if metrics is None else metrics.write())
 
     def checkpoint(self, place: Place, path: Path) -> None:
         """A checkpoint was written."""
@@ -157,8 +183,14 @@ class Reports:
         every = self._session.settings.trainer.reports.example_every
         if not self._session.is_first or not every or step.number % every:
             return ()
-        self._decode = self._decode or text_decoder(self._session.settings)
-        return examples_of(step, self._decode)
+        try:
+            self._decode = self._decode or text_decoder(self._session.settings)
+            return examples_of(step, self._decode)
+        except BaseException as error:  # a tokenizer in Rust panics with what is no Exception
+            why = f"{type(error).__name__}: {error}"
+            if self._lasting.is_due(why, time.monotonic()):
+                self.warn(f"step {step.number} is shown without examples ({why}). Training goes on")
+            return ()
 
     def _buffer_record(self) -> Mapping[str, Any]:
         """The leader's numbers of the envs as it last said them, on rank 0; {} where it has said none, or the server is

@@ -1,6 +1,7 @@
 """Where the records of steps go: ``metrics.jsonl`` always; TensorBoard, Weights & Biases when asked for.
 
 Both are extras, imported only here and only when a setting asks for them; a package that is missing is said at start.
+What they raise later stops nobody (:mod:`rlbuffer.trainer.reports.outlet`).
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.files import append_lines
 from rlbuffer.state.step_record import StepRecord, scalars
 
 FILE_NAME = "metrics.jsonl"
@@ -24,9 +30,27 @@ Write = Callable[[StepRecord], None]
 """Takes the record of a step. A step that is trained again after a restart has a second one."""
 
 
-@contextmanager
-def sinks_of(settings: RunSettings, *, created: int = 0) -> Iterator[list[Write]]:
-    """Those that the settings ask for, open within the block.
+class MetricsFile:
+    """``metrics.jsonl``: a line for every step. Lines that the disk has no room for wait here, in their order."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        self._lines: deque[str] = deque()
+
+    def add(self, record: StepRecord) -> None:
+        """Takes in the record of a step; :meth:`write` writes it."""
+        self._lines.append(json.dumps(finite(record.as_object()), allow_nan=False) + "\n")
+
+    def write(self) -> None:
+        """Writes what waits. Raises OSError; what is not written then waits on."""
+        while self._lines:
+            append_lines(self.path, self._lines[0])
+            self._lines.popleft()
+
+
+def sinks_of(settings: RunSettings, *, created: int = 0) -> dict[str, Callable[[], AbstractContextManager[Write]]]:
+    """What the settings ask for beside ``metrics.jsonl``: name -> what opens it. Nothing is imported before.
 
     Args:
         created: when the run was begun, which tells it from others of its name; 0: nobody knows.
@@ -34,31 +58,20 @@ def sinks_of(settings: RunSettings, *, created: int = 0) -> Iterator[list[Write]
     Raises:
         ConfigError: a package is not installed.
     """
-    with ExitStack() as stack:
-        sinks = [stack.enter_context(_metrics_file(settings.output_dir))]
-        if settings.trainer.reports.tensorboard:
-            sinks.append(stack.enter_context(_tensorboard(settings.output_dir / "tensorboard")))
-        if settings.trainer.reports.wandb_project:
-            sinks.append(stack.enter_context(_weights_and_biases(settings, created)))
-        yield sinks
-
-
-@contextmanager
-def _metrics_file(folder: Path) -> Iterator[Write]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / FILE_NAME).open("a", encoding="utf-8") as file:
-
-        def write(record: StepRecord) -> None:
-            file.write(json.dumps(finite(record.as_object()), allow_nan=False) + "\n")
-            file.flush()
-
-        yield write
+    sinks: dict[str, Callable[[], AbstractContextManager[Write]]] = {}
+    if settings.trainer.reports.tensorboard:
+        _check_installed("tensorboard", "tensorboard", "torch.utils.tensorboard")
+        sinks["TensorBoard"] = partial(_tensorboard, settings.output_dir / "tensorboard")
+    if settings.trainer.reports.wandb_project:
+        _check_installed("wandb", "wandb_project", "wandb")
+        sinks["W&B"] = partial(_weights_and_biases, settings, created)
+    return sinks
 
 
 @contextmanager
 def _tensorboard(folder: Path) -> Iterator[Write]:
     """Event files in a folder: ``tensorboard --logdir FOLDER``. Numbers only."""
-    with _extra("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter(str(folder)) as events:
+    with importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder)) as events:
 
         def write(record: StepRecord) -> None:
             for name, value in scalars(record.as_object()).items():
@@ -77,7 +90,7 @@ def _weights_and_biases(settings: RunSettings, created: int) -> Iterator[Write]:
     """
     config = json.loads(to_json(settings))
     del config["redis_url"]  # it may hold a password
-    run = _extra("wandb", "wandb", "wandb_project").init(
+    run = importlib.import_module("wandb").init(
         project=settings.trainer.reports.wandb_project,
         name=settings.run,
         id=f"{settings.run}-{created}" if created else settings.run,
@@ -93,15 +106,14 @@ def _weights_and_biases(settings: RunSettings, created: int) -> Iterator[Write]:
         run.finish()
 
 
-def _extra(module: str, extra: str, setting: str) -> Any:
-    """A module that an extra brings, and a setting asks for."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.reports.{setting} is set, but {extra} is not installed: pip install 'rlbuffer[{extra}]'",
-            setting=f"trainer.reports.{setting}",
-        ) from error
+def _check_installed(extra: str, setting: str, module: str) -> None:
+    """Raises ConfigError where the package or module is not there that an extra brings, and a setting asks for."""
+    for name in (extra, module):
+        if sys.modules.get(name) is None and (name in sys.modules or find_spec(name) is None):
+            raise ConfigError(
+                f"trainer.reports.{setting} is set, but {extra} is not installed: pip install 'rlbuffer[{extra}]'",
+                setting=f"trainer.reports.{setting}",
+            )
 
 
 def finite(value: Any) -> Any:
