@@ -113,6 +113,8 @@ class Check:
     parts: frozenset[str]
     """It is made where one of these shall run; none: always."""
     run: Run
+    lasts: bool = False
+    """What it looks at may change while a run goes on, and nobody else looks: the leader makes it again and again."""
 
     def found(self, context: Context) -> Iterator[Finding]:
         """What it finds, where one of its parts shall run."""
@@ -124,19 +126,21 @@ CHECKS: list[Check] = []
 """All of them, in the order in which they are made."""
 
 
-def check(settings: str = "", *, parts: Parts = ()) -> Callable[[Run], Run]:
+def check(settings: str = "", *, parts: Parts = (), lasts: bool = False) -> Callable[[Run], Run]:
     """Makes a function a check, with its name, the beginning of its docstring as what must hold, and its file's level.
 
     Args:
         settings: names of those that its findings can name, with blanks between them.
         parts: it is made where one of these shall run; none: always.
+        lasts: it is made again and again while a run goes on.
     """
 
     def add(run: Run) -> Run:
         about = " ".join((run.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
         name, level = run.__name__.replace("_", "-"), run.__module__.rpartition(".")[2]
         named = tuple(settings.split())
-        CHECKS.append(Check(name=name, about=about, settings=named, level=level, parts=frozenset(parts), run=run))
+        of = frozenset(parts)
+        CHECKS.append(Check(name=name, about=about, settings=named, level=level, parts=of, run=run, lasts=lasts))
         return run
 
     return add

@@ -1,5 +1,8 @@
 """The server that the settings name, and the run on it: can a run live there, and does it go on? Reads only.
 
+What holds at the start may change later: an eviction rule, the append-only file, the replicas, a clock. Those checks
+the leader makes again while it leads (:class:`WhileItLasts`). It watches the memory by itself, as often as it must.
+
 An embedded server that does not run is not started.
 """
 
@@ -18,12 +21,13 @@ from typing import Any, TypeVar
 
 import redis
 
-from rlbuffer.checks.check import CHECKS, Context, Finding, check, failure, ok, refused, warning
+from rlbuffer.checks.check import CHECKS, Check, Context, Finding, Level, check, failure, ok, refused, warning
 from rlbuffer.checks.settings import too_small
 from rlbuffer.client.buffer import password_of
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.config.loading import meant_run
+from rlbuffer.config.loading import Loaded, meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, mib
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnsuitable
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer.store.history import Committed
@@ -80,27 +84,70 @@ def look(c: Context) -> Iterator[Finding]:
             text = f"embedded, {program.name} {program.version} ({program.path}); it starts with the first command"
             yield replace(ok(text), check="server")
             return
-        connection = _Unchecked(
-            url or running or "",
-            home=Path(),
-            server=c.settings.server,
-            name="doctor",
-            origin=c.loaded.place("redis_url") if url else "the embedded server's files",
-            password=partial(password_of, c.settings) if url else None,
-            patience_seconds=0,
-        )
+        connection = _connected(c, url or running or "")
     except RlbufferError as error:
         yield replace(failure(str(error), fix="Start it, or change redis_url"), check="server")
         return
     with connection:
         for each in (check for check in CHECKS if check.level == "server"):
             try:
-                yield from each.found(replace(c, connection=connection))
-            except ServerUnsuitable as error:
-                said = f"not known: {str(error).splitlines()[0]}"
-                yield replace(warning(said, fix="Let this user ask it"), check=each.name)
+                yield from _found(replace(c, connection=connection), each)
             except RlbufferError as error:
                 yield replace(failure(str(error)), check=each.name)
+
+
+class WhileItLasts:
+    """The checks of a server that are made again while a run goes on. What was only a warning when they were made first
+    was somebody's choice."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._context = Context(loaded=Loaded(settings=settings, sources={}))
+        self._chosen: frozenset[str] | None = None
+        """Checks that had warned at first."""
+
+    def look(self) -> list[str]:
+        """What is wrong now, each with what to do.
+
+        Raises:
+            RlbufferError: the server does not answer: whoever needs it meets that, too.
+        """
+        settings = self._context.settings
+        url = settings.redis_url or embedded.find(settings.home_dir)
+        if not url or is_memory(url):
+            return []
+        with _connected(self._context, url) as connection:
+            made = replace(self._context, connection=connection)
+            findings = [finding for each in CHECKS if each.lasts for finding in _found(made, each)]
+        warned = frozenset(finding.check for finding in findings if finding.level is Level.WARNING)
+        chosen = self._chosen = warned if self._chosen is None else self._chosen & warned
+        wrong = [
+            finding
+            for finding in findings
+            if finding.level is Level.FAILURE or (finding.level is Level.WARNING and finding.check not in chosen)
+        ]
+        return [" ".join(f"{f.text.rstrip('.')}{f'. {f.fix}' if f.fix else ''}".split()) for f in wrong]
+
+
+def _connected(c: Context, url: str) -> _Unchecked:
+    """A connection for checks. Raises RlbufferError: nothing answers."""
+    return _Unchecked(
+        url,
+        home=Path(),
+        server=c.settings.server,
+        name="doctor",
+        origin=c.loaded.place("redis_url") if c.settings.redis_url else "the embedded server's files",
+        password=partial(password_of, c.settings) if c.settings.redis_url else None,
+        patience_seconds=0,
+    )
+
+
+def _found(c: Context, each: Check) -> Iterator[Finding]:
+    """What a check finds; what this user may not ask is a warning."""
+    try:
+        yield from each.found(c)
+    except ServerUnsuitable as error:
+        said = f"not known: {str(error).splitlines()[0]}"
+        yield replace(warning(said, fix="Let this user ask it"), check=each.name)
 
 
 def _asked(c: Context, question: Callable[[redis.Redis], _T]) -> _T:
@@ -119,7 +166,7 @@ def _setting(c: Context, name: str) -> str:
     return "not known"  # who may not ask
 
 
-@check("redis_url")
+@check("redis_url", lasts=True)
 def server(c: Context) -> Iterator[Finding]:
     """The server is new enough, evicts nothing and is no replica."""
     connection = c.server
@@ -127,7 +174,7 @@ def server(c: Context) -> Iterator[Finding]:
     try:
         _asked(c, lambda client: check_suitable(client, connection.address, "", is_cluster=connection.is_cluster))
     except RlbufferError as error:
-        yield failure(str(error), fix="Change it as said, or leave redis_url out: the embedded server fits")
+        yield failure(str(error))
     else:
         name, version = identity(info)
         yield ok(f"{name} {version} at {connection.address}, memory policy noeviction")
@@ -136,7 +183,7 @@ def server(c: Context) -> Iterator[Finding]:
         yield failure(f"{connection.address}: {first}", "redis_url", fix=fix)
 
 
-@check("redis_url")
+@check("redis_url", lasts=True)
 def failover(c: Context) -> Iterator[Finding]:
     """Somebody takes a lost primary's place, and all agree who it is."""
     if c.server.sentinels is not None:
@@ -197,7 +244,7 @@ def server_memory(c: Context) -> Iterator[Finding]:
         yield from too_small(c.settings, limit)
 
 
-@check()
+@check(lasts=True)
 def persistence(c: Context) -> Iterator[Finding]:
     """What was pushed survives a restart of the server."""
     info = fullest(_infos(c))
@@ -207,14 +254,17 @@ def persistence(c: Context) -> Iterator[Finding]:
     if bad:
         fix = "Free space where the server's data are, then look at its log"
         yield failure(f"the last write to the server's disk failed ({', '.join(bad)})", fix=fix)
+    elif info.get("aof_enabled") and (flushes := _setting(c, "appendfsync")) != "no":
+        yield ok(f"append-only file, appendfsync {flushes}")
     elif info.get("aof_enabled"):
-        yield ok(f"append-only file, appendfsync {_setting(c, 'appendfsync')}")
+        text = "append-only file, appendfsync no: a power cut loses what was pushed in up to half a minute before it"
+        yield warning(text, fix="redis-cli config set appendfsync everysec, unless that is meant")
     else:
         fix = "redis-cli config set appendonly yes, and the same in the server's own file"
         yield warning("no append-only file: a restart of the server loses what was pushed, or much of it", fix=fix)
 
 
-@check()
+@check(lasts=True)
 def clock(c: Context) -> Iterator[Finding]:
     """This host's clock is the server's."""
     before = time.time()

@@ -21,6 +21,7 @@ from rlbuffer.daemon.doubts import Doubts, beyond_vocabulary
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
+from rlbuffer.daemon.server_watch import ServerWatch
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.watches import (
     Claims,
@@ -59,9 +60,11 @@ KINDS = ("worker", "scorer", "rank")
 class Tenure:
     """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
 
-    def __init__(self, store: LeaderStore, archive: Archiving) -> None:
+    def __init__(self, store: LeaderStore, archive: Archiving, server: ServerWatch) -> None:
         self.archive = archive
         """Keeps what retires."""
+        self.server = server
+        """Looks whether it is still as it was at the start."""
         self.since, self.began = store.now(), time.monotonic()
         """Its beginning: server time, and monotonic seconds."""
         self.trainer = TrainerWord(store, began=self.began, word=store.trainer().seen_ms)
@@ -295,7 +298,13 @@ class Leadership:
         self._teller.say(
             waiting,
             self._state,
-            [*self._archive.problems(), *self._memory.problems(), *missing, *self._doubts.problems()],
+            [
+                *self._tenure.server.problems(),
+                *self._archive.problems(),
+                *self._memory.problems(),
+                *missing,
+                *self._doubts.problems(),
+            ],
             worker_problems(self._workers, waiting),
         )
 

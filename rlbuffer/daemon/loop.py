@@ -21,6 +21,7 @@ from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.revisions import Revisions
+from rlbuffer.daemon.server_watch import Look, ServerWatch
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.daemon.watches import ReadAgain
 from rlbuffer.errors import (
@@ -57,6 +58,7 @@ class Daemon:
         config: what steps are made of.
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
+        look: what is wrong with the server now, of what may change while a run goes on; None: nobody looks.
         lease_seconds: a leader that is silent for this long may be replaced.
     """
 
@@ -67,6 +69,7 @@ class Daemon:
         *,
         replace_config: bool = False,
         follows: bool = False,
+        look: Look | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._store = buffer.role(LeaderStore)
@@ -76,6 +79,7 @@ class Daemon:
             import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
         self._teller = Teller(self._store)
         self._revisions = Revisions(self._store, config, replace=replace_config, follows=follows)
+        self._look = look
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
         self._leads = False
@@ -104,8 +108,9 @@ class Daemon:
                     with (
                         LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._teller.beat) as keeper,
                         Archiving(self._another_store, self._settings.archive.dir) as archive,
+                        ServerWatch(self._look) as server,
                     ):
-                        self._lead(keeper, stop, archive)
+                        self._lead(keeper, stop, archive, server)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 if isinstance(error, RunDamaged) and not self._has_opened:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
@@ -146,10 +151,10 @@ class Daemon:
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return False
 
-    def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving) -> None:
+    def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving, server: ServerWatch) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
         self._await_whole_file(keeper, stop)
-        tenure = Tenure(self._store, archive)
+        tenure = Tenure(self._store, archive, server)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
             config = self._revisions.settle()

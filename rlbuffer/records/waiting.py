@@ -186,6 +186,7 @@ class Trouble(StrEnum):
     NO_SCORER = "no_scorer"
     SCORER_STUCK = "scorer_stuck"
     DAMAGED = "damaged"
+    SERVER = "server"
     MEMORY = "memory"
     ARCHIVE = "archive"
     NO_LESSON = "no_lesson"
@@ -455,6 +456,8 @@ def _problem(p: Problem) -> str:
                 f"{p.count} rollouts were missing or damaged when step {p.step} was pulled{whose}: payloads are looked "
                 "into before they are committed. Stop a worker that goes on sending such."
             )
+        case Trouble.SERVER:
+            return f"The server was changed, and is not as a run needs it: {p.detail.rstrip('.')}."
         case Trouble.MEMORY:
             return (
                 f"The server's memory is short ({p.detail}). Checkpoint more often (trainer.checkpoint.every), raise "

@@ -60,6 +60,7 @@ def serve(
     origin: str = "",
 ) -> int:
     """Runs the batcher until `stop` is set; see :class:`rlbuffer.daemon.Daemon` for the options. -> exit code."""
+    from rlbuffer.checks.server import WhileItLasts
     from rlbuffer.client.buffer import connect
     from rlbuffer.client.scrapes import serving_metrics
     from rlbuffer.daemon import Daemon
@@ -70,6 +71,7 @@ def serve(
             settings.batcher,
             replace_config=replace_config,
             follows=follows,
+            look=WhileItLasts(buffer.settings).look,
         )
         with serving_metrics(settings, buffer.store.errors, origin=origin):
             daemon.run(stop)
