@@ -56,6 +56,10 @@ RAISE = (
 )
 
 
+STEADY = frozenset({"persistence"})
+"""Checks whose words hold no number that moves."""
+
+
 class _Unchecked(Connection):
     """A connection to a server that may be unsuitable: what is wrong with it is to be said check by check."""
 
@@ -98,12 +102,14 @@ def look(c: Context) -> Iterator[Finding]:
 
 class WhileItLasts:
     """The checks of a server that are made again while a run goes on. What was only a warning when they were made first
-    was somebody's choice."""
+    was somebody's choice; of :data:`STEADY` ones every other word than that of then is a change."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._context = Context(loaded=Loaded(settings=settings, sources={}))
         self._chosen: frozenset[str] | None = None
         """Checks that had warned at first."""
+        self._well: dict[str, str] = {}
+        """STEADY checks -> what they said when all was well."""
 
     def look(self) -> list[str]:
         """What is wrong now, each with what to do.
@@ -125,6 +131,10 @@ class WhileItLasts:
             for finding in findings
             if finding.level is Level.FAILURE or (finding.level is Level.WARNING and finding.check not in chosen)
         ]
+        for finding in findings:
+            if finding.level is Level.OK and finding.check in STEADY:
+                first = self._well.setdefault(finding.check, finding.text)
+                wrong += [replace(finding, fix=f"It was: {first}")] * (first != finding.text)
         return [" ".join(f"{f.text.rstrip('.')}{f'. {f.fix}' if f.fix else ''}".split()) for f in wrong]
 
 
@@ -254,11 +264,8 @@ def persistence(c: Context) -> Iterator[Finding]:
     if bad:
         fix = "Free space where the server's data are, then look at its log"
         yield failure(f"the last write to the server's disk failed ({', '.join(bad)})", fix=fix)
-    elif info.get("aof_enabled") and (flushes := _setting(c, "appendfsync")) != "no":
-        yield ok(f"append-only file, appendfsync {flushes}")
     elif info.get("aof_enabled"):
-        text = "append-only file, appendfsync no: a power cut loses what was pushed in up to half a minute before it"
-        yield warning(text, fix="redis-cli config set appendfsync everysec, unless that is meant")
+        yield ok(f"append-only file, appendfsync {_setting(c, 'appendfsync')}")
     else:
         fix = "redis-cli config set appendonly yes, and the same in the server's own file"
         yield warning("no append-only file: a restart of the server loses what was pushed, or much of it", fix=fix)
