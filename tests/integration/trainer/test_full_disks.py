@@ -102,6 +102,8 @@ ROWS = {
 }
 
 
+# TensorBoard writes in a thread of its own, which dies of what its disk says.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("trainer", ROWS.values(), ids=ROWS)
 def test_steps_go_on_when_there_is_room(
     disk: Callable[[bool], None], caplog: pytest.LogCaptureFixture, tmp_path: Path, trainer: dict[str, Any]
