@@ -282,7 +282,8 @@ class Pool:
         """Forgets an entry that is gone from the store; what is left of its group is no longer whole and is dropped."""
         group = self._groups.get(self._entries.pop(entry_id, ""))
         self._withdraw(entry_id)
-        if group is not None and group.held.pop(entry_id, None):
+        if group is not None and entry_id in group.held:
+            del group.held[entry_id]
             del group.parts[entry_id]  # what it held has come all the same
         elif group is not None and entry_id in group.parts:
             self._its(group.env).lift(group)

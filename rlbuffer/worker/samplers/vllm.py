@@ -226,7 +226,7 @@ class VllmSampler:
             raise ConfigError(f"sampler_options: vLLM refuses them: {error}", setting="sampler_options") from error
         self._starts += 1
         self._trouble = "the vLLM engine was started, and is not there any more"
-        engine: AsyncLLM | None = None
+        engine: Any = None
         try:
             engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
             if adapter is not None:
