@@ -260,7 +260,7 @@ def supervised(
         with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
             code = supervisor.run(stop, lambda: tick(watch))
             say_ended(buffer, settings, code)
-        if supervisor.reason:  # a view cuts lines, and it may be the last thing to read of many
+        if is_drawn and supervisor.reason:  # the view has cut its lines
             say_wrapped(supervisor.reason, err=True)
         yield Ended(code, buffer, watch, supervisor)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.daemon.memory_rules import WATCH_SHARE
 from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import fields
-from rlbuffer.process.room import lack_of_room, state_of
+from rlbuffer.process.room import FULL, lack_of_room, state_of
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import plural
 from rlbuffer.store.keys import EARLY_SHARE
@@ -190,7 +190,7 @@ class Archiving:
             _log.info(text, plural(steps, "step"), step, extra=extra)
 
     def _stuck(self, error: Exception) -> None:
-        if self.folder is not None and (lack := lack_of_room(error)):
+        if self.folder is not None and (lack := lack_of_room(error)) in FULL:
             trouble = state_of(self.folder, lack)
         elif isinstance(error, OSError):
             trouble = f"{self.folder}: {error.strerror or error}"

@@ -86,6 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         if self.path == "/update_weight_version":
             self.server.version = body["new_version"]
+        if self.path == "/collective_rpc":
             self.server.loads += 1
         if self.path != GENERATE:
             return self.answer(200, {"results": [None]})
