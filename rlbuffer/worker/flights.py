@@ -255,7 +255,8 @@ class Flights:
             reason = str(error) if isinstance(error, GroupFailed) else in_words(error)
             cause = error.__cause__ if isinstance(error, GroupFailed) and error.__cause__ else error
             # The env has no part in what a sampler refuses.
-            function = "" if isinstance(cause, RequestFailed | SamplerUnavailable | PromptTooLong) else function
+            if isinstance(cause, RequestFailed | SamplerUnavailable | Aborted | PromptTooLong):
+                function = ""
             await self._give_up(ticket, prompt, reason, cause, function)
         elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
             seconds = self._patience.pause(error)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from every_role import EveryRole
@@ -37,8 +38,11 @@ BOUND_SECONDS = 30.0
 torch, so that the figure is not that of the imports."""
 PATIENCE_SECONDS = 240.0
 """Longest until a first group, and a load, on a machine that is busy with others: what lasts longer ends the run."""
+MOST_LOADS = 20
+"""Loads in which a moment is looked for."""
 CONTROL_SECONDS, LOAD_SECONDS = 0.15, 0.8
 """Time that a call to the fake, and a load, take."""
+CONTROL_CALLS = ("/pause", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache", "/resume")
 WORKER = """
 run = "tiny"
 [worker.w]
@@ -49,6 +53,27 @@ self_check = "never"
 group_size = 4
 groups_per_batch = 2
 """
+
+
+class SlowedServer(HoldingEngine):
+    """Stands before a real server and draws its control calls out: those are so short that no kill would meet them."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.client = httpx.Client(base_url=url, timeout=600)
+
+    def answer(self, method: str, target: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Passes on what is asked, also of a worker that is gone by then."""
+        seconds = CONTROL_SECONDS if target.partition("?")[0] in CONTROL_CALLS else 0.0
+        time.sleep(seconds)
+        response = self.client.request(method, target, json=body if method == "POST" else None)
+        time.sleep(seconds)
+        return response.status_code, response.json() if response.content else {}
+
+
+def call_under_way(engine: HoldingEngine) -> str:
+    """The control call that the server is at; "" for none."""
+    return next((f"was at {call}" for call in CONTROL_CALLS if engine.under_way[call]), "")
 
 
 class Killed:
@@ -104,23 +129,42 @@ class Killed:
         return found
 
 
+def watched_load(run: Killed, state: Callable[[], str]) -> tuple[float, list[str]]:
+    """Announces a version and watches its load. -> how long it takes, and what the server is meanwhile."""
+    seen = set[str]()
+    run.announce()
+    run.until(lambda: state() != "runs", "a load")
+    seconds = run.until(lambda: seen.add(now := state()) or now == "runs", "the end of a load")
+    return seconds, sorted(seen - {"runs"})
+
+
+def reached(run: Killed, state: Callable[[], str], moment: str) -> bool:
+    """Announces a version. -> whether the server was seen at this moment of its load; a short one can be missed."""
+    run.announce()
+    run.until(lambda: state() != "runs", f"a load of version {run.version}")
+    now = ""
+
+    def is_there() -> bool:
+        nonlocal now
+        now = state()
+        return now in (moment, "runs")
+
+    run.until(is_there, f"an end of the load of version {run.version}")
+    return now == moment
+
+
 def kill_all(run: Killed, outcome: Outcome, *, seed: int, kills: int, say: Say, state: Callable[[], str]) -> None:
     """Kills the worker `kills` times in a load; `state` says where the server is then."""
     draw, longest = random.Random(f"worker kills {seed}"), 0.0
-    load_seconds = 0.0
     worker = run.start()
     run.until(lambda: run.rollouts, "a first group")
+    seconds, moments = watched_load(run, state)
     for number in range(1, kills + 1):
-        loads = run.version
-        run.announce()
-        run.until(lambda: state() != "runs", f"a load of version {loads + 1}")
-        began = time.monotonic()
-        if number == 1:  # how long one takes
-            run.until(lambda: state() == "runs", "the end of a load")
-            load_seconds = time.monotonic() - began
-            run.announce()
-            run.until(lambda: state() != "runs", "another load")
-        time.sleep(draw.uniform(0.0, 1.1 * load_seconds))
+        moment = draw.choice(moments)
+        for _ in range(MOST_LOADS):
+            if reached(run, state, moment):
+                break
+        time.sleep(draw.uniform(0.0, seconds / len(moments)))
         worker.kill()
         worker.wait()
         struck, before = state(), run.rollouts
@@ -155,7 +199,7 @@ def run_worker_kills(home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
     with HoldingEngine(control_seconds=CONTROL_SECONDS, load_seconds=LOAD_SECONDS) as engine:
 
         def state() -> str:
-            return "runs" if engine.runs.is_set() else f"was at {engine.asked_last_control}"
+            return call_under_way(engine) or ("runs" if engine.runs.is_set() else "was paused")
 
         run = Killed(home, engine.url, version)
         with run.buffer:
@@ -173,7 +217,6 @@ def run_worker_kills(home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
 
 def run_on_vllm(folder: Path, home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
     """On vLLM's server: each logprob must be that of the version that its token names."""
-    import httpx
     from vllm_server import VllmServer
 
     from rlbuffer.worker.samplers import Sampling
@@ -182,18 +225,19 @@ def run_on_vllm(folder: Path, home: Home, *, seed: int, kills: int, say: Say) ->
 
     outcome, began = Outcome(name=f"kill -9 of a worker that loads vLLM (seed {seed})"), time.monotonic()
     models, published = policies(folder)
-    with VllmServer(Path(published[0].location), folder / "vllm.log", context=CONTEXT) as server:
+    with (
+        VllmServer(Path(published[0].location), folder / "vllm.log", context=CONTEXT) as server,
+        SlowedServer(server.url) as slowed,
+    ):
         asyncio.run(server.until_ready())
-        client = httpx.Client(base_url=server.url, timeout=60)
 
         def state() -> str:
-            is_paused = client.get("/is_paused").json()["is_paused"]
-            label = client.get("/weight_info").json()["weight_version"]
-            noted = "labelled with a version" if label.isdigit() else "half loaded" if "loads" in label else "new"
-            return f"was paused, {noted}" if is_paused else "runs"
+            return call_under_way(slowed) or (
+                "was paused" if slowed.client.get("/is_paused").json()["is_paused"] else "runs"
+            )
 
-        run = Killed(home, server.url, lambda number: replace(published[number % 4], version=number))
-        with run.buffer, client:
+        run = Killed(home, slowed.url, lambda number: replace(published[number % 4], version=number))
+        with run.buffer, slowed.client:
             kill_all(run, outcome, seed=seed, kills=kills, say=say, state=state)
             pushed, worst = run.pushed(), 0.0
             for prompt, tokens, logprobs, spans in pushed:

@@ -49,13 +49,14 @@ class HoldingEngine:
         self.label, self.weights, self.is_dead = "default", 0, False
         self.asked: list[str] = []
         """Paths, in the order in which they came."""
-        self.asked_last_control = ""
-        """The newest of them that changes something."""
         self.under_way: Counter[str] = Counter()
         """Paths that are being answered."""
         self.refuses: Counter[str] = Counter()
         """Path -> times that it is answered with 500 from now on, and nothing done."""
         self.finish_reason: str | None = "length"
+        """What it says of each completion; "short": null, and it has two tokens."""
+        self.finish_reasons: dict[tuple[int, ...], str | None] = {}
+        """Prompt -> what it says of completions of that one."""
         self._core = threading.Lock()
         engine = self
 
@@ -73,7 +74,7 @@ class HoldingEngine:
                 engine.asked.append(path)
                 engine.under_way[path] += 1
                 try:
-                    status, answer = engine.answer(path, body)
+                    status, answer = engine.answer(self.command, self.path, body)
                 finally:
                     engine.under_way[path] -= 1
                 data = json.dumps(answer).encode()
@@ -104,15 +105,18 @@ class HoldingEngine:
         self._thread.join()
 
     # -- answers -------------------------------------------------------------------------------------------------------
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(self, method: str, target: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Does what is asked. -> status and content."""
+        path = target.partition("?")[0]
         if self.refuses[path] > 0:
             self.refuses[path] -= 1
             return 500, {"error": "refused"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "m", "max_model_len": 4096}]}
         if path == "/inference/v1/generate":
-            return self._generate(int(body["sampling_params"]["n"]), int(body["sampling_params"]["max_tokens"]))
+            parameters, prompt = body["sampling_params"], tuple(body["token_ids"])
+            reason = self.finish_reasons.get(prompt, self.finish_reason)
+            return self._generate(int(parameters["n"]), int(parameters["max_tokens"]), reason)
         with self._core:
             return self._control(path, body)
 
@@ -121,7 +125,6 @@ class HoldingEngine:
             return 200, {"is_paused": not self.runs.is_set()}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
-        self.asked_last_control = path
         time.sleep(self.control_seconds)
         if path == "/pause":
             self.runs.clear()
@@ -145,16 +148,16 @@ class HoldingEngine:
             self.is_dead |= self.runs.is_set()
         self.weights = int(load_file(directory / "model.safetensors")["number"][0])
 
-    def _generate(self, n: int, most: int) -> tuple[int, dict[str, Any]]:
+    def _generate(self, n: int, most: int, reason: str | None) -> tuple[int, dict[str, Any]]:
         if not self.runs.wait(PATIENCE_SECONDS) or self.is_dead:
             return 500, {"error": "engine dead"}
         if most > 1:  # not the one token by which a worker tries it
             self._closed.wait(self.request_seconds)
-        size = 2 if self.finish_reason == "short" else most
+        size = 2 if reason == "short" else most
         choice = {
             "token_ids": [max(0, self.weights) % 10] * size,
             "logprobs": {"token_logprobs": [-1.0] * size},
-            "finish_reason": None if self.finish_reason == "short" else self.finish_reason,
+            "finish_reason": None if reason == "short" else reason,
             "weight_versions": [{"version": self.label, "start": 0, "end": size}],
         }
         return 200, {"choices": [choice | {"index": i} for i in range(n)]}

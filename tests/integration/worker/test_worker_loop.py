@@ -9,11 +9,14 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from every_role import stands_in
+from holding_engine import HoldingEngine
 from worker_stage import PATIENCE_SECONDS, Stage, eventually
 
 from rlbuffer.errors import (
@@ -29,8 +32,10 @@ from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
+from rlbuffer.weights.files import publish
 from rlbuffer.worker import faults, flights, loop
 from rlbuffer.worker.envs import Score
+from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.faults import error_of_status
 from rlbuffer.worker.flights import LAST_FAILURE, Flights
 from rlbuffer.worker.samplers import SamplerTraits
@@ -421,6 +426,28 @@ def test_a_prompt_that_is_turned_away_while_others_are_served_fails_as_its_own_g
     assert stage.heartbeat()["failures"][type(error_of_status(status, "")).__name__] >= LAST_FAILURE
     left = stage.buffer.writer("w-1").take("counting", 200, timeout_seconds=0.0)
     assert 0 not in [ticket.number for ticket in left], "its ticket is closed"
+
+
+@pytest.mark.parametrize("reason", ["abort", "short"])
+def test_a_prompt_that_a_server_aborts_for_ever_is_left_out_while_others_are_served(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """ "short": it says null, and the completion is not whole."""
+    for module in (flights, faults):
+        monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(faults, "LONGEST_PAUSE_SECONDS", 0.02)
+    state = {"number": torch.zeros(2)}
+    with HoldingEngine() as engine:
+        engine.finish_reasons[tuple(VCopy().prompt(0).tokens.tolist())] = reason
+        stage.allow(400, env="vcopy")
+        stage.announce(publish(tmp_path, 0, state=state, config={"vocab_size": 13}, keep=1))
+        stage.start(env="vcopy", sampler="openai", sampler_options={"servers": [engine.url]}, self_check="never")
+        eventually(lambda: any("vcopy.0 " in t and "is left out" in t for t in stage.troubles()))
+        stage.finish()
+    assert stage.raised is None
+    assert "vcopy.0" not in stage.groups()
+    assert "vcopy.1" in stage.groups()
+    assert sum("group vcopy.0 " in trouble for trouble in stage.troubles()) == LAST_FAILURE
 
 
 def test_a_sampler_that_serves_nobody_fails_no_group_however_often_it_is_asked(
