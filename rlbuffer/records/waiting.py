@@ -388,11 +388,11 @@ def _because(w: Waiting) -> str:
                 ", or lower its batcher.budgets." if w.env else f", or see {seen}."
             )
         case Cause.LOADING:
-            return f"Its workers load weights and sample then: {w.detail}"
+            return f"Its workers load weights and sample then: {w.detail}."
         case Cause.WAITING:
-            return f"Its workers wait: {w.detail}"
+            return f"Its workers wait: {w.detail}."
         case Cause.TROUBLE:
-            return f"Its workers are in trouble: {w.detail}"
+            return f"Its workers are in trouble: {w.detail}."
         case Cause.WRITERS:
             return f"It comes from writers that send no heartbeat; {w.detail}. If it lasts, look at them."
         case Cause.NO_WORKER:

@@ -37,12 +37,12 @@ def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -
     if any(map(_samples, alive)):
         return Cause.GENERATING, ""
     if alive:
-        loading, troubled = [*filter(_loads, alive)], [*filter(_troubles, alive)]
-        waiting = [w for w in alive if w.waiting is not None]
-        for cause, which in ((Cause.LOADING, loading), (Cause.TROUBLE, troubled), (Cause.WAITING, waiting)):
-            if which:
-                said = {w.name: _troubles(w)[0] if cause is Cause.TROUBLE else w.waiting for w in which}
-                return cause, " ".join(f"{name}: {words}" for name, words in [*said.items()][:SHOWN_WORKERS])
+        troubled = [replace(_troubles(w)[0], env=w.env, worker=w.name) for w in alive if _troubles(w)]
+        loading = [f"{w.name}: {w.waiting}" for w in alive if _loads(w)]
+        waiting = [f"{w.name}: {w.waiting}" for w in alive if w.waiting is not None]
+        for cause, words in ((Cause.LOADING, loading), (Cause.TROUBLE, troubled), (Cause.WAITING, waiting)):
+            if words:
+                return cause, " ".join(map(str, words[:SHOWN_WORKERS]))
         return Cause.WAITING, " ".join(f"{w.name} has no policy version yet." for w in alive[:SHOWN_WORKERS])
     silence = min((seconds for name, seconds in heard.items() if env in ("", name)), default=None)
     if silence is not None and silence <= SHOWN_SILENT_SECONDS:

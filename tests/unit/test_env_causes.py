@@ -40,9 +40,9 @@ def worker(name: str = "w", **fields: Any) -> Process:
         ([worker(waiting=LOADS, sampling=2)], {}, Cause.LOADING, "w: Loading policy version 7, for 80 s so far."),
         ([worker(waiting=LOADS), worker("x")], {}, Cause.GENERATING, ""),
         ([worker(waiting=LOADS), worker("x", waiting=TICKET)], {}, Cause.LOADING, f"w: {LOADS}"),
-        ([worker(problems=(STUCK,))], {}, Cause.TROUBLE, f"w: {STUCK}"),
+        ([worker(problems=(STUCK,))], {}, Cause.TROUBLE, "The worker w of a says: no server can sample."),
         ([worker(problems=(FAILS,))], {}, Cause.GENERATING, ""),
-        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, f"w: {FAILS}"),
+        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, "a fails: 3 groups given up by w: KeyError 3."),
     ],
 )
 def test_the_first_cause_that_is_true_is_said(
