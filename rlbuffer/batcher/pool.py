@@ -88,7 +88,8 @@ class EnvGroups:
         self.lost = ""
         """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
         self.repeated = 0
-        """Rollouts since then of groups that are gone. Fewer than a group has are stragglers of one that trained."""
+        """Rollouts since then that came again, or of groups that are gone. Fewer than a group has are stragglers of one
+        that trained."""
 
     def lane(self, adapter: str) -> Lane:
         """The adapter's groups."""
@@ -232,13 +233,16 @@ class Pool:
 
     def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
         """Puts a push in the place of one that is here. -> False when its group waits for nothing any more: then it
-        is a push like any other."""
+        is a push like any other, unless no rollout of it has joined."""
         group = self._groups.get(info.group_id)
-        if group is None or group.is_ready or old not in group.parts:
+        if group is None or old not in group.parts or (group.is_ready and old not in group.held):
             self.remove(old)
             return False
         del self._entries[old]
         self._entries[entry_id] = info.group_id
+        if group.is_ready:
+            group.hold(entry_id, info, group.held.pop(old), [reason for _, reason in group.parts.pop(old).left_out])
+            return True
         self._its(group.env).lift(group)
         for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
             self._queue(drop_part(key, part, why), {key: part})
@@ -469,10 +473,12 @@ class Pool:
         """Notes why something of an env was dropped, which is what people ask when none of it is ready."""
         if not drop.rollouts:
             return
-        env = self._its(drop.env)
+        env, group = self._its(drop.env), self._groups.get(drop.group_id)
         if drop.reason in (Reason.LATE, Reason.DUPLICATE):
-            env.repeated += drop.rollouts * (drop.group_id not in self._groups)
-            if env.repeated < planned_size:
+            if group is not None and group.is_ready:
+                return
+            env.repeated += drop.rollouts
+            if env.repeated + (0 if group is None else group.arrived) < planned_size:
                 return
         env.lost = f"{drop.reason}: {drop.detail}"
 

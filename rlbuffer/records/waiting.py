@@ -375,8 +375,10 @@ def _because(w: Waiting) -> str:
     env = w.env or "any env"
     seen = f"`rlbuffer inspect --where '{f'env:{w.env} ' if w.env else ''}state:dropped'`"
     if w.dropped:
-        is_repeated = w.dropped.startswith(("late", "duplicate"))
-        anew = " A group_id is used once: the next group takes a new one." if is_repeated else ""
+        if w.dropped.startswith("duplicate"):
+            advice = "A part of a group names its rollouts by a rollout_id that no other part has."
+            return f"What came last of it was dropped as {w.dropped}: see {seen}. {advice}"
+        anew = " A group_id is used once: the next group takes a new one." if w.dropped.startswith("late") else ""
         return f"Its last group was dropped as {w.dropped}: see {seen}.{anew}"
     match w.cause:
         case Cause.DONE:

@@ -252,3 +252,86 @@ def test_a_group_that_waits_for_a_scorer_leaves_out_what_failed() -> None:
     plan = made.next(1, world_size=1, now=0.0, rng=np.random.default_rng(0)).plan
     assert plan is not None
     assert plan.entries[0].dropped == (("failed", 1, 9),)
+
+
+def parts_of(order: str, **changes: Any) -> list[Group]:
+    """A group of which each rollout is a push of its own; "F" failed, "E" failed before its first token."""
+    whole = make_group(env="a", size=len(order), rewards=REWARDS[: len(order)], lengths=[9] * len(order), **changes)
+    whole = with_failures(whole, *(place for place, kind in enumerate(order) if kind != "v"))
+    rollouts = [truncated(r, r.prompt_tokens) if order[i] == "E" else r for i, r in enumerate(whole.rollouts)]
+    return [replace(whole, rollouts=(rollout,)) for rollout in rollouts]
+
+
+ORDERS = ["vF", "Fv", "vE", "Ev", "vvF", "Fvv", "vFv", "FFv", "FvE", "F", "FF", "FEF"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_each_failed_attempt_of_a_group_in_parts_is_counted_once_whatever_the_order(
+    order: str, takes_over: bool
+) -> None:
+    """A leader that takes over while some parts are there reads these again."""
+    parts = parts_of(order)
+    made = Batcher(BatcherConfig(row_tokens=256, step_groups=1))
+    for read in range(1 + takes_over):
+        made = Batcher(BatcherConfig(row_tokens=256, step_groups=1))
+        for n, part in enumerate(parts if read == takes_over else parts[:-1]):
+            made.add(part.info(), entry_id=f"{n}-0", now=0.0)
+    decision = made.next(1, world_size=1, now=0.0, rng=np.random.default_rng(0))
+    valid, failed = order.count("v"), len(order) - order.count("v")
+    if not valid:
+        assert decision.plan is None
+        assert [(drop.reason, drop.rollouts) for drop in decision.drops] == [("failed", 1)] * failed
+        return
+    assert decision.plan is not None
+    assert decision.drops == ()
+    assert len(decision.plan.rollouts) == valid
+    assert [(use.packed_rollouts, [(why, n) for why, n, _ in use.dropped]) for use in decision.plan.entries] == [
+        (1, []) if kind == "v" else (0, [("failed", 1)]) for kind in order
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", ["F", "E"])
+def test_a_scored_push_of_a_failed_attempt_is_counted_as_failed_also_when_its_group_is_ready(
+    first: int, kind: str
+) -> None:
+    """A scorer takes each part by itself, and may come back with that of the failed attempt last."""
+    made = Batcher(BatcherConfig(row_tokens=256, step_groups=1))
+    parts = parts_of("v" + kind)
+    for n, part in enumerate(parts):
+        made.add(replace(part, needs=("ref_logprobs",)).info(), entry_id=f"{n}-0", now=0.0)
+    for n in (first, 1 - first):
+        made.add(parts[n].info(), entry_id=f"{n}-1", now=0.0, replaces=f"{n}-0")
+    decision = made.next(1, world_size=1, now=0.0, rng=np.random.default_rng(0))
+    assert decision.plan is not None
+    assert decision.drops == ()
+    assert {use.entry_id: [why for why, _, _ in use.dropped] for use in decision.plan.entries} == {
+        "0-1": [],
+        "1-1": ["failed"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"), [("timeout", "small"), ("age", "stale"), ("seconds", "stale"), ("closed", "late")]
+)
+def test_a_failed_attempt_that_came_as_a_part_stays_failed_however_its_group_ends(ends: str, reason: str) -> None:
+    made = Batcher(
+        BatcherConfig(
+            row_tokens=256,
+            step_groups=2,
+            max_age_seconds=9.0 if ends == "seconds" else None,
+            min_group_size=2 if ends == "timeout" else 1,
+        )
+    )
+    for n, part in enumerate(parts_of("Fvv" if ends == "timeout" else "Fv")[:2]):
+        made.add(part.info(), entry_id=f"{n}-0", now=0.0)
+    if ends == "closed":
+        made.close([parts_of("Fv")[0].group_id])
+    if ends == "age":
+        made.set_published(9)
+    now, step = {"timeout": (1e6, 1), "seconds": (10.0, 1), "age": (0.0, 9)}.get(ends, (0.0, 1))
+    drops = made.next(step, world_size=1, now=now, rng=np.random.default_rng(0)).drops
+    assert sorted((drop.reason, drop.rollouts, drop.entry_ids) for drop in drops) == sorted(
+        [("failed", 1, ("0-0",)), (reason, 1, ("1-0",))]
+    )

@@ -84,3 +84,21 @@ def test_a_group_of_a_version_that_is_not_made_goes_at_once_also_while_it_forms(
     made.add(replace(group, planned_size=planned).info(), "g-0", 0.0)
     made.sweep_future(lambda adapter: 2)
     assert reasons(made) == [("g", "future")]
+
+
+@pytest.mark.parametrize(("planned", "again", "is_said"), [(2, 1, True), (4, 1, False), (4, 2, False), (4, 3, True)])
+def test_rollouts_that_came_again_are_said_once_their_group_would_be_whole_with_them(
+    planned: int, again: int, is_said: bool
+) -> None:
+    """As of parts that do not name their rollouts: each has the same name. One that a writer sends twice is no news."""
+    made = pool()
+    part = make_group(group_id="g", size=1, planned_size=planned).info()
+    for number in range(1 + again):
+        made.add(part, f"g-{number}", 0.0)
+    assert reasons(made) == [("g", "duplicate")] * again
+    assert made.env("a").lost == ("duplicate: rollout g/0 came before" if is_said else "")
+    add(made, "h")
+    assert made.env("a").lost == ""
+    add(made, "h", entry="h-1")
+    assert ("h", "late") in reasons(made) or ("h", "duplicate") in reasons(made)
+    assert made.env("a").lost == "", "h is ready, and waits for nothing"
