@@ -45,7 +45,7 @@ class Stage:
         self.home, self.engine = home, engine
         self.config = home.path / "said.toml"
         self.config.write_text(CONFIG.format(batcher=batcher, url=engine.url))
-        home.start("serve", "--config", self.config, log="serve")
+        self.serve = home.start("serve", "--config", self.config, log="serve")
         self.buffer = home.connect()
         self.reader = self.buffer.reader(timeout_seconds=60)
         self.reader.start()
@@ -127,6 +127,49 @@ def half_a_group(stage: Stage) -> None:
     stage.push("p0", rewards=(1.0,))
 
 
+def in_parts(stage: Stage, kinds: str, *, first: int = 0, last: int = 99, names: bool = True) -> None:
+    """Pushes the rollouts of a group, each by itself, or some of them; "F" has failed."""
+    for place, kind in [*enumerate(kinds)][first:last]:
+        fate: dict[str, Any] = {"reward": float(place)}
+        if kind == "F":
+            fate = {"reward": None, "failure": rlbuffer.Failure("timeout")}
+        rollout = rlbuffer.Rollout.from_completion(
+            prompt_ids=[1],
+            token_ids=[2, 3],
+            logprobs=[-1.0, -1.0],
+            policy_version=0,
+            rollout_id=f"p0/{place}" if names else "",
+            **fate,
+        )
+        group = rlbuffer.Group(group_id="p0", env="a", prompt_id="p0", rollouts=[rollout], planned_size=len(kinds))
+        stage.writer.push(group)
+
+
+def the_first_failed_in_parts(stage: Stage) -> None:
+    in_parts(stage, "Fv")
+
+
+def the_last_failed_in_parts(stage: Stage) -> None:
+    in_parts(stage, "vvF")
+
+
+def all_failed_in_parts(stage: Stage) -> None:
+    in_parts(stage, "FF")
+
+
+def one_failed_in_parts_over_a_takeover(stage: Stage) -> None:
+    in_parts(stage, "Fvv", last=1)
+    stage.home.wait_until(lambda: "1 forming" in said_now(stage), seconds=WAIT_SECONDS, why="a part that failed")
+    stage.serve.kill()
+    stage.serve.wait()
+    stage.serve = stage.home.start("serve", "--config", stage.config, log="serve")
+    in_parts(stage, "Fvv", first=1)
+
+
+def in_parts_that_name_no_rollout(stage: Stage) -> None:
+    in_parts(stage, "Fv", names=False)
+
+
 def without_a_scorer(stage: Stage) -> None:
     stage.push("p0", needs=("ref_logprobs",))
 
@@ -194,12 +237,17 @@ SITUATIONS: list[tuple[Callable[[Stage], None], str, str, str]] = [
     (too_old, "max_age = 1", "dropped as stale", "generate"),
     (flat, 'flat = "drop"', "dropped as flat", "generate"),
     (half_a_group, "", "1 forming", "generate"),
+    (the_first_failed_in_parts, "", "50% full", "1 forming"),
+    (the_last_failed_in_parts, "", "50% full", "1 forming"),
+    (one_failed_in_parts_over_a_takeover, "", "50% full", "1 forming"),
+    (all_failed_in_parts, "", "dropped as failed: timeout 1", "generate"),
+    (in_parts_that_name_no_rollout, "", "dropped as duplicate: rollout p0/0 came before", "generate"),
     (without_a_scorer, "", "What forms waits for a scorer to add ref_logprobs", "generate"),
     (paused, "", "is paused (a)", "generate"),
     (drained, "", "The run drains", "generate"),
     (generating, "", "while its workers generate", "load"),
     (loading, "", "Loading policy version 0, for ", "generate"),
-    (held_paused, "", "is paused and cannot be resumed", "generate"),
+    (held_paused, "", "in trouble: The worker vcopy of vcopy says: no server can sample", "generate"),
     (killed, "", "No worker of any env is at work (vcopy was heard 1", "generate"),
     (from_a_checkpoint, "lookahead = 1", "It goes on from a checkpoint: it is at step 0", "slower"),
     (behind, "lookahead = 1", "The trainer is the slower side", "checkpoint"),
@@ -225,11 +273,16 @@ def test_everybody_says_what_is_true(
             stage.reader.close()
 
 
+def said_now(stage: Stage) -> str:
+    """The leader's sentence."""
+    return str(read_run_state(stage.buffer.store).waiting)
+
+
 def sentence_of(stage: Stage, expected: str) -> str:
     """The leader's sentence, once it is the one that is expected; it must say so again a little later."""
     deadline, said = time.monotonic() + WAIT_SECONDS, ""
     while time.monotonic() < deadline:
-        said = str(read_run_state(stage.buffer.store).waiting)
+        said = said_now(stage)
         if expected in said:
             return said
         time.sleep(0.1)
