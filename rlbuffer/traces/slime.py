@@ -50,7 +50,8 @@ def _attempt(found: Sequence[Value]) -> Attempt:
             raise rollout.wrong(f"rollout {rollout.value} has the rewards {rewards}; segments of one share its reward")
     failure = Failure(status["status"].text(), "the sample is not finished") if status is not None else None
     reward, named = first.get("reward"), dict[str, float]()
-    if reward.value is not None and not isinstance(reward.value, int | float):
+    is_scalar = isinstance(reward.value, int | float)
+    if reward.value is not None and not is_scalar:
         named = {name: reward[name].number() for name in reward.mapping if _is_number(reward.mapping[name])}
     truncated = any(one.get("status").text() == "truncated" for one in found)
     prompt = first["group_index"].text() if first.get("group_index").value is not None else ""
@@ -59,13 +60,18 @@ def _attempt(found: Sequence[Value]) -> Attempt:
         group=prompt,
         prompt=prompt,
         sequences=as_far_as_read(failure, lambda: [_sequence(one) for one in found]),
-        reward=reward.number() if _is_number(reward.value) else None,
+        reward=_scalar(reward) if is_scalar else None,
         rewards=named,
         finish_reason="length" if truncated else "stop",
         is_truncated=truncated,
         failure=failure,
         metadata={"sample": first.get("index").value},
     )
+
+
+def _scalar(reward: Value) -> float:
+    """The reward that slime trains: a verdict of true or false is 1 or 0 there."""
+    return float(reward.value) if isinstance(reward.value, bool) else reward.number()
 
 
 def _is_number(value: Any) -> bool:

@@ -429,6 +429,11 @@ def test_a_trace_of_nothing_but_a_compaction_says_so() -> None:
     assert one.failure == ("empty", "nothing was sampled, or without token ids")
 
 
+def test_a_verdict_of_slime_is_a_reward_of_1_or_0() -> None:
+    group = read([slime(0, reward=True), slime(1, reward=False), slime(1, index=2, reward=0.5)]).groups[0]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.5]
+
+
 def test_samples_of_slime_without_a_rollout_id_are_segments_by_their_index() -> None:
     other = slime(1, index=4, reward=0.0)
     lines = [slime(0), slime(0, tokens=[*P, 5], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0]), other]
