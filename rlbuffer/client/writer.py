@@ -16,7 +16,7 @@ from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.records.rollout import lacks_logprobs
+from rlbuffer.records.rollout import without_logprobs
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.records import Asked
 from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
@@ -272,19 +272,24 @@ class Writer:
         return group if self._limit is None else truncated_group(group, self._limit)
 
     def _say_zeros(self, group: Group) -> None:
-        """Says once of an env that a rollout has no logprobs: zeros are right for greedy sampling, and wrong ratios
+        """Says once of an env that a sequence has no logprobs: zeros are right for greedy sampling, and wrong ratios
         elsewhere. One token that is certain is no sign: a group is looked at whole."""
-        bare = [r for r in group.rollouts if group.env not in self._zeros_said and lacks_logprobs(r)]
-        if sum(rollout.loss_tokens for rollout in bare) > 1:
+        if group.env in self._zeros_said:
+            return
+        bare = [(rollout, number) for rollout in group.rollouts for number in without_logprobs(rollout)]
+        if sum(int(rollout.sequences[number].loss_mask.sum()) for rollout, number in bare) > 1:
             self._zeros_said.add(group.env)
+            first, number = bare[0]
+            which = f"sequence {number} of " if first.further else ""
             _log.warning(
-                "group %s of env %s: every trained logprob of rollout %s is 0 (probability 1), as greedy sampling has "
-                "them, or an engine that was not asked for logprobs. The ratio of a loss, or the weight of a "
+                "group %s of env %s: every trained logprob of %srollout %s is 0 (probability 1), as greedy sampling "
+                "has them, or an engine that was not asked for logprobs. The ratio of a loss, or the weight of a "
                 "correction, is then the policy's own probability, which clips or shrinks most of the gradient. Push "
                 "the logprobs that the tokens were sampled with. Said once of an env by this writer",
                 group.group_id,
                 group.env,
-                bare[0].rollout_id,
+                which,
+                first.rollout_id,
             )
 
 

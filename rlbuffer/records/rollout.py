@@ -406,13 +406,15 @@ def _masked(sequence: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
     return replace(sequence, loss_mask=mask, version_spans=spans)
 
 
-def lacks_logprobs(rollout: Rollout) -> bool:
-    """True when tokens are trained, and the logprob of each is exactly 0: nothing was sampled with such a certainty,
-    except greedily."""
-    return (
-        not rollout.failure
-        and rollout.loss_tokens > 0
-        and not any(sequence.logprobs[sequence.loss_mask].any() for sequence in rollout.sequences)
+def without_logprobs(rollout: Rollout) -> tuple[int, ...]:
+    """Sequences of a rollout that train tokens, and the logprob of each is exactly 0: nothing was sampled with such a
+    certainty, except greedily. Each may come from an engine of its own."""
+    if rollout.failure:
+        return ()
+    return tuple(
+        number
+        for number, sequence in enumerate(rollout.sequences)
+        if sequence.loss_mask.any() and not sequence.logprobs[sequence.loss_mask].any()
     )
 
 

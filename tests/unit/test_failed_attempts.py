@@ -19,7 +19,7 @@ from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.failure import MAX_MESSAGE, Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.rollout import Rollout, TokenSequence, lacks_logprobs
+from rlbuffer.records.rollout import Rollout, TokenSequence, without_logprobs
 from rlbuffer.records.step_plan import Decision
 from rlbuffer.records.truncation import truncated
 from rlbuffer.testing import make_group
@@ -96,7 +96,7 @@ def test_a_failed_attempt_stays_one_when_it_is_cut_and_is_not_asked_for_logprobs
     rollout = with_failures(make_group(lengths=[9]), 0).rollouts[0]
     assert truncated(rollout, 4).failure == TIMEOUT
     bare = replace(rollout, logprobs=np.zeros(9, np.float32))
-    assert (lacks_logprobs(bare), lacks_logprobs(replace(bare, failure=None))) == (False, True)
+    assert (without_logprobs(bare), without_logprobs(replace(bare, failure=None))) == ((), (0,))
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -269,6 +269,25 @@ def test_zeros_are_those_of_the_trained_tokens_of_a_group(
     assert ["every trained logprob of rollout a/0 is 0" in message for message in caplog.messages] == [True] * is_said
 
 
+@pytest.mark.parametrize(("logprobs", "which"), [((0.0, -1.0), 0), ((-1.0, 0.0), 1), ((-1.0, -1.0), None)])
+def test_zeros_are_those_of_each_sequence(
+    logprobs: tuple[float, ...], which: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent and its helper may have engines of their own."""
+    turns = [
+        [{"role": "user", "tokens": [1]}, {"role": "assistant", "tokens": [2, 3 + n], "logprobs": [logprob] * 2}]
+        for n, logprob in enumerate(logprobs)
+    ]
+    sequences = [rlbuffer.TokenSequence.from_turns(one, policy_version=0) for one in turns]
+    rollout = replace(rlbuffer.Rollout.from_sequences(sequences, reward=1.0), rollout_id="a/0")
+    with rlbuffer.connect("memory://") as buffer:
+        buffer.writer("w").push(
+            rlbuffer.Group(group_id="a", env="a", prompt_id="p", planned_size=1, rollouts=(rollout,))
+        )
+    said = [f"every trained logprob of sequence {which} of rollout a/0 is 0" in message for message in caplog.messages]
+    assert said == [True] * (which is not None)
+
+
 def test_zeros_are_said_once_of_each_env(caplog: pytest.LogCaptureFixture) -> None:
     with rlbuffer.connect("memory://") as buffer:
         writer = buffer.writer("w")
