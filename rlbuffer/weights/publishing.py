@@ -17,7 +17,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.companions import companions
 from rlbuffer.weights.files import publish
-from rlbuffer.weights.model import config_of
+from rlbuffer.weights.model import class_of, config_of
 from rlbuffer.weights.places import announced, kept_versions
 from rlbuffer.weights.state import is_sharded, model_state
 
@@ -132,6 +132,11 @@ def unwrapped(model: object) -> PreTrainedModel:
             inside = inside._orig_mod
         else:
             break
+    if isinstance(inside, PreTrainedModel) and not inside.can_generate():
+        raise WeightsError(
+            f"a {class_of(inside).__name__} cannot be published: nothing can be sampled from it, since it has no head "
+            "for the next token, as an AutoModelForCausalLM has it"
+        )
     if isinstance(inside, PreTrainedModel) and not getattr(inside, "_hf_peft_config_loaded", False):
         return inside
     raise WeightsError(

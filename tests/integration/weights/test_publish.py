@@ -14,7 +14,7 @@ from model_families import GEMMA3_SEES, HYBRIDS, LLAMA, QWEN3, QWEN3_MOE, made
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
@@ -140,6 +140,10 @@ def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> 
     with pytest.raises(WeightsError) as other:
         buffer.policy().publish(torch.nn.Linear(2, 2), 0)
     assert "Linear" in str(other.value)
+    classifier = AutoModelForSequenceClassification.from_config(model().config)
+    for headless in (classifier, model().model):
+        with pytest.raises(WeightsError, match="cannot be published: nothing can be sampled from it"):
+            buffer.policy().publish(headless, 0)
     assert buffer.store.trainer().number == 0
 
 
