@@ -115,7 +115,9 @@ class JsonLines:
         self._text.prompt(self._lines[0].prompt)  # a template that cannot be used is refused at once
         self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle, passes=passes)
         self.tickets = self._order.tickets
-        self.identity = {"env": "jsonl", "digest of its file": self.digest, "fields": names, **self._order.identity}
+        content = "\n".join(json.dumps([line.prompt_id, line.prompt], sort_keys=True) for line in self._lines)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]  # not the file's: answers and layout move no prompt
+        self.identity = {"env": "jsonl", "digest of its prompts": digest, **self._order.identity}
 
     def prompt(self, number: int) -> Prompt:
         epoch, index = self._order.place(number)

@@ -80,26 +80,47 @@ def moved(folder: Path) -> Env:
     return jsonl(folder / "b.jsonl")
 
 
+def answered(given: list[str]) -> list[str]:
+    """The lines with another answer and a note each, and their fields in another order."""
+    return [json.dumps({"note": "checked", "answer": "4", **json.loads(line)} | {"answer": "4"}) for line in given]
+
+
+def renamed(given: list[str]) -> list[str]:
+    """The lines with their prompts under another name."""
+    return [line.replace('"question"', '"other"').replace('"prompt"', '"question"') for line in given]
+
+
 def same(given: list[str]) -> list[str]:
     return given
 
 
+DIGEST = "digest of its prompts"
 REWARDS = {"exact": {"kind": "exact", "weight": 3.0}}
 KINDS: Mapping[str, tuple[Callable[[Path], Env], list[str]]] = {
-    "other prompts, as many": (rewritten(lambda _: lines(48, first=100)), ["digest of its file"]),
-    "other prompts, more": (rewritten(lambda _: lines(60, first=100)), ["digest of its file", "prompts 48 -> 60"]),
-    "lines behind": (rewritten(lambda given: given + lines(2, first=48)), ["digest of its file", "prompts 48 -> 50"]),
-    "lines before": (rewritten(lambda given: lines(2, first=48) + given), ["digest of its file", "prompts 48 -> 50"]),
-    "lines gone": (rewritten(lambda given: given[1:]), ["digest of its file", "prompts 48 -> 47"]),
-    "one line another": (rewritten(lambda given: [*given[:-1], *lines(1, first=77)]), ["digest of its file"]),
-    "in another order": (rewritten(lambda given: given[::-1]), ["digest of its file"]),
-    "another field": (rewritten(same, fields={"prompt": "question"}), ["fields", "question"]),
+    "other prompts, as many": (rewritten(lambda _: lines(48, first=100)), [DIGEST]),
+    "other prompts, more": (rewritten(lambda _: lines(60, first=100)), [DIGEST, "prompts 48 -> 60"]),
+    "lines behind": (
+        rewritten(lambda given: given + lines(2, first=48)),
+        [DIGEST, "prompts 48 -> 50"],
+    ),
+    "lines before": (
+        rewritten(lambda given: lines(2, first=48) + given),
+        [DIGEST, "prompts 48 -> 50"],
+    ),
+    "lines gone": (rewritten(lambda given: given[1:]), [DIGEST, "prompts 48 -> 47"]),
+    "one line another": (rewritten(lambda given: [*given[:-1], *lines(1, first=77)]), [DIGEST]),
+    "in another order": (rewritten(lambda given: given[::-1]), [DIGEST]),
+    "another field": (rewritten(same, fields={"prompt": "question"}), [DIGEST]),
     "another seed": (rewritten(same, seed=1), ["seed 0 -> 1"]),
     "no shuffling": (rewritten(same, shuffle=False), ["shuffle True -> False", "seed 0 -> none"]),
     "another kind of env": (lambda _: make_env("vcopy", name="math"), ["env 'jsonl' -> 'vcopy'"]),
     "an env of one's own": (lambda _: Own(), ["env 'jsonl' -> 'of your own'"]),
     "nothing": (rewritten(same), []),
     "the file has another name": (moved, []),
+    "answers were corrected": (rewritten(answered), []),
+    "a field was renamed": (rewritten(renamed, fields={"prompt": "question"}), []),
+    "one list, on many lines": (rewritten(lambda given: [json.dumps([*map(json.loads, given)], indent=1)]), []),
+    "blank lines, Windows' ends": (rewritten(lambda given: [f"{line}\r\n" for line in given]), []),
     "more passes": (rewritten(same, passes=3), []),
     "other rewards": (rewritten(same, rewards=REWARDS), []),
     "longer answers": (rewritten(same, max_new_tokens=9), []),
