@@ -47,6 +47,8 @@ SLACK_SECONDS = 10.0
 """Seconds that an evaluation may take beyond what its rollouts may."""
 TIMED_OUT, TOO_LONG = "timed_out", "too_long"
 """Limits that a rollout ran into: it is wrong, and counted under this name."""
+ROUNDING = 1e-6
+"""What a reward of 1 may lack: weights such as 0.7, 0.2 and 0.1 do not add up to it exactly."""
 EVALUATION_POLL_SECONDS = 0.5
 """Seconds between two looks whether a version is due; one that is loaded is looked at then."""
 _log = logging.getLogger(__name__)
@@ -218,7 +220,8 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
 
     Each prompt weighs alike, by the mean of its rollouts: their mean over prompts is mean@k. The standard error is that
     of the prompts' means, since rollouts of one prompt are not independent. A rollout that ran into a limit has reward
-    0 and no success.
+    0 and no success. An env may judge its prompts by different names (mathematics by one, code by another): what stands
+    under a name is over the prompts that are judged by it.
 
     Returns:
         ``reward/mean``, ``reward/error`` (standard error; not for a single prompt), ``reward/<name>`` and
@@ -240,21 +243,23 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
     if {v for r in ended for v in (r.min_policy_version, r.max_policy_version)} - {version}:
         raise GroupFailed("another version sampled some of it")
 
-    def means(value: Callable[[Rollout], float]) -> list[float]:
+    def means(value: Callable[[Rollout], float], prompts: Sequence[Sequence[Rollout | str]]) -> list[float]:
         """The mean of each prompt."""
-        return [fmean(value(r) if isinstance(r, Rollout) else 0.0 for r in of_prompt) for of_prompt in counted]
+        return [fmean(value(r) if isinstance(r, Rollout) else 0.0 for r in of_prompt) for of_prompt in prompts]
 
-    rewards = means(lambda r: r.reward or 0.0)
+    rewards = means(lambda r: r.reward or 0.0, counted)
     out: dict[str, Any] = {"reward/mean": fmean(rewards)}
     if len(rewards) > 1:
         out["reward/error"] = stdev(rewards) / math.sqrt(len(rewards))
     for name in sorted({name for r in ended for name in r.rewards}):
-        out[f"reward/{name}"] = fmean(means(partial(_reward, name)))
+        out[f"reward/{name}"] = fmean(means(partial(_reward, name), _concerned(counted, name, lambda r: r.rewards)))
     verdicts = sorted({name for r in ended for name in r.successes})
-    for name in verdicts:
-        out[f"success/{name}"] = fmean(means(partial(_is_right, name)))
     for name in verdicts or [""]:
-        right = [(len(rs), sum(isinstance(r, Rollout) and _is_right(name, r) for r in rs)) for rs in counted]
+        prompts: Sequence[Sequence[Rollout | str]] = counted
+        if name:
+            prompts = _concerned(counted, name, lambda r: r.successes)
+            out[f"success/{name}"] = fmean(means(partial(_is_right, name), prompts))
+        right = [(len(rs), sum(isinstance(r, Rollout) and _is_right(name, r) for r in rs)) for rs in prompts]
         for k in sorted({samples, *(2**i for i in range(samples.bit_length()))}):
             if passes := [pass_at(k, n, of_them) for n, of_them in right if n >= k]:
                 out[f"pass@{k}/{name or 'reward'}"] = fmean(passes)
@@ -266,13 +271,25 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
     return out | {limit: limits[limit] for limit in (TIMED_OUT, TOO_LONG)}
 
 
+def _concerned(
+    counted: Sequence[Sequence[Rollout | str]], name: str, named: Callable[[Rollout], Mapping[str, Any]]
+) -> list[Sequence[Rollout | str]]:
+    """The prompts whose rollouts are judged under `name`, and those of which none ended, so that nobody knows."""
+
+    def is_one(of_prompt: Sequence[Rollout | str]) -> bool:
+        ended = [r for r in of_prompt if isinstance(r, Rollout)]
+        return not ended or any(name in named(r) for r in ended)
+
+    return [of_prompt for of_prompt in counted if is_one(of_prompt)]
+
+
 def _reward(name: str, rollout: Rollout) -> float:
     return rollout.rewards.get(name, 0.0)
 
 
 def _is_right(name: str, rollout: Rollout) -> bool:
     """The verdict of that name; "": by the reward."""
-    return rollout.successes.get(name, False) if name else (rollout.reward or 0.0) >= 1
+    return rollout.successes.get(name, False) if name else (rollout.reward or 0.0) >= 1 - ROUNDING
 
 
 def pass_at(k: int, n: int, right: int) -> float:

@@ -349,6 +349,31 @@ def test_without_a_named_success_a_reward_of_1_or_more_is_one() -> None:
     assert not [name for name in found if name.startswith("success/")]
 
 
+@pytest.mark.parametrize("parts", [(0.7, 0.2, 0.1), (0.1,) * 10, (0.35, 0.35, 0.2, 0.1), (1.0,)])
+def test_a_reward_of_weighted_parts_that_are_all_right_is_a_success(parts: tuple[float, ...]) -> None:
+    """The first two sums are 0.9999999999999999."""
+    total = 0.0
+    for part in parts:
+        total += part
+    found = summary([[rollout(total), rollout(total - 0.01)]], samples=2, version=4)
+    assert (found["pass@1/reward"], found["pass@2/reward"]) == (0.5, 1.0)
+
+
+def test_a_prompt_counts_under_the_names_that_it_is_judged_by() -> None:
+    """Two prompts of mathematics (2 of 2, 1 of 2), one of code (0 of 2), and one that nobody knows: no answer ended."""
+
+    def judged(name: str, *right: int) -> list[Rollout]:
+        return [rollout(float(r), rewards={name: float(r)}, successes={name: bool(r)}) for r in right]
+
+    results = [judged("maths", 1, 1), judged("maths", 1, 0), judged("code", 0, 0), [TIMED_OUT, TIMED_OUT]]
+    found = summary(results, samples=2, version=4)
+    for what in ("reward", "success", "pass@1"):
+        assert found[f"{what}/maths"] == pytest.approx((1 + 1 / 2 + 0) / 3)
+        assert found[f"{what}/code"] == 0
+    assert (found["pass@2/maths"], found["pass@2/code"]) == (pytest.approx(2 / 3), 0)
+    assert (found["reward/mean"], found["prompts"]) == (pytest.approx(3 / 8), 4)
+
+
 def test_a_limit_is_wrong_in_every_mean_and_a_failure_is_in_none() -> None:
     """Three of the first prompt's four count (1, 0, 0), two of the second's (1, 0), none of the third's."""
     away = GroupFailed("away")
