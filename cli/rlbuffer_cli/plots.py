@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import NotFound, RlbufferError
+from rlbuffer.process.files import whole_file
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.step_record import scalars
 from rlbuffer.state.text import did_you_mean, printable
@@ -260,6 +261,7 @@ def write_chart(curves: Sequence[Curve], title: str, file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(lines, [curve.legend for curve in curves], frameon=False)
         try:
-            figure.savefig(file)
+            with whole_file(file) as out:
+                figure.savefig(out, format=file.suffix[1:])
         except OSError as error:
             raise RlbufferError(f"cannot write {file}: {error.strerror or error}") from None

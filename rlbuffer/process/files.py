@@ -3,6 +3,7 @@ of what it is."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pwd
@@ -46,8 +47,11 @@ def whole_file(path: Path, *, is_private: bool = False, is_flushed: bool = False
         is_flushed: it is on the disk before it has its name, and its name after the power went, too.
 
     Raises:
-        OSError: it cannot be written. Then, as after any other error of the block, `path` is as it was.
+        OSError: it cannot be written, or `path` is a pipe or a device, whose reader would wait for ever once it were
+            replaced. Then, as after any other error of the block, `path` is as it was.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a folder is refused by the system, in its own words
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
     name = os.fsdecode(os.fsencode(path.name)[:200])  # a name has 255 bytes at most
     part = path.with_name(f".{name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

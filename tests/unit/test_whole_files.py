@@ -81,3 +81,18 @@ def test_a_link_of_that_name_is_replaced(tmp_path: Path) -> None:
 def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path, name: str) -> None:
     write_whole(tmp_path / name, "new")
     assert (tmp_path / name).read_text() == "new"
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_pipe_is_refused_and_stays(tmp_path: Path, is_linked: bool) -> None:
+    """Whoever reads from it would wait for ever once a file had its name."""
+    path = tmp_path / "x"
+    os.mkfifo(tmp_path / "pipe" if is_linked else path)
+    if is_linked:
+        path.symlink_to(tmp_path / "pipe")
+    before = sorted(each.name for each in tmp_path.iterdir())
+    with pytest.raises(OSError, match="pipe or a device") as refused:
+        write_whole(path, "new")
+    assert refused.value.filename == str(path)
+    assert path.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == before

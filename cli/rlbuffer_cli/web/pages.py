@@ -25,6 +25,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.process.files import write_whole
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.facts import headline, life, member_of, rows_of, sections, shared_values, verdict, worded
@@ -141,8 +142,9 @@ def sources_of(buffer: Buffer) -> Sources:
 
 
 def write_page(details: Iterable[GroupDetail], file: str, *, title: str, buffer: Buffer | None = None) -> None:
-    """Writes groups as one page to `file`, ``-`` for stdout, a group at a time. `buffer`: the run, where its server is
-    known.
+    """Writes groups as one page to `file`, ``-`` for stdout, a group at a time. A file is there whole or not at all.
+
+    `buffer`: the run, where its server is known.
 
     Raises:
         OSError: the file cannot be written.
@@ -154,8 +156,7 @@ def write_page(details: Iterable[GroupDetail], file: str, *, title: str, buffer:
     if file == STDOUT:
         sys.stdout.writelines(pieces)
         return
-    with Path(file).expanduser().open("w", encoding="utf-8") as out:
-        out.writelines(pieces)
+    write_whole(Path(file).expanduser(), pieces)
 
 
 def one_of(detail: GroupDetail, identifier: str) -> GroupDetail:

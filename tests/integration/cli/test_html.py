@@ -186,6 +186,29 @@ def test_a_file_is_written_and_one_that_cannot_be_is_an_error(
     assert f"Error: --html {tmp_path}/no/a.html: No such file or directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("inspect", "talk.7", "--html"), ("export", "-o")])
+def test_a_page_takes_the_place_of_a_planted_link(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    push(run, talk("2+2=\n4!"))
+    precious, page = tmp_path / "precious", tmp_path / "a.html"
+    precious.write_text("precious")
+    page.symlink_to(precious)
+    assert main([*command, str(page), "--redis", run.url, "--run", run.store.run]) == 0
+    assert (precious.read_text(), page.is_symlink()) == ("precious", False)
+    check_harmless(page.read_text(encoding="utf-8"))
+
+
+def test_a_page_is_there_whole_or_not_at_all(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A group that cannot be shown comes after others that can."""
+    push(run, talk("2+2=\n4!"))
+    monkeypatch.setattr("rlbuffer_cli.web.pages.shown_group", lambda *words, **named: 1 / 0)
+    (tmp_path / "a.html").write_text("the page of yesterday")
+    assert main(["export", "-o", str(tmp_path / "a.html"), "--redis", run.url, "--run", run.store.run]) == 1
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("a.html", "the page of yesterday")]
+    assert "division by zero" in capsys.readouterr().err
+
+
 def test_e_writes_what_is_on_the_screen_into_the_current_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

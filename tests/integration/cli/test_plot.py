@@ -93,6 +93,18 @@ def test_fill_and_drops_come_from_the_server(call: Call, redis_url: str, tmp_pat
     assert [step for _, step, _ in reward] == [1, 2]  # no metrics file is here
 
 
+@pytest.mark.parametrize("name", ["x.svg", "x.png"])
+def test_a_figure_takes_the_place_of_a_planted_link(call: Call, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    write("math", record(1), record(2))
+    precious, figure = Path("precious"), Path(name)
+    precious.write_text("precious")
+    figure.symlink_to(precious)
+    assert call("reward", "math", "-o", name) == (0, "", f"wrote {name}\n")
+    assert (precious.read_text(), figure.is_symlink()) == ("precious", False)
+    assert figure.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+
+
 def test_a_picture_is_whole_by_itself_and_its_texts_are_harmless(call: Call) -> None:
     hostile = "_<script>alert(1)</script>\x1b[2J $x^{$"
     write("math", *(record(n, parts={hostile: n, "other": 1 - n}) for n in range(1, 5)))
