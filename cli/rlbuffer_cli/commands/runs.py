@@ -184,7 +184,9 @@ def void(number: int, yes: bool, force: bool, given: options.Given) -> int:
     Example:
       rlbuffer runs void 120 --run math --yes
     """
-    return _take_back(given, number - 1, lambda store: store.void_from(number, force=force), with_pool=False, yes=yes)
+    return _take_back(
+        given, number - 1, lambda store: store.void_from(number, force=force), with_pool=False, yes=yes, force=force
+    )
 
 
 @command.command("rewind")
@@ -204,7 +206,9 @@ def rewind(number: int, yes: bool, force: bool, given: options.Given) -> int:
     Example:
       rlbuffer runs rewind 100 --run math --yes
     """
-    return _take_back(given, number, lambda store: store.rewind(number, force=force), with_pool=True, yes=yes)
+    return _take_back(
+        given, number, lambda store: store.rewind(number, force=force), with_pool=True, yes=yes, force=force
+    )
 
 
 def _take_back(
@@ -214,12 +218,13 @@ def _take_back(
     *,
     with_pool: bool,
     yes: bool,
+    force: bool,
 ) -> int:
     from rlbuffer.store.operator import OperatorStore
 
     with open_run(given) as buffer:
         store = buffer.role(OperatorStore)
-        lost = "" if yes else _lost(store, buffer.settings, step, with_pool=with_pool)
+        lost = "" if yes else _lost(store, buffer.settings, step, with_pool=with_pool, force=force)
         if lost and not options.is_wanted(lost, yes=yes):
             return 1
         outcome, hint = ask(store), resume_hint(buffer.settings, step)
@@ -228,10 +233,11 @@ def _take_back(
     return 0
 
 
-def _lost(store: OperatorStore, settings: RunSettings, step: int, *, with_pool: bool) -> str:
+def _lost(store: OperatorStore, settings: RunSettings, step: int, *, with_pool: bool, force: bool) -> str:
     """What goes when the run is taken back to `step`; "" for nothing, or where that will be refused."""
-    last, groups = store.meta().step, store.leaving(step, with_pool=with_pool)
-    if step > last or (step == last and not groups):
+    meta, groups = store.meta(), store.leaving(step, with_pool=with_pool)
+    last = meta.step
+    if step > last or (step == last and not groups) or (step < meta.retired and not force):
         return ""
     rollouts = sum(rollouts for _, _, rollouts, *_ in groups)
     checkpoints = len(later_checkpoints(settings, step))
@@ -269,14 +275,14 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
         except RunDamaged:
             step = "without its meta"
         content = f"{step}, {plural(buffer.ledger().total().pending[0], 'pending rollout')}"
-        if not options.is_wanted(f'removes run "{name}" ({content}) for good', yes=yes):
-            return 1
         processes = [] if force else at_work(buffer)
         if processes:
             raise RlbufferError(
                 f"processes of run {name!r} are at work, or were a few seconds ago: {', '.join(processes)}. Stop them "
                 "first: what is still there begins the run anew. --force removes it all the same"
             )
+        if not options.is_wanted(f'removes run "{name}" ({content}) for good', yes=yes):
+            return 1
         keys = buffer.role(OperatorStore).delete_run()
     say(f'run "{name}" ({content}) is gone: {plural(keys, "key")} removed')
     return 0

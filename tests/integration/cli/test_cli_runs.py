@@ -147,6 +147,20 @@ def test_what_nobody_can_undo_is_asked_first_with_what_will_be_lost(
     assert (made.control_keys() == before) == (answer != "y")
 
 
+@pytest.mark.parametrize("arguments", [("runs", "void", "2"), ("runs", "rewind", "1"), ("runs", "reset", "RUN")])
+def test_what_will_be_refused_is_not_asked(
+    made: Run, call: Call, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """A person says yes to what will be done: steps up to 2 are retired, and a batcher is at work."""
+    made.client.hset(made.store.keys.meta, "retired", 2)
+    before, typed_in = made.control_keys(), io.StringIO("y\n")
+    monkeypatch.setattr(typed_in, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed_in)
+    code, out, err = call(*[argument.replace("RUN", made.store.run) for argument in arguments], "--run", made.store.run)
+    assert (code, "do it?" in out, made.control_keys() == before) == (1, False, True)
+    assert ("are at work" if "reset" in arguments else "steps up to 2 of run") in err
+
+
 def test_nothing_is_asked_where_nothing_would_be_lost(made: Run, call: Call) -> None:
     assert call("runs", "rewind", "3", "--run", made.store.run, "--yes")[0] == 0
     assert call("runs", "rewind", "3", "--run", made.store.run)[0] == 0
