@@ -59,8 +59,8 @@ def step_of(line: bytes) -> dict[str, Any] | None:
     """What a line of the metrics says of a trained step; None where it is none."""
     try:
         values = json.loads(line)
-    except ValueError:
-        return None  # a line that a killed trainer left half-written
+    except (ValueError, RecursionError):
+        return None  # a line that a killed trainer left half-written, or a damaged one
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 

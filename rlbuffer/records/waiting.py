@@ -236,14 +236,15 @@ def _sentence(w: Waiting) -> str:
         case Wait.UNHEARD:
             return "The batcher has not heard of this trainer. Compare its --redis and --run with those of `serve`."
         case Wait.TRAINER_GONE:
-            since = (
-                f"has said nothing for over {_long(w.seconds)}"
-                if w.seconds
-                else "has not come since the run was restored or taken back"
-            )
+            if w.seconds:
+                since = f"has said nothing for over {_long(w.seconds)}"
+                goes_on = "it resumes from its last checkpoint and reads the same steps."
+            else:
+                since = "has not come since the run was restored or taken back"
+                goes_on = "it resumes from its last checkpoint. Move those of steps that were taken back away first."
             return (
                 f"Step {w.step} is committed, but the trainer {since}; it was at step {w.trained}. Start `rlbuffer "
-                "train` again: it resumes from its last checkpoint and reads the same steps."
+                f"train` again: {goes_on}"
             )
         case Wait.TRAINER_BUSY:
             return (

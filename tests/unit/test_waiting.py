@@ -35,6 +35,14 @@ def test_a_wait_of_each_kind_travels_as_a_map_and_has_a_sentence(kind: Wait) -> 
         assert str(waiting)
 
 
+def test_a_trainer_that_was_taken_back_is_told_what_its_checkpoints_need() -> None:
+    """After a take-back it would be refused with its last checkpoint; one that only went is not."""
+    taken_back, silent = (Waiting(kind=Wait.TRAINER_GONE, step=15, trained=15, seconds=s) for s in (0.0, 20.0))
+    assert "Move those of steps that were taken back away first." in str(taken_back)
+    assert "reads the same steps" not in str(taken_back)
+    assert str(silent).endswith("it resumes from its last checkpoint and reads the same steps.")
+
+
 @pytest.mark.parametrize("kind", Trouble)
 def test_a_problem_of_each_kind_travels_as_a_map_and_has_a_sentence(kind: Trouble) -> None:
     for problem in (Problem(kind=kind), Problem(kind=kind, env="a", worker="w", step=7, count=2, detail="why")):

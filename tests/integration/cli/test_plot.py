@@ -49,6 +49,15 @@ def test_a_number_of_the_metrics_is_drawn_and_a_table_has_a_line_for_each_entry(
     assert [name for name, _, _ in points(call("rewards.a", "math", "--json")[1])] == ["rewards.a"] * 3
 
 
+@pytest.mark.parametrize(
+    "damage", [b"\x00" * 1000, b"\xff\xfe{" * 1000, b"[" * 200_000, b"1" * 5000, b'{"step": 3, "rew']
+)
+def test_a_damaged_line_of_the_metrics_is_passed_over(call: Call, damage: bytes) -> None:
+    file = write("math", record(1), record(2))
+    file.write_bytes(file.read_bytes() + damage + b"\n" + json.dumps(record(4)).encode())
+    assert [step for _, step, _ in points(call("reward", "math", "--json")[1])] == [1, 2, 4]
+
+
 def test_runs_and_files_are_laid_over_each_other(call: Call) -> None:
     write("one", record(1), record(2))
     file = write("two", record(1, reward=2.0))
