@@ -180,7 +180,8 @@ class Session:
         if not there:
             return RunGone(f"run {self.run!r} is not on the server any more ({self.keys.meta})")
         return EpochChanged(
-            f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound",
+            f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: "
+            "it was reset, rewound or recovered",
             epoch=int(there),
             since=int(text(reply[2]) or there),
         )

@@ -110,7 +110,8 @@ class TrainerStore(Member):
             raise self._superseded(number, there)
         if status == "EPOCH":
             raise EpochChanged(
-                f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was reset or rewound",
+                f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was "
+                "reset, rewound or recovered",
                 epoch=int(there or 0),
                 since=int(reply[2] or 0),
             )

@@ -105,7 +105,7 @@ def test_an_env_that_never_took_a_ticket_is_done_when_its_producer_says_so(run: 
 
 
 def test_a_producer_of_another_epoch_says_nothing(run: Run) -> None:
-    with pytest.raises(EpochChanged, match="it was reset or rewound"):
+    with pytest.raises(EpochChanged, match="it was reset, rewound or recovered"):
         run.store.say_done("a", epoch=run.meta.epoch - 1)
     assert run.store.sources().done == frozenset()
     run.store.delete_run()

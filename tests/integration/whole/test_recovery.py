@@ -326,7 +326,7 @@ def test_writers_and_trainers_of_before_a_rewind_are_told(run: Run) -> None:
     writer.push(make_group(env="a", size=2, group_id="a.0"))
     number = run.train(0)
     run.store.rewind(0, force=True)
-    with pytest.raises(rlbuffer.errors.RunGone, match="it was reset or rewound"):
+    with pytest.raises(rlbuffer.errors.RunGone, match="it was reset, rewound or recovered"):
         writer.push(make_group(env="a", size=2, group_id="a.1"))
     with pytest.raises(rlbuffer.errors.AttemptFenced):
         run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
