@@ -34,6 +34,7 @@ SELDOM = {
     "server_errors_total": "the server answers",
     "train_mfu_ratio": "the peak of a CPU is not known",
     "train_reward_part_mean": "these envs name no parts of a reward",
+    "train_correction_weight_mean": "the loss has no correction",
     "problem": "nothing is to be cured",
     "waiting": "the batcher works",
     "processes_waiting": "nobody waits",
