@@ -22,13 +22,13 @@ from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer_cli import look
+from rlbuffer_cli.dashboard import Dashboard
 from rlbuffer_cli.options import redis_origin, writing
 from rlbuffer_cli.options import say as say_wrapped
-from rlbuffer_cli.plots import METRICS_FILE, chart, curves_of, step_of
+from rlbuffer_cli.plots import METRICS_FILE, step_of
 from rlbuffer_cli.run_tables import READ_RECORDS
 from rlbuffer_cli.session import connected, say_ended
 from rlbuffer_cli.starting import clear
-from rlbuffer_cli.view import bad, run_view, trainer_view
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 TAIL_SECONDS, ASK_SECONDS = 0.2, 1.0
 """Between two looks at the metrics, at the server."""
 CLOSE_SECONDS = 2.0
-KEPT_LINES = 6
-CURVE_LINES = 9
-LEAST_CURVE_HEIGHT = 40
-"""Lines of a terminal from which a curve has room."""
+KEPT_LINES = 4
+"""Of the log, at the foot of the view."""
+KEPT_FALLS, FALLEN_SECONDS = 3, 60.0
+"""Processes that ended and should not have: how many of the last are shown, and for how long."""
 
 
 class MetricsTail:
@@ -100,6 +100,7 @@ class Watch:
         """The reason why the last look failed."""
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         """What the processes said last."""
+        self._fallen: deque[tuple[float, str]] = deque(maxlen=KEPT_FALLS)
         self.may_ask = threading.Event()
         if asks:
             self.may_ask.set()
@@ -160,23 +161,24 @@ class Watch:
                 self.trouble = str(error).splitlines()[0]
                 is_last = self._done.wait(ASK_SECONDS)
 
+    def fell(self, name: str, how: str) -> None:
+        """A process ended that should not have; the view shows it for a while."""
+        self._fallen.append((time.monotonic(), f"{name} {how}"))
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.title:
-            yield Text(f"{self.title}   {duration(self.seconds)}", "accent")
-        if self.trouble:
-            yield bad(self.trouble)
-        if self.records:
-            yield trainer_view(self.records, self.settings.trainer.steps, self.seconds, is_alone=self.state is None)
-            rewards = [{"step": r.step, "reward": r.reward} for r in self.records if r.reward is not None]
-            if rewards and console.height >= LEAST_CURVE_HEIGHT:
-                drawn = chart(curves_of(rewards, "reward"), width=options.max_width, height=CURVE_LINES)
-                yield Text("\n".join(drawn), "accent")
-            yield Text()
-        elif self.state is None:
-            yield Text(self.opening)
-        if self.state is not None:
-            yield run_view(self.state, self.records)
-        yield from (Text(printable(line), "faint", no_wrap=True, overflow="ellipsis") for line in self.lines)
+        now = time.monotonic()
+        fallen = [f"{how}, {duration(now - at)} ago" for at, how in self._fallen if now - at <= FALLEN_SECONDS]
+        yield Dashboard(
+            title=self.title,
+            opening=self.opening,
+            seconds=self.seconds,
+            planned=self.settings.trainer.steps,
+            state=self.state,
+            records=self.records,
+            trouble=self.trouble,
+            fallen=fallen,
+            log=tuple(self.lines),
+        )
 
 
 class _Cut:
@@ -256,7 +258,8 @@ def supervised(
     with connected(loaded, "run") as buffer, writing(display, clock=clock):
         follow = (lambda record: None) if is_drawn else on_step
         watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=follow)
-        supervisor = Supervisor(settings, say=watch.log if is_drawn else relay, origin=redis_origin(loaded))
+        say = watch.log if is_drawn else relay
+        supervisor = Supervisor(settings, say=say, on_fall=watch.fell, origin=redis_origin(loaded))
         with shown(watch, is_whole=True) if is_drawn else nullcontext(), watch:
             code = supervisor.run(stop, lambda: tick(watch))
             say_ended(buffer, settings, code)

@@ -22,7 +22,7 @@ from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
-from rlbuffer.state.trained import RECENT_STEPS, example_lines, masked_words, nothing_left, waited_of
+from rlbuffer.state.trained import RECENT_STEPS, masked_words, waited_of
 from rlbuffer.store.history import Committed, Dropped
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, env_rows, process_rows
@@ -187,6 +187,11 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
         yield _note("draining", f"since {moment(state.draining_since)}: no tickets are given")
     for adapter, version in sorted(state.adapters.items()):
         yield _note("adapter", f"{adapter} v{version}")
+    yield from evaluations(state)
+
+
+def evaluations(state: RunState) -> Iterator[Text]:
+    """The newest result of each env that is evaluated, and how its results went."""
     for env in dict.fromkeys(result["env"] for result in state.evaluations):
         results = [result for result in state.evaluations if result["env"] == env]
         newest, values = results[-1], [float(result["reward/mean"]) for result in results]
@@ -242,56 +247,15 @@ def _learned(record: StepRecord) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def trainer_view(records: Sequence[StepRecord], planned: int, elapsed: float, *, is_alone: bool = True) -> Group:
-    """The trainer's progress, where its time goes, what it learns, and examples; `records`: at least one.
-
-    `is_alone`: no :func:`run_view` stands beside it, which says some of it.
-    """
-    last, recent = records[-1], records[-RECENT_STEPS:]
-    left = elapsed / len(records) * (planned - last.step)
-    tokens = sum(r.tokens for r in recent) / max(sum(r.seconds.get("total", 0.0) for r in recent), 1e-9)
-    done = last.step / planned
-    progress = Text.assemble(
-        (f"step {last.step} of {planned} ", "bold"),
-        look.meter(done, cells=24),
-        f" {percent(done)}   {duration(elapsed)}" + (f", {duration(left)} left" if left > 0 else ""),
+def progress(records: Sequence[StepRecord], planned: int, elapsed: float) -> Text:
+    """How many of the planned steps are trained, and how long the others take at the pace of these `records`."""
+    step = records[-1].step
+    left = elapsed / len(records) * (planned - step)
+    return Text.assemble(
+        (f"step {step} of {planned} ", "bold"),
+        look.meter(step / planned, cells=24),
+        f" {percent(step / planned)}   {duration(elapsed)}" + (f", {duration(left)} left" if left > 0 else ""),
     )
-    numbers = look.pairs(
-        *((name, None if value is None else f"{value:{form}}") for name, value, form in _learned(last)),
-        ("ratio p99", f"{last.ratio['p99']:.2f}" if "p99" in last.ratio else None),
-        ("clipped", percent(last.clip_fraction) if last.clip_fraction else None),
-        ("masked", percent(last.masked_fraction) if last.masked_fraction else None),
-        ("truncated", percent(last.truncated) if last.truncated else None),
-        ("age", f"{last.age:.1f} max {last.max_age}" if last.age is not None and is_alone else None),
-        ("trained", f"{amount(tokens)} tok/s"),
-        ("mfu", percent(last.mfu) if last.mfu else None),
-        ("memory", f"{last.memory_bytes / 2**30:.1f} GiB" if last.memory_bytes else None),
-        ("ranks", last.world_size or None if is_alone else None),
-    )
-    times = look.pairs(*((name, f"{s:.2f} s") for name, s in _seconds(last).items() if s >= 0.005))
-    beside = [_note("ranks", rank_line(last.ranks))] if is_alone and len(last.ranks) > 1 else []
-    beside += [_note("trainer", waited_of(recent).text)] if is_alone else []
-    beside += [_note("masked", text) for text in (masked_words(last), nothing_left(last)) if text]
-    examples = next((record.examples for record in reversed(records) if record.examples), ())
-    return Group(
-        progress,
-        look.Facts(numbers),
-        look.Facts(times),
-        *beside,
-        *(Text(line, no_wrap=True, overflow="ellipsis") for line in example_lines(examples)),
-    )
-
-
-def _seconds(record: StepRecord) -> dict[str, float]:
-    """Where rank 0's time went; where the ranks say it, the passes in place of the training in all."""
-    seconds = {name: s for name, s in record.seconds.items() if name != "total"}
-    if not (record.ranks and "forward" in record.ranks[0]):
-        return seconds
-    passes = {
-        part: sum(rank.get(part, 0.0) for rank in record.ranks) / len(record.ranks)
-        for part in ("forward", "backward", "exchange")
-    }
-    return {"wait": seconds.pop("wait", 0.0), **passes, **{k: v for k, v in seconds.items() if k != "train"}}
 
 
 def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:

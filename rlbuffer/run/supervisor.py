@@ -59,10 +59,21 @@ INTERRUPTED = 130
 
 
 class Supervisor:
-    """Starts, watches, restarts and drains the processes of one run."""
+    """Starts, watches, restarts and drains the processes of one run.
 
-    def __init__(self, settings: RunSettings, *, say: Say, origin: str = "") -> None:
+    `say` hears every line of every process, `on_fall` each process that ended and should not have, and how.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        say: Say,
+        on_fall: Callable[[str, str], None] = lambda name, how: None,
+        origin: str = "",
+    ) -> None:
         self.settings = settings
+        self._on_fall = on_fall
         self.log = RunLog(settings.run_dir / "run.log", say)
         self._origin = origin
         self._json = to_json(settings)
@@ -290,6 +301,7 @@ class Supervisor:
 
     def _failed(self, child: Child, how: str, *, code: int) -> int | None:
         """Has it started again after a pause. -> the run's exit code when it failed too often."""
+        self._on_fall(child.name, how)
         now = time.monotonic()
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
         if code in REFUSALS or child.failures >= MAX_FAILURES:

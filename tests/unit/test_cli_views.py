@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import replace
 
 import pytest
 from looks import lines_of
@@ -12,78 +11,11 @@ from looks import lines_of
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState
-from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli import look
 from rlbuffer_cli.plots import Curve, small_charts
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import rank_line, run_view, step_line, trainer_view
-
-
-def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> StepRecord:
-    return StepRecord(
-        step=step,
-        reward=0.5,
-        loss=0.013,
-        kl=0.004,
-        entropy=0.71,
-        grad_norm=0.88,
-        age=1.0,
-        max_age=2,
-        tokens=1000,
-        world_size=2,
-        seconds={"wait": wait, "train": 0.8, "optimizer": 0.001, "total": total},
-    )
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_trainers_view_fits_its_width(width: int) -> None:
-    lines = lines_of(trainer_view([record(1), record(2)], planned=500, elapsed=4.0), width)
-    assert max(len(line) for line in lines) <= width
-    beside = lines_of(trainer_view([record(1), record(2)], planned=500, elapsed=4.0, is_alone=False))
-    assert not any("age" in line or "waited" in line for line in beside)  # the view of the run says it
-    everything = " ".join(" ".join(lines).split())
-    for part in ("step 2 of 500", "17 min left", "reward 0.500", "kl 0.0040", "grad 0.88", "age 1.0 max 2", "ranks 2"):
-        assert part in everything
-    assert "optimizer" not in everything  # too short to matter
-    assert "the trainer waited 10% of the last 2 steps" in everything
-
-
-def test_the_trainers_view_shows_ranks_and_the_newest_examples() -> None:
-    ranks = [{"tokens": 500, "wait": 0.1, "forward": 0.2, "backward": 0.1, "exchange": 0.3}] * 2
-    example = {"rollout_id": "a.3/0", "env": "a", "reward": 1.0, "advantage": 0.5, "token_ids": [7], "text": "4\x1b[2J"}
-    shown = [
-        replace(record(9), ranks=ranks, examples=[{**example, "name": "best"}, {**example, "name": "worst"}]),
-        replace(record(10), ranks=ranks),
-    ]
-    lines = lines_of(trainer_view(shown, planned=20, elapsed=10.0), 120)
-    assert any("forward 0.20 s backward 0.10 s exchange 0.30 s" in " ".join(line.split()) for line in lines)
-    assert not any("train 0" in line for line in lines)
-    assert lines[-2:] == [
-        "best a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
-        "worst a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
-    ]
-
-
-def test_the_views_of_a_trainer_say_what_takes_the_gradient() -> None:
-    some = replace(
-        record(1), masked_fraction=0.25, masked_by={"clip": 0.1, "icepop": 0.2}, correction_weight={"icepop": 0.9}
-    )
-    nothing = replace(
-        some, masked_fraction=1.0, masked_by={"clip": 0.0, "icepop": 1.0}, correction_weight={"icepop": 0.0}
-    )
-    for step, said in (
-        (record(1), []),
-        (some, ["masked 25.0% (icepop 20.0%) weight icepop 0.90"]),
-        (
-            nothing,
-            ["masked 100.0% (icepop 100.0%)", "step 1 trains nothing by its loss: of its tokens are masked by icepop"],
-        ),
-    ):
-        seen = " ".join(" ".join(lines_of(trainer_view([step], planned=20, elapsed=10.0), 120)).split())
-        assert ["masked" in seen, *(text in seen for text in said)] == [bool(said), *[True] * len(said)]
-        line = " ".join(step_line(step, 20).split())
-        assert ("masked" in line, all(text in line for text in said[:1])) == (bool(said), True)
+from rlbuffer_cli.view import rank_line, run_view
 
 
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
