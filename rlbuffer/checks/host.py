@@ -19,7 +19,6 @@ from typing import Any
 import rlbuffer
 from rlbuffer.checks.check import Context, Finding, Level, check, failure, ok, refused, warning
 from rlbuffer.checks.imports import Asked, Python, wrong
-from rlbuffer.client.buffer import password_of
 from rlbuffer.config.adapters import adapter_config, instead_of_a_model, wrong_start
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
@@ -98,6 +97,8 @@ def server_address(c: Context) -> Iterator[Finding]:
         check_tls(options, redacted(url), source)
     except ConfigError as error:
         yield failure(f"redis_url: {error}", "redis_url")
+    from rlbuffer.client.buffer import password_of  # loads the server's client, which most commands have no use for
+
     try:
         password_of(c.settings)
     except ConfigError as error:

@@ -105,8 +105,10 @@ class Keys:
         return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"
 
     def name_of(self, key: str) -> str:
-        """The name of the payload that waits under `key`; `key` where it has its name."""
-        return key[len(self.payload_prefix) + 1 : -1] if key.startswith(f"{self.payload_prefix}{{") else key
+        """The name of the payload that waits under `key`; `key` where it has its name, or what it holds is none of this
+        run's: anybody may write there."""
+        name = key[len(self.payload_prefix) + 1 : -1] if key.startswith(f"{self.payload_prefix}{{") else key
+        return name if name.startswith(self.payload_prefix) else key
 
 
 def check_new_run(run: str) -> None:

@@ -152,7 +152,8 @@ def records_in(stream: IO[bytes], name: str, *, most: int = MAX_DOCUMENT_BYTES) 
         most: bytes of the longest line that is parsed.
     """
     first = _first_line(stream, most)
-    if first.startswith(b"[") or (first.startswith(b"{") and _parsed(first, name).wrong):
+    is_cut = len(first) >= most  # a line that is too long, and no object over several lines
+    if first.startswith(b"[") or (first.startswith(b"{") and not is_cut and _parsed(first, name).wrong):
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
         whole = _parsed(stream.read(), name) if size <= MAX_DOCUMENT_BYTES else None

@@ -30,7 +30,7 @@ def test_a_finished_trainer_trains_the_steps_that_were_taken_back_or_says_what_t
 
     refused = home.call(*arguments, timeout=400)
     assert refused.returncode == 6, refused.stdout + refused.stderr
-    said = " ".join(refused.stderr.split())
+    said = " ".join((refused.stdout + refused.stderr).split())
     assert f"the trainer resumes after step {STEPS}, but run 'tiny' ends at step {KEPT}" in said
     assert said.count("move later ones away, or use another run name") == 1
     assert "starting it again" not in refused.stdout

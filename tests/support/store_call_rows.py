@@ -180,6 +180,19 @@ def _claims(run: Run) -> list[str]:
     return ids
 
 
+def _stray(run: Run) -> list[str]:
+    """A payload that no push has announced."""
+    run.lead()
+    key = f"{run.store.keys.payload_prefix}{{stray}}"
+    run.client.hset(key, "0", b"x")
+    run.client.expire(key, 3600)
+    return [key]
+
+
+def _strays(run: Run) -> list[str]:
+    return [f"{run.store.keys.payload_prefix}{{stray}}"]
+
+
 def _visited(run: Run) -> None:
     run.store.note_visits("a", "p", "s")
 
@@ -200,6 +213,10 @@ ROWS: dict[str, Row] = {
     # -- worker
     "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
     "push_many": Row(call=_push_many, repeats=False, second={LOST: ["stored before"] * 3}),
+    "leave_out": Row(
+        call=lambda store, run: store.leave_out(producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch),
+        repeats=False,
+    ),
     "take_tickets": Row(
         call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
     ),
@@ -243,6 +260,10 @@ ROWS: dict[str, Row] = {
     "drop": Row(call=_drop, prepare=_pool),
     "pin": Row(call=_pin, prepare=_pool),
     "commit": Row(call=_commit, prepare=_pool),
+    "payload_page": Row(call=lambda store, run: len(store.payload_page(store.FIRST_PAGE)[1]), prepare=_stray),
+    "not_garbage": Row(call=lambda store, run: len(store.not_garbage(run.payload_keys())), prepare=_pool),
+    "shorten_lives": Row(call=lambda store, run: store.shorten_lives(_strays(run), 60_000), prepare=_stray),
+    "lapsed": Row(call=lambda store, run: store.lapsed(_strays(run)), prepare=_stray),
     "load_state": Row(call=lambda store, run: store.load_state(), prepare=_steps),
     "closed_groups": Row(call=lambda store, run: store.closed_groups(), prepare=_steps),
     "retire": Row(call=lambda store, run: len(run.payload_keys()) and store.retire(1) <= 1, prepare=_trained),
@@ -254,6 +275,7 @@ ROWS: dict[str, Row] = {
     # -- operator
     "forget_end": Row(call=lambda store, run: store.forget_end("a"), prepare=_ended, second={LOST: False}),
     "expect": Row(call=lambda store, run: store.expect(["x", "y"]), prepare=_ended),
+    "leaving": Row(call=lambda store, run: store.leaving(1, with_pool=True), prepare=_steps),
     "void_from": Row(
         call=lambda store, run: store.void_from(2)["steps"],
         prepare=_trained,

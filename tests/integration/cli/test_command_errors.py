@@ -108,7 +108,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 )
 def test_a_command_that_cannot_be_carried_out_says_why(call: Call, arguments: str, code: int, words: str) -> None:
     actual, said = call(*arguments.split())
-    assert actual == code
+    assert actual == code, said
     assert [word for word in words.format(home=Path.cwd() / "home").split() if word not in said] == [], said
 
 
@@ -150,7 +150,7 @@ def made(run: Run) -> Run:
         ("alive --run {run} batcher", 1, "'batcher' '{run}'."),
         ("runs void 5 --run {run}", 1, "5: 1."),
         ("runs rewind 5 --run {run}", 1, "5: 1."),
-        ("runs reset {run}", 2, '"{run}" --yes'),
+        ("runs reset {run}", 1, "'{run}' --force"),
     ],
 )
 def test_a_command_about_what_is_not_there_says_so(
@@ -158,7 +158,7 @@ def test_a_command_about_what_is_not_there_says_so(
 ) -> None:
     values = {"run": made.store.run, "url": made.url}
     actual, said = call(*arguments.format(**values).split(), "--redis", made.url)
-    assert actual == code
+    assert actual == code, said
     assert [word for word in words.format(**values).split() if word not in said] == [], said
 
 
@@ -167,7 +167,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch
     rollout: dict[str, Any] = {"tokens": [1, 2], "text": "x" * 2**20}
     Path("long.jsonl").write_text(json.dumps({"group_id": "g", "rollouts": [rollout]}) + "\n")
     code, said = call("push", "long.jsonl")
-    assert (code, "long.jsonl:1 " in said, "1 MiB" in said) == (1, True, True)
+    assert (code, "long.jsonl:1 " in said, "1 MiB" in said) == (1, True, True), said
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from rlbuffer.errors import (
     LeaseLost,
     NotFound,
     ProducerGap,
+    ResumeRefused,
+    ResumeRetired,
     RlbufferError,
     RunGone,
     ServerRefused,
@@ -129,20 +131,20 @@ DROP = Drop("a.0", "a", "operator", 2, 16, entry_ids=("1-0",))
 ENTRY = PoolEntry(entry_id="1-0", info=None, payload_key="k", env="a", group_id="a.0", rollouts=2, tokens=16)
 Row = tuple[Callable[[Run], object], Callable[[Run], object], type[RlbufferError], tuple[str, ...]]
 ROWS: dict[str, Row] = {
-    "resumes beyond the end": (nothing, lambda run: attempt(run, resume_step=3), RunGone, ("step 3", "step 0")),
+    "resumes beyond the end": (nothing, lambda run: attempt(run, resume_step=3), ResumeRefused, ("step 3", "step 0")),
     "resumes after another step": (
         step,
         lambda run: attempt(run, resume_step=1, claim=OTHER),
-        RunGone,
+        ResumeRefused,
         ("another step 1", "checkpoint"),
     ),
     "resumes after another step than the last but one": (
         two_steps,
         lambda run: attempt(run, resume_step=1, claim=OTHER),
-        RunGone,
+        ResumeRefused,
         ("another step 1", "checkpoint"),
     ),
-    "resumes before retired steps": (retired, attempt, StepRetired, ("up to 1", "`rlbuffer runs rewind 0 --force`")),
+    "resumes before retired steps": (retired, attempt, ResumeRetired, ("up to 1", "`rlbuffer runs rewind 0 --force`")),
     "resumes in no run": (gone, attempt, RunGone, (":meta",)),
     "reports in another epoch": (trainer, lambda run: report(run, 0, epoch=7), EpochChanged, ("in 7",)),
     "reports beyond the end": (trainer, lambda run: report(run, 5), TrainerAhead, ("step 5", "step 1")),

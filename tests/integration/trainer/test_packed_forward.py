@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import PackedForwardError
+from rlbuffer.process.signals import StopRequest
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import LogitShape
@@ -159,6 +160,7 @@ def test_a_policy_says_why_it_got_a_dearer_attention(
     def warnings_at_start(policy: PackedPolicy) -> list[str]:
         session: Any = SimpleNamespace(
             is_first=True,
+            stop=StopRequest(),
             policy=policy,
             settings=RunSettings(home=tmp_path),
             ranks=SimpleNamespace(device=torch.device("cpu"), world_size=1),

@@ -118,7 +118,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) ->
         rank=1,
         world_size=2,
         first=lambda value: 7,
-        gather_text=lambda mine: ['{"error": "rank 0: no space"}', mine],
+        gather_text=lambda mine: ['{"error": "rank 0: no space", "lack": 0}', mine],
     )
     with pytest.raises(CheckpointError, match="rank 0: no space"):
         checkpoint.save(tmp_path, made(1), *trained(), keep=1, ranks=ranks)

@@ -190,7 +190,7 @@ def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) 
         client = httpx.AsyncClient(base_url="http://vllm:8000", transport=httpx.MockTransport(answer))
         endpoint = Endpoint("http://vllm:8000", timeout_seconds=3.0, client=client)
         try:
-            await endpoint.load(Path(version.location), {}, 0)
+            await endpoint.load(Path(version.location), {}, 0, seed=1)
         finally:
             await endpoint.close()
 

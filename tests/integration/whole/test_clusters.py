@@ -12,6 +12,7 @@ from own_server import OwnServer
 from shards import Cluster
 from store_call_rows import ROWS
 from store_runs import Run, plan_of
+from worker_stage import eventually
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
@@ -111,12 +112,12 @@ def test_the_commands_work_on_a_cluster(
     assert main(["verify", *name]) == 0
     run.store.release_lease()
     assert main(["runs", "dump", *name, "run.dump"]) == 0
-    assert main(["runs", "void", "2", *name, "--force"]) == 0
+    assert main(["runs", "void", "2", *name, "--force", "--yes"]) == 0
     assert main(["runs", "reset", run.store.run, "--yes"]) == 0
     assert run.payload_keys() == []
     assert main(["runs", "restore", "run.dump", *name]) == 0
     assert main(["verify", *name]) == 0
-    assert main(["runs", "rewind", "1", *name, "--force"]) == 0
+    assert main(["runs", "rewind", "1", *name, "--force", "--yes"]) == 0
     assert main(["verify", *name]) == 0
     capsys.readouterr()
     main(["doctor"])
@@ -152,6 +153,7 @@ def test_a_sweep_passes_every_shard_and_leaves_what_became_pending_meanwhile(run
     run.client.persist(strays[0])  # its push is pending now
     run.store.shorten_lives(strays, 1)
     run.client.persist(strays[1])  # gone, or just pending: never both
+    eventually(lambda: all(run.client.pttl(key) < 0 for key in strays))
     there = [key for key in strays if run.client.exists(key)]
     assert strays[0] in there
     assert all(run.client.pttl(key) == -1 for key in there)

@@ -18,7 +18,7 @@ from own_server import OwnServer, free_port
 from shards import Cluster
 
 import rlbuffer
-from rlbuffer.errors import ServerUnsuitable
+from rlbuffer.errors import PushRefused, ServerUnsuitable
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.member import Member
 from rlbuffer.store.operator import OperatorStore
@@ -127,7 +127,7 @@ def test_nobody_can_do_what_is_not_its_work(secured: UrlOf) -> None:
             with (
                 rlbuffer.connect(secured(role), run="math") as buffer,
                 pytest.raises(
-                    (ServerUnsuitable, redis.exceptions.NoPermissionError),
+                    (ServerUnsuitable, PushRefused, redis.exceptions.NoPermissionError),
                     match=r"(?i)no permissions|The user executing the script can't",
                 ),
             ):

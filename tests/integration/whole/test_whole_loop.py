@@ -74,7 +74,7 @@ def test_a_trainer_that_has_gone_silent_is_named_as_what_everybody_waits_for(ser
     reader.start(0)
     reader.announce(PolicyVersion(version=0))
     push_groups(run, *(f"a.{n}" for n in range(6)))
-    busy = Waiting(kind=Wait.TRAINER_BUSY, step=2, limit=1)
+    busy = Waiting(kind=Wait.TRAINER_BUSY, step=2, limit=1, at=0)
     served.wait_for(lambda: waits.said(run.store) == busy)
     reader.close()
     run.client.hset(run.store.keys.trainer, "seen", int(1000 * (run.store.now() - 25)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,10 @@ class Scene:
         sampler: Any = self.sampler
         env: Any = SimpleNamespace(vocab_size=13, name="vcopy")
         messages: Any = SimpleNamespace(
-            trouble=self.troubles.append, waits=self.waits.append, loaded=lambda version, seconds: None
+            trouble=self.troubles.append,
+            waits=self.waits.append,
+            loading=lambda version: nullcontext(),
+            loaded=lambda version, seconds: None,
         )
         self.versions = Versions(
             policy,
