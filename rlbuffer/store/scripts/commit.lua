@@ -22,7 +22,7 @@
 -- back, so that they tell the order.
 -- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
--- later ones are counted beside it as `reused`.
+-- later ones are counted beside it as `reused`, and stand in the step as that, for VOID and RECOVER.
 local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
   state_key, reuse_key = unpack(KEYS)
 local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
@@ -101,7 +101,7 @@ in_batches('XDEL', pool_key, ids)
 
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
-local order, packed, closed, garbage = {}, {}, {}, {}
+local order, packed, again, closed, garbage = {}, {}, {}, {}, {}
 local function account(env)
   if not packed[env] then
     packed[env] = {0, 0, 0}
@@ -114,6 +114,8 @@ for i = 1, #ids do
   if is_again[i] then
     redis.pcall('HINCRBY', ledger_key, env .. ':reused:rollouts', packed_rollouts[i])
     redis.pcall('HINCRBY', ledger_key, env .. ':reused:tokens', packed_tokens[i])
+    local sums = again[env] or {0, 0}
+    again[env] = {sums[1] + packed_rollouts[i], sums[2] + packed_tokens[i]}
   else
     local sums = account(env)
     sums[1], sums[2] = sums[1] + packed_rollouts[i], sums[2] + packed_tokens[i]
@@ -154,8 +156,14 @@ for i = 1, #order do
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
-redis.call('XADD', steps_key, number .. '-0', 'header', new_header, 'digest', digest, 'at', clock,
-  'packed', table.concat(totals, ' '))
+local header = {'header', new_header, 'digest', digest, 'at', clock, 'packed', table.concat(totals, ' ')}
+local reused = {}
+for env, sums in pairs(again) do reused[#reused + 1] = string.format('%s %.0f %.0f', env, sums[1], sums[2]) end
+if #reused > 0 then
+  header[#header + 1] = 'reused'
+  header[#header + 1] = table.concat(reused, ' ')
+end
+redis.call('XADD', steps_key, number .. '-0', unpack(header))
 for r = 1, #ARGV - 15 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[15 + r]) end
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', history_line)
 redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summary_line)

@@ -14,10 +14,10 @@
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
--- trained to dropped, untrained ones from packed. A group of a void step that waits for another use is let go, also when
--- an earlier use of it stays, by which it counts. All tombstones are as new: what is void must not age them. Policy
--- versions of steps that are void are taken back, and with any step those of all adapters, which count steps of their
--- own; the trainer announces the ones that it resumes with.
+-- trained to dropped, untrained ones from packed; further uses in them are counted no more. A group of a void step that
+-- waits for another use is let go, also when an earlier use of it stays, by which it counts. All tombstones are as new:
+-- what is void must not age them. Policy versions of steps that are void are taken back, and with any step those of all
+-- adapters, which count steps of their own; the trainer announces the ones that it resumes with.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
   policy_key, reuse_key = unpack(KEYS)
 local kept_step, drops_pending, force, silent_ms, prefix, history_kept, record, seen_epoch = unpack(ARGV, 1, 8)
@@ -73,6 +73,10 @@ for i = 1, #found do
         redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, '-' .. amount)
         redis.pcall('HINCRBY', ledger_key, env .. ':dropped:void:' .. unit, amount)
       end
+    end
+    for env, rollouts, tokens in string.gmatch(header.reused or '', '(%S+) (%d+) (%d+)') do
+      redis.pcall('HINCRBY', ledger_key, env .. ':reused:rollouts', '-' .. rollouts)
+      redis.pcall('HINCRBY', ledger_key, env .. ':reused:tokens', '-' .. tokens)
     end
   end
 end

@@ -258,6 +258,7 @@ def test_groups_of_steps_taken_back_are_trained_no_more(run: Run, move: str, kee
         size[0] - dropped[0],
         size[1] - dropped[1],
     )
+    assert fates.reused == (0, 0)
     assert run.store.verify().findings == ()
     # The payload goes when the last step that holds it does, at once where none does.
     released = {entry.payload_key: keep for entry in [first[0], *([] if keep == 2 else [second[0]])]}
@@ -277,6 +278,34 @@ def test_a_group_of_a_step_that_a_recovery_replaces_is_trained_no_more(run: Run)
     assert run.store.recover(run.store.trainer(), ()) is not None
     assert [group.group_id for group in run.store.reused()] == ["a.0"]
     assert account(run).dropped["void"] == (2, account(run).pushed[1] - first[0].tokens)
+    assert run.store.verify().findings == ()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_further_uses_of_steps_taken_back_are_counted_no_more(run: Run, keep: int) -> None:
+    entries = led(run)
+    for uses in (0, 1, 2):
+        use(run, entries, uses, kept=uses < 2)
+    size = (entries[0].rollouts, entries[0].tokens)
+    assert account(run).reused == (2 * size[0], 2 * size[1])
+
+    run.store.void_from(keep + 1, force=True)
+
+    left = max(0, keep - 1)
+    assert account(run).reused == (left * size[0], left * size[1])
+    assert run.store.verify().findings == ()
+
+
+def test_a_further_use_that_a_recovery_replaces_is_counted_no_more(run: Run) -> None:
+    attempt = run.store.attempt(uuid="trainer", world_size=2, resume_step=0)
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    use(run, entries, 1, kept=True)  # the trainer has another step 2
+    theirs = TrainedStep(step=2, digest="f" * 64, group_ids=("a.9",), envs={"a": (2, 51)})
+    claim = Claim(step=2, epoch=run.meta.epoch, digest=theirs.digest, steps=(theirs,))
+    run.store.report(attempt.number, epoch=run.meta.epoch, trained=2, digest=theirs.digest, oldest_kept=0, claim=claim)
+    assert run.store.recover(run.store.trainer(), ()) is not None
+    assert account(run).reused == (0, 0)
     assert run.store.verify().findings == ()
 
 
