@@ -219,8 +219,8 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
     """The result of an evaluation, of the results of each prompt's rollouts.
 
     Each prompt weighs alike, by the mean of its rollouts: their mean over prompts is mean@k. The standard error is that
-    of the prompts' means, since rollouts of one prompt are not independent. A rollout that ran into a limit has reward
-    0 and no success. An env may judge its prompts by different names (mathematics by one, code by another): what stands
+    of the prompts' means, since rollouts of one prompt are not independent. A rollout that ran into a limit has no success
+    and the least reward of those that ended, at most 0: no wrong answer is worth less. An env may judge its prompts by different names (mathematics by one, code by another): what stands
     under a name is over the prompts that are judged by it.
 
     Returns:
@@ -245,7 +245,8 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
 
     def means(value: Callable[[Rollout], float], prompts: Sequence[Sequence[Rollout | str]]) -> list[float]:
         """The mean of each prompt."""
-        return [fmean(value(r) if isinstance(r, Rollout) else 0.0 for r in of_prompt) for of_prompt in prompts]
+        least = min([0.0, *(value(r) for r in ended)])
+        return [fmean(value(r) if isinstance(r, Rollout) else least for r in of_prompt) for of_prompt in prompts]
 
     rewards = means(lambda r: r.reward or 0.0, counted)
     out: dict[str, Any] = {"reward/mean": fmean(rewards)}

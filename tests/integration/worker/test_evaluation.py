@@ -393,6 +393,14 @@ def test_a_limit_is_wrong_in_every_mean_and_a_failure_is_in_none() -> None:
     assert (found["timed_out"], found["too_long"], found["length"]) == (2, 1, 2.0)
 
 
+def test_a_limit_is_worth_no_more_than_the_worst_answer() -> None:
+    good, bad = rollout(1.0, rewards={"quality": 0.5}), rollout(-1.0, rewards={"quality": -2.0})
+    found = summary([[good, TIMED_OUT], [bad, TOO_LONG]], samples=2, version=4)
+    assert found["reward/mean"] == pytest.approx(((1 - 1) / 2 + (-1 - 1) / 2) / 2)
+    assert found["reward/quality"] == pytest.approx(((0.5 - 2) / 2 + (-2 - 2) / 2) / 2)
+    assert found["pass@1/reward"] == pytest.approx(1 / 4)
+
+
 def test_named_rewards_and_several_verdicts_have_numbers_of_their_own() -> None:
     rollouts = [
         rollout(0.5, rewards={"style": 1.0}, successes={"a": True, "b": False}),
