@@ -355,5 +355,6 @@ def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings)
         "name": options.env,
         "options": options.env_options,
         "vocab_size": known if isinstance(known, int) else 0,
+        "model_path": c.settings.model.path,
     }
     return Asked(section, "rlbuffer.worker.envs:wrong_env", given=given)

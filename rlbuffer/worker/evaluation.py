@@ -34,7 +34,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.text import plural
 from rlbuffer.store.worker import WorkerStore
-from rlbuffer.worker.envs import Env, Skip, close_env, make_env
+from rlbuffer.worker.envs import Env, Skip, close_env, make_env, with_tokenizer
 from rlbuffer.worker.group_maker import Failed, GroupMaker, in_words
 from rlbuffer.worker.samplers.base import Sampler
 
@@ -83,7 +83,10 @@ class Evaluator:
         self._is_new = asyncio.Event()
         self._looked: dict[str, int] = {}
         """Evaluation -> the last version that was looked at."""
-        self._envs: dict[str, Env] = {name: make_env(s.env, **s.env_options) for name, s in settings.items()}
+        model_path = buffer.settings.model.path
+        self._envs: dict[str, Env] = {
+            name: make_env(s.env, **with_tokenizer(s.env, s.env_options, model_path)) for name, s in settings.items()
+        }
 
     async def run(self) -> None:
         """Evaluates until it is cancelled."""

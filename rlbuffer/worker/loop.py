@@ -47,7 +47,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
+from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env, with_tokenizer
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
@@ -120,7 +120,8 @@ def run_worker(
             buffer=buffer,
             name=name,
             settings=settings,
-            env=env or make_env(settings.env, **settings.env_options),
+            env=env
+            or make_env(settings.env, **with_tokenizer(settings.env, settings.env_options, buffer.settings.model.path)),
             sampler=sampler or make_sampler(settings, seed=_seed_of(buffer.settings, name)),
             stop=stop,
             evaluations=evaluations or {},

@@ -141,6 +141,25 @@ def test_the_text_example_asks_in_the_chat_template_and_scores_what_was_said(
         assert group.rollouts[0].metadata == {"said": said}
 
 
+def test_the_example_of_short_answers_earns_more_the_fewer_words_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
+    folder = str(save_tokenizer(tmp_path))
+    env, encode = make_env("capitals:Capitals", tokenizer=folder), AutoTokenizer.from_pretrained(folder).encode
+    prompt = env.prompt(15)
+    assert (prompt.prompt_id, prompt.answer) == ("Spain", "Madrid")
+    assert "user\nWhat is the capital of Spain?" in env.render(prompt.tokens)
+    for said, reason, reward in (
+        ("Madrid", "stop", 0.95),
+        ("The capital of Spain is Madrid", "stop", 0.7),
+        ("The capital of Spain is Madrid", "length", 0.0),
+        ("Paris", "stop", 0.0),
+    ):
+        score = env.score(prompt, np.array(encode(said), np.int32), finish_reason=reason)
+        assert score.reward == pytest.approx(reward)
+
+
 def test_the_example_of_a_whole_file_scores_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS / "examples"))
     env = make_env("parity:Parity")

@@ -17,7 +17,7 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.envs import Prompt, make_env, wrong_env
+from rlbuffer.worker.envs import Prompt, make_env, with_tokenizer, wrong_env
 
 IDS = {"vocab_size": 13, "eos_token_ids": [12]}
 
@@ -322,3 +322,43 @@ def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path, cont
     (directory / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         env_of(tmp_path, {"prompt": "x"}, tokenizer=str(directory))
+
+
+class Takes:
+    """Factories of a user, by what they make of a tokenizer."""
+
+    @staticmethod
+    def needed(*, tokenizer: str) -> None: ...
+
+    @staticmethod
+    def optional(*, tokenizer: str | None = None) -> None: ...
+
+    @staticmethod
+    def none(*, seed: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "takes"),
+    [
+        ("jsonl", {}, True),
+        ("jsonl", {"tokenizer": ""}, True),
+        ("jsonl", {"tokenizer": "own"}, False),
+        ("jsonl", IDS, False),
+        ("vcopy", {}, False),
+        (f"{__name__}:Takes.needed", {}, True),
+        (f"{__name__}:Takes.optional", {}, False),
+        (f"{__name__}:Takes.none", {}, False),
+        ("nosuch:env", {}, False),
+    ],
+)
+def test_an_env_that_lacks_a_tokenizer_has_that_of_the_model(name: str, options: dict[str, Any], takes: bool) -> None:
+    assert with_tokenizer(name, options, "models/a") == options | ({"tokenizer": "models/a"} if takes else {})
+    assert with_tokenizer(name, options, "") == options
+
+
+def test_a_check_makes_the_env_with_the_tokenizer_of_the_model(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "ab", "answer": "1"}))
+    options = {"path": str(tmp_path / "data.jsonl")}
+    assert list(wrong_env("jsonl", options, vocab_size=10**6, model_path=tokenizer)) == []
+    with pytest.raises(ConfigError, match=r"its own or that of model\.path"):
+        list(wrong_env("jsonl", options, vocab_size=10**6))

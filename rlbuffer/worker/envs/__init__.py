@@ -37,6 +37,7 @@ __all__ = [
     "WholeRolloutEnv",
     "close_env",
     "make_env",
+    "with_tokenizer",
     "wrong_env",
 ]
 
@@ -93,6 +94,19 @@ def make_env(name: str, /, **options: Any) -> Env:
     return env
 
 
+def with_tokenizer(name: str, options: Mapping[str, Any], model_path: str) -> Mapping[str, Any]:
+    """The options, with the model's own tokenizer where the env takes a `tokenizer` and has none: it is not named, the
+    factory has no default but "", and no `vocab_size` says that prompts are token ids."""
+    if not model_path or options.get("tokenizer") or options.get("vocab_size"):
+        return options
+    try:
+        taken = inspect.signature(_found(name)).parameters.get("tokenizer")
+    except (ConfigError, TypeError, ValueError):  # said when it is made; it tells no signature
+        return options
+    is_lacking = taken is not None and taken.default in (inspect.Parameter.empty, "")
+    return {**options, "tokenizer": model_path} if is_lacking else options
+
+
 async def close_env(env: Env) -> None:
     """Lets an env free what it holds, if it knows how to; an env that cannot costs a warning."""
     close = getattr(env, "close", None)
@@ -112,15 +126,7 @@ def factory_of(name: str, options: Mapping[str, Any]) -> Callable[..., Env]:
     Raises:
         ConfigError: there is none, its module is not there, it is async, or it does not take the options.
     """
-    if ":" not in name and name not in (names := [*BUILT_IN, *ADAPTERS]):
-        hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
-        raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
-    if name in EXTRAS and find_spec(name) is None:
-        raise ConfigError(f"env {name} needs the module {name}: pip install 'rlbuffer[{EXTRAS[name]}]'", setting="env")
-    try:
-        factory = BUILT_IN[name] if name in BUILT_IN else target(ADAPTERS.get(name, name))
-    except ImportError as error:
-        raise ConfigError(f"env {name}: {error}", setting="env") from error
+    factory = _found(name)
     if inspect.iscoroutinefunction(factory):
         raise ConfigError(f"env {name} is async: the factory is called, and what it returns is the env", setting="env")
     try:
@@ -137,7 +143,23 @@ def factory_of(name: str, options: Mapping[str, Any]) -> Callable[..., Env]:
     return factory
 
 
-def wrong_env(name: str, options: Mapping[str, Any], *, vocab_size: int) -> Iterator[tuple[str, str, bool]]:
+def _found(name: str) -> Callable[..., Any]:
+    """The factory of that name. Raises ConfigError."""
+    if ":" not in name and name not in (names := [*BUILT_IN, *ADAPTERS]):
+        hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
+        raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
+    if name in EXTRAS and find_spec(name) is None:
+        raise ConfigError(f"env {name} needs the module {name}: pip install 'rlbuffer[{EXTRAS[name]}]'", setting="env")
+    try:
+        factory = BUILT_IN[name] if name in BUILT_IN else target(ADAPTERS.get(name, name))
+    except ImportError as error:
+        raise ConfigError(f"env {name}: {error}", setting="env") from error
+    return factory
+
+
+def wrong_env(
+    name: str, options: Mapping[str, Any], *, vocab_size: int, model_path: str = ""
+) -> Iterator[tuple[str, str, bool]]:
     """What would stop an env's worker. -> (setting of the section, what is wrong, True: it is fatal), as
     :mod:`rlbuffer.checks.imports` tells it from a process of its own.
 
@@ -145,10 +167,12 @@ def wrong_env(name: str, options: Mapping[str, Any], *, vocab_size: int) -> Iter
         name: of the env.
         options: env_options.
         vocab_size: of the model; 0: not known.
+        model_path: the model's directory, whose tokenizer an env takes that has none.
 
     Raises:
         ConfigError: it cannot be made.
     """
+    options = with_tokenizer(name, options, model_path)
     factory_of(name, options)
     if name in MADE:
         env = make_env(name, **options)

@@ -62,8 +62,8 @@ class JsonLines:
         path: the file, which may be compressed (gzip, bzip2, xz).
         name: the env's name.
         fields: the names of ``prompt``, ``answer`` and ``id`` in the file, where they are others.
-        tokenizer: directory of the model's tokenizer; without one prompts are token ids, and an answer that rewards
-            compare is ids with spaces between them.
+        tokenizer: directory of the model's tokenizer; a worker takes that of `model.path` where none is named. Without
+            one prompts are token ids, and an answer that rewards compare is ids with spaces between them.
         chat, system: how text becomes a prompt, see :class:`rlbuffer.worker.envs.text.Text`.
         rewards: see :func:`rlbuffer.worker.envs.rewards.make_rewards`.
         length: a length reward: ``form``, ``target``, ``coefficient``, ``slack``.
@@ -100,7 +100,8 @@ class JsonLines:
         self.name = name
         if not tokenizer and not (vocab_size and eos_token_ids):
             raise ConfigError(
-                "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids", setting="env_options"
+                "jsonl: without a tokenizer, its own or that of model.path, the env needs vocab_size and eos_token_ids",
+                setting="env_options",
             )
         self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else Ids(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size or self._text.vocab_size
