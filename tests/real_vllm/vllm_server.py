@@ -32,7 +32,7 @@ def with_tokenizer(model: str, directory: Path) -> Path:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from rlbuffer.worker.envs.vocabulary import SYMBOLS
+    from rlbuffer.state.vocabulary import SYMBOLS
 
     shutil.copytree(model, directory)
     vocabulary = {symbol: number for number, symbol in enumerate(SYMBOLS)}

@@ -32,8 +32,8 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.process.logs import heard
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.state.vocabulary import VOCAB_SIZE
 from rlbuffer.worker.envs import make_env
-from rlbuffer.worker.envs.vocabulary import VOCAB_SIZE
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.transformers import Batched

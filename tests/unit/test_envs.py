@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.state.vocabulary import END, SYMBOLS, VOCAB_SIZE, encode, positions_right, render
 from rlbuffer.worker.envs import BUILT_IN, Prompt, Score, make_env
 from rlbuffer.worker.envs.digits import VCopy
-from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, VOCAB_SIZE, encode, positions_right, render
 
 
 class Constant:

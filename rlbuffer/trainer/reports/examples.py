@@ -10,7 +10,10 @@ import torch
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+from rlbuffer.state.vocabulary import render
 
+OF_SYMBOLS = {"vcopy", "repeat"}
+"""Envs whose tokens are symbols."""
 MOST_TOKENS = 200
 """Trained tokens shown of a rollout, the last ones: that is where the answer stands."""
 
@@ -62,9 +65,11 @@ def _example(name: str, micro_batch: MicroBatch, i: int, decode: Callable[[Seque
 
 
 def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
-    """Token ids -> their text, by the tokenizer in the model's folder; "" where there is none."""
+    """Token ids -> their text, by the tokenizer in the model's folder, without its special tokens; of the built-in envs
+    by their symbols; "" where neither says it."""
     if not settings.model.path:
-        return lambda tokens: ""
+        envs = {worker.env for worker in settings.worker.values()}
+        return render if envs and envs <= OF_SYMBOLS else lambda tokens: ""
     from transformers import AutoTokenizer
 
     try:
@@ -73,4 +78,4 @@ def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
         )
     except Exception:  # of the library and of what it asks for: a file or a package that is missing, or too old
         return lambda tokens: ""
-    return lambda tokens: str(tokenizer.decode(tokens))
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import validate_call
 
-from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.envs.vocabulary import (
+from rlbuffer.state.vocabulary import (
     END,
     EQUALS,
     FILLER,
@@ -17,6 +16,7 @@ from rlbuffer.worker.envs.vocabulary import (
     positions_right,
     render,
 )
+from rlbuffer.worker.envs.prompt import Prompt, Score
 
 SLOTS = 4
 MOST_REPEATS = 5

@@ -37,3 +37,11 @@ def test_a_tokenizer_whose_package_is_missing_shows_no_text(model: Path) -> None
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (model / "tokenizer.model").write_bytes(b"no such model")
     assert shown(str(model)) == ""
+
+
+@pytest.mark.parametrize(
+    ("envs", "text"), [(["vcopy", "repeat"], "12=$"), (["vcopy"], "12=$"), (["vcopy", "own:Env"], ""), ([], "")]
+)
+def test_tokens_of_the_built_in_envs_are_their_symbols(envs: list[str], text: str) -> None:
+    settings = RunSettings(worker={env.replace(":", "-"): {"env": env} for env in envs})
+    assert text_decoder(settings)([1, 2, 11, 12]) == text
