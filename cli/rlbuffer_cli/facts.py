@@ -8,9 +8,11 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.text import Text
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.spoken import Said, in_line, question_among
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
 from rlbuffer.errors import NotFound
@@ -20,7 +22,7 @@ from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.table import View, of_tuples
 from rlbuffer_cli.tables import MemberRow, member_rows, shared_words, version_range, worst_rows
-from rlbuffer_cli.text import as_json, cut, moment, time_of
+from rlbuffer_cli.text import MINUS, as_json, cut, moment, time_of
 
 MAX_TEXT, LINE_OF_TEXT = 60, 120
 """Characters of an answer in a row; of a prompt, an answer or metadata in a line."""
@@ -78,7 +80,7 @@ def headline(view: GroupView) -> list[str]:
 
 def shared_values(detail: GroupDetail, texts: Texts) -> dict[str, Any]:
     """What all rollouts share: the prompt as text or token ids, the answer, the metadata; those that there are."""
-    prompt = shared_prompt(detail, texts) or _prompt_ids(detail.members)
+    prompt = in_line(shared_prompt(detail, texts)) or _prompt_ids(detail.members)
     shared = {"prompt": prompt or None, "answer": detail.answer, "metadata": dict(detail.metadata) or None}
     return {name: value for name, value in shared.items() if value is not None}
 
@@ -89,11 +91,15 @@ def shared_lines(shared: Mapping[str, Any], most: int) -> list[str]:
     return [f"  {name:<9} {cut(printable(text), most)}" for name, text in texts.items()]
 
 
-def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
-    """The text that all rollouts begin with; "" where they differ, or a text cannot be laid to tokens."""
+def shared_prompt(detail: GroupDetail, texts: Texts) -> list[Said]:
+    """The turns that all rollouts begin with; none where they differ, or where no text is known."""
     members = [m for m in detail.members if m.rollout is not None]
-    prompts = {texts.part(m.rollout, 0, m.prompt_tokens) for m in members}
-    return (prompts.pop() or "") if len(prompts) == 1 and len(members) == len(detail.members) else ""
+    if not members or len(members) < len(detail.members):
+        return []
+    first, *others = members
+    begin = first.rollout.tokens[: first.prompt_tokens]
+    alike = all(np.array_equal(begin, m.rollout.tokens[: m.prompt_tokens]) for m in others)
+    return texts.prompt(first.rollout) if alike else []
 
 
 def _prompt_ids(members: Sequence[RolloutView]) -> str:
@@ -120,12 +126,13 @@ def rows_of(
 
 
 def _answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
-    """The beginning of a rollout's text; behind its prompt where that is shown for all, or a sequence has its own."""
+    """The beginning of a rollout's answer; behind its own question where no prompt is shown for all."""
     if member.rollout is None:
-        return ""
-    first = member.prompt_tokens if is_prompt_shown or member.sequence is not None else 0
-    part = texts.part(member.rollout, first, first + MAX_TEXT + 1)  # what is cut from it shows that there is more
-    return (member.text or "")[: MAX_TEXT + 1] if part is None else part
+        return (member.text or "")[: MAX_TEXT + 1]
+    answer = texts.answer(member.rollout, MAX_TEXT + 1)  # what is cut from it shows that there is more
+    asked = None if is_prompt_shown or member.sequence is not None else question_among(texts.prompt(member.rollout))
+    first, *others = [*([asked] if asked else []), *answer] or [Said("", "")]
+    return " · ".join([first.text, *(f"{turn.role}: {turn.text}" if turn.role else turn.text for turn in others)])
 
 
 def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
@@ -168,6 +175,25 @@ def verdict(member: RolloutView) -> list[str]:
     return [fact for fact in facts if fact]
 
 
+def panels(detail: GroupDetail, member: RolloutView) -> list[tuple[str, str, dict[str, str]]]:
+    """The numbers of a rollout that stand beside its text, in panels: title, its number, and further ones by name."""
+    view, rollout = detail.view, member.rollout
+    earned = {name: f"{value:.3f}" for name, value in member.rewards.items()}
+    if rollout is not None:
+        earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
+    earned |= {} if member.advantage is None else {"advantage": f"{member.advantage:+.3f}".replace("-", MINUS)}
+    earned |= {} if view.reward is None else {"mean of the group": f"{view.reward:.3f}"}
+    earned |= {} if detail.answer is None else {"answer": cut(printable(worded(detail.answer)), LINE_OF_TEXT)}
+    size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
+    size |= {} if member.logprob_mean is None else {"logprob, mean": f"{member.logprob_mean:.3f}".replace("-", MINUS)}
+    size |= {"stop": member.finish_reason} if member.finish_reason else {}
+    size["sampled by"] = version_range(member)
+    if view.age is not None:
+        size["age"] = str(view.age + view.min_version - member.min_version)
+    reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
+    return [("reward", reward, earned), ("tokens", f"{member.length:,}", size)]
+
+
 class Section(NamedTuple):
     """Tokens in a row that are shown under one heading."""
 
@@ -178,23 +204,25 @@ class Section(NamedTuple):
     """What stands above the heading: where a beginning that is shared starts and ends."""
 
 
-def sections(member: RolloutView) -> list[Section]:
+def sections(member: RolloutView, texts: Texts) -> list[Section]:
     """The tokens by turn, or without turns the prompt and what was sampled after it; cut where the beginning ends that
-    the sequence shares with an earlier one."""
+    the sequence shares with an earlier one. A prompt is cut where its text says that somebody else speaks."""
     rollout: Rollout = member.rollout
     turns = [turn for turn in rollout.turns if turn.end > turn.start]
     shared = 0 if member.shared is None else member.shared.tokens
     firsts = [turn.start for turn in turns] if turns else [rollout.prompt_tokens]
-    edges = sorted({0, *firsts, *(turn.end for turn in turns), shared, rollout.length})
+    spoken = [turn for turn in texts.turns(rollout, 0, rollout.prompt_tokens) if turn.role]
+    roles = {turn.opens if at else 0: turn.role for at, turn in enumerate(spoken)} if len(spoken) > bool(turns) else {}
+    edges = sorted({0, *firsts, *(turn.end for turn in turns), *roles, shared, rollout.length})
     rules = {0: shared_words(member), shared: "its own from here"} if shared else {}
-    return [Section(a, b, _title(rollout, a, b), rules.get(a, "")) for a, b in pairwise(edges)]
+    return [Section(a, b, _title(rollout, a, b, roles.get(a, "")), rules.get(a, "")) for a, b in pairwise(edges)]
 
 
-def _title(rollout: Rollout, start: int, end: int) -> str:
+def _title(rollout: Rollout, start: int, end: int, spoken: str) -> str:
     turn = next((turn for turn in rollout.turns if turn.start <= start < turn.end), None)
     role = turn.role if turn else "" if rollout.turns else "prompt" if end <= rollout.prompt_tokens else "sampled"
     reward = f"reward {turn.reward:g}" if turn is not None and turn.reward is not None and turn.start == start else ""
-    return " · ".join(filter(None, (role, plural(end - start, "token"), reward)))
+    return " · ".join(filter(None, (spoken or role, plural(end - start, "token"), reward)))
 
 
 def life(view: GroupView, member: RolloutView) -> list[str]:

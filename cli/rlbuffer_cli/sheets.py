@@ -143,11 +143,14 @@ def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int)
         rows = facts.rows_of(replace(detail, members=(member,)), texts)
         hint = f"one sequence: rlbuffer inspect {member.rollout_id}.1"
         return replace(sheet, view=MEMBERS, items=rows, hints=[hint])
-    text, end = texts.whole(rollout), min(most, rollout.length)
+    end = min(most, rollout.length)
+    spoken = [
+        f"  {turn.role or 'text':<9} {printable(turn.text)}" for turn in texts.prompt(rollout) + texts.answer(rollout)
+    ]
     shared = [f"  {shared_words(member)}"] if member.shared is not None else []
     return replace(
         sheet,
-        lines=[*sheet.lines, *shared, *([f"  text {printable(text)}"] if text is not None else [])],
+        lines=[*sheet.lines, *shared, *spoken],
         items=[(str(at), *cells) for at, cells in enumerate(facts.token_cells(member, texts, 0, end))],
         hints=[f"the first {end} of {plural(rollout.length, 'token')}: --json has them all"] * (end < rollout.length),
     )

@@ -38,6 +38,8 @@ class GroupRow(NamedTuple):
     view: GroupView
     low: float
     high: float
+    question: str = ""
+    """The prompt's id, and what it asks where that is known."""
 
     @property
     def state(self) -> Text:
@@ -57,11 +59,13 @@ class GroupRow(NamedTuple):
         return NOT_KEPT if self.view.state == State.DROPPED else ""
 
 
-def group_rows(views: Sequence[GroupView]) -> list[GroupRow]:
+def group_rows(
+    views: Sequence[GroupView], question: Callable[[GroupView], str] = lambda view: view.prompt_id
+) -> list[GroupRow]:
     """Rows with one axis: from 0 to 1, or as far as rewards go."""
     rewards = [reward for view in views for reward in view.rewards]
     low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
-    return [GroupRow(view, low, high) for view in views]
+    return [GroupRow(view, low, high, question(view)) for view in views]
 
 
 def group_record(view: GroupView) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
 GROUPS = View(
     name="groups",
     answers="Who waits for whom? Which env has what, and how old is it? Which groups are there?",
-    read=lambda run, where, most: group_rows(run.groups(where, most)),
+    read=lambda run, where, most: group_rows(run.groups(where, most), run.question),
     key=lambda row: row.view.group_id,
     record=lambda row: group_record(row.view),
     opens=lambda row: Target("group", row.view.group_id),
@@ -153,7 +157,7 @@ GROUPS = View(
         Column("rollouts", lambda row: row.size, lambda row: row.view.rollouts, True, WIDE),
         Column("env", lambda row: row.view.env, at=WIDE),
         Column("worker", lambda row: row.view.worker, at=WIDE),
-        Column("prompt", lambda row: row.view.prompt_id, at=WIDE),
+        Column("prompt", lambda row: cut(printable(row.question), SHOWN_ANSWER), at=WIDE),
     ),
 )
 

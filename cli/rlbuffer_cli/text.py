@@ -14,6 +14,7 @@ from typing import IO, Any
 
 WIDE = 110
 """Columns of a terminal from which a table has all its columns."""
+MINUS = "\u2212"
 MOST_FLOWING = 2000
 """A longer line is broken anywhere."""
 

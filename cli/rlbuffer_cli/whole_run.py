@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.client.details import view_of
 from rlbuffer.client.filters import parse
-from rlbuffer.client.searching import list_details, list_groups
+from rlbuffer.client.searching import list_details, list_sources, shortest_rollouts
+from rlbuffer.client.spoken import question_among
 from rlbuffer.client.views import (
     GroupDetail,
+    GroupSource,
     GroupView,
     RolloutView,
     StepPlace,
@@ -30,8 +32,11 @@ from rlbuffer.records.states import State
 if TYPE_CHECKING:
     from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.records.rollout import Rollout
     from rlbuffer.records.step_header import StepHeader
 
+MOST_QUESTIONS, MOST_OF_A_QUESTION = 20_000, 200
+"""Groups whose questions are kept, and characters of each."""
 MOST_HEADERS = 1000
 """Archived steps that are listed, the newest ones."""
 
@@ -49,6 +54,8 @@ class WholeRun:
         self._given = archive
         self.problems: list[RlbufferError] = []
         """Steps that could not be read when steps or groups were read last."""
+        self._questions: dict[str, str] = {}
+        """Group id -> what its prompt asks: it never changes."""
         self._read: tuple[tuple[str, ...], Archive] | None = None
         """The archive as it was read last, with its files; what is read stays while there are no others."""
 
@@ -117,8 +124,30 @@ class WholeRun:
         of the archive behind the server's."""
         self.problems = []
         store, text_of = self.buffer.store, self.buffer.texts.decoded
-        views = list_groups(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
-        return [*views, *(detail.view for detail in islice(self._older(where), limit - len(views)))]
+        chosen = list_sources(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
+        self._ask(chosen)
+        older = [*islice(self._older(where), limit - len(chosen))]
+        for detail in older:
+            self._learn(detail.view.group_id, next((m.rollout for m in detail.members if m.rollout is not None), None))
+        return [*(view for view, _ in chosen), *(detail.view for detail in older)]
+
+    def question(self, view: GroupView) -> str:
+        """What the prompt of a listed group asks, for a line; its id where no text says it."""
+        asked = self._questions.get(view.group_id, "")
+        return view.prompt_id if asked in ("", view.prompt_id) else f"{view.prompt_id} {asked}".strip()
+
+    def _ask(self, chosen: Sequence[tuple[GroupView, GroupSource]]) -> None:
+        """Reads the questions of groups that are listed for the first time."""
+        new = [(view, sources) for view, sources in chosen if view.group_id not in self._questions]
+        if len(self._questions) > MOST_QUESTIONS:
+            self._questions.clear()
+        for group_id, rollout in shortest_rollouts(self.buffer.store, new).items():
+            self._learn(group_id, rollout)
+
+    def _learn(self, group_id: str, rollout: Rollout | None) -> None:
+        if rollout is not None:
+            asked = question_among(self.buffer.texts.prompt(rollout))
+            self._questions[group_id] = "" if asked is None else " ".join(asked.text.split())[:MOST_OF_A_QUESTION]
 
     def details(self, where: str, limit: int) -> Iterator[GroupDetail]:
         """The groups of :meth:`groups`, whole; one at a time is read."""

@@ -8,6 +8,7 @@ else holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -19,10 +20,11 @@ from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutVi
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.info import folded
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire.payload import Payload, decode
+from rlbuffer.wire.payload import Payload, decode, decode_rollout
 
 TextOf = Callable[[HasTokens], str | None]
 PAGE_BYTES = 4 * 2**20
@@ -32,6 +34,8 @@ MOST_BYTES_READ = 2 * 2**30
 BYTES_PER_TOKEN = 9
 """About what a payload takes."""
 IN_STEPS = (State.PACKED, State.TRAINED)
+MOST_BYTES_OF_A_PROMPT = 2**18
+"""Payload that is read for the sake of its prompt: of some 29,000 tokens."""
 OF_PUSH, OF_INFO = ("env", "id"), ("prompt", "worker", "adapter")
 """Fields that a group has from its first push, and from the metadata of that."""
 
@@ -58,8 +62,7 @@ def list_groups(
         FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
         PayloadError: a step cannot be read, without `problems`.
     """
-    chosen = _chosen(store, where, limit, problems, text_of)
-    return [view for view, _ in chosen]
+    return [view for view, _ in list_sources(store, where=where, limit=limit, problems=problems, text_of=text_of)]
 
 
 def list_details(
@@ -71,19 +74,21 @@ def list_details(
     text_of: TextOf | None = None,
 ) -> Iterator[GroupDetail]:
     """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
-    chosen = _chosen(store, where, limit, problems, text_of)
+    chosen = list_sources(store, where=where, limit=limit, problems=problems, text_of=text_of)
     dropped = store.dropped_payloads([view.group_id for view, _ in chosen if view.state is State.DROPPED])
     for view, sources in chosen:
         yield detail_of(store, view, sources, dropped)
 
 
-def _chosen(
+def list_sources(
     store: Viewer,
-    where: str,
-    limit: int,
-    problems: list[RlbufferError] | None,
-    text_of: TextOf | None,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
 ) -> list[tuple[GroupView, GroupSource]]:
+    """The groups of :func:`list_groups`, each with what its rollouts are read by."""
     chosen = parse(where)
     is_of_step = any(term.field == "step" for term in chosen.terms)
     groups = every_group(
@@ -101,6 +106,22 @@ def _chosen(
             raise
         problems.append(error)
     return out
+
+
+def shortest_rollouts(store: Viewer, chosen: Iterable[tuple[GroupView, GroupSource]]) -> dict[str, Rollout]:
+    """Group id -> a rollout of it, whole: the smallest one, in which the prompt is read cheapest. Groups without one
+    that can be read are left out, and so are those whose smallest is larger than :data:`MOST_BYTES_OF_A_PROMPT`."""
+    smallest: dict[str, PartRollout] = {}
+    for view, sources in chosen:
+        firsts = [its[0] for its in by_rollout(stand_ins(sources))]
+        sized = [ref for ref in firsts if 0 < ref.info.size <= MOST_BYTES_OF_A_PROMPT]
+        if sized:
+            smallest[view.group_id] = min(sized, key=lambda ref: ref.info.size)
+    found: dict[str, Rollout] = {}
+    for name, data in zip(smallest, store.read_payloads([*smallest.values()]) if smallest else [], strict=True):
+        with suppress(PayloadError):
+            found[name] = decode_rollout(data or b"")
+    return found
 
 
 def _taker(chosen: Filter) -> Callable[[PoolEntry], bool]:

@@ -7,13 +7,16 @@ makes it harmless (:func:`rlbuffer.state.text.printable`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.client.spoken import Said, Spoken, marks_in, spoken
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.rollout import Rollout
 
@@ -35,6 +38,17 @@ class HasTokens(Protocol):
         """Token ids, [T]."""
 
 
+class Turned(NamedTuple):
+    """A turn in a rollout. Places are those of tokens."""
+
+    role: str
+    text: str
+    opens: int
+    """The token that opens the turn."""
+    start: int
+    end: int
+
+
 class Texts:
     """Decodes with the tokenizer of a directory, which is loaded when the first text is asked for.
 
@@ -54,6 +68,8 @@ class Texts:
         self._lacks = ""
         """Reason why nothing can be decoded; "" when there is none, or no directory."""
         self._cache: dict[int, str] = {}
+        self._special: frozenset[int] = frozenset()
+        """Ids of the tokenizer's special tokens."""
 
     @property
     def lacks(self) -> str:
@@ -70,6 +86,8 @@ class Texts:
 
                 self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
                 self._lacks = "" if self._tokenizer else f"{self._directory} has no {TOKENIZER_FILE}"
+                added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer else {}
+                self._special = frozenset(number for number, token in added.items() if token.special)
             except ImportError:
                 self._lacks = "decoding needs the tokenizers package (pip install 'rlbuffer[train]')"
             except Exception as error:  # the package raises nothing more special for a file that it cannot read
@@ -113,6 +131,56 @@ class Texts:
         why = f"; {self._lacks}" if self._lacks else ""
         return f"text as it was pushed{why}" if rollout.text is not None else f"token ids: no text was pushed{why}"
 
+    # -- who said what -----------------------------------------------------------------------------------------------
+    def turns(self, rollout: Rollout, first: int, end: int) -> list[Turned]:
+        """Who said what in tokens [first, end), without what a chat template writes around it: by the tokenizer's
+        special tokens, and where these name no role by marks as templates write them. [] where tokens have no text."""
+        if not self.has_pieces(rollout):
+            return []
+        pieces = [piece if piece != CONTINUED else "" for piece in self.pieces(rollout, first, end)]
+        edges = [0, *accumulate(map(len, pieces))]
+        text, ids = "".join(pieces), rollout.tokens[first:end].tolist()
+        marks = [(edges[at], edges[at + 1]) for at, token in enumerate(ids) if token in self._special]
+        found = spoken(text, marks)
+        if not _names_roles(found) and _names_roles(written := spoken(text, marks_in(text))):
+            found = written
+        if not _names_roles(found) and rollout.turns:
+            said = ["" if token in self._special else piece for token, piece in zip(ids, pieces, strict=True)]
+            return list(_as_pushed(rollout, first, said))
+
+        def token_at(place: int) -> int:
+            return first + bisect_right(edges, place, hi=len(ids)) - 1
+
+        return [
+            Turned(turn.role, turn.text, token_at(turn.opens), token_at(turn.start), token_at(turn.end - 1) + 1)
+            for turn in found
+        ]
+
+    def frame(self, rollout: Rollout) -> NDArray[np.bool_]:
+        """[T]; True for tokens that a chat template writes around what is said, and for special tokens."""
+        is_frame = np.isin(rollout.tokens, list(self._special))
+        turns = self.turns(rollout, 0, rollout.length)
+        if _names_roles(turns):
+            is_said = np.zeros(rollout.length, np.bool_)
+            for turn in turns:
+                is_said[turn.start : turn.end] = True
+            is_frame |= ~is_said
+        return is_frame
+
+    def prompt(self, rollout: Rollout) -> list[Said]:
+        """Who said what before anything was sampled; [] where no text says it."""
+        if self.has_pieces(rollout):
+            return [Said(turn.role, turn.text) for turn in self.turns(rollout, 0, rollout.prompt_tokens)]
+        return _pushed(rollout)[0]
+
+    def answer(self, rollout: Rollout, most: int | None = None) -> list[Said]:
+        """Who said what from the first sampled token on, or in the first `most` tokens from there."""
+        if self.has_pieces(rollout):
+            first = rollout.prompt_tokens
+            end = rollout.length if most is None else min(rollout.length, first + most)
+            return [Said(turn.role, turn.text) for turn in self.turns(rollout, first, end)]
+        return _pushed(rollout)[1]
+
     # -- decoding --------------------------------------------------------------------------------------------------
     def _decode(self, tokens: Sequence[int]) -> str | None:
         tokenizer = self._load()
@@ -142,6 +210,27 @@ class Texts:
             out += [piece, *[CONTINUED] * (count - 1)]
             at += count
         return out
+
+
+def _pushed(rollout: Rollout) -> tuple[list[Said], list[Said]]:
+    """The prompt and what came after it, by the text that was pushed. Where it has no marks of a template nothing says
+    where the prompt ends, and all of it came after."""
+    text = rollout.text or ""
+    turns = [Said(turn.role, turn.text) for turn in spoken(text, marks_in(text))]
+    after = max(1, len(rollout.turns) - 1)
+    return (turns[:-after], turns[-after:]) if len(turns) > after else ([], turns)
+
+
+def _names_roles(turns: Iterable[Said | Spoken | Turned]) -> bool:
+    return any(turn.role for turn in turns)
+
+
+def _as_pushed(rollout: Rollout, first: int, pieces: Sequence[str]) -> Iterator[Turned]:
+    """The turns that were pushed, as far as they lie in these pieces of the tokens from `first` on."""
+    for turn in rollout.turns:
+        start, end = max(turn.start, first), min(turn.end, first + len(pieces))
+        if start < end:
+            yield Turned(turn.role, "".join(pieces[start - first : end - first]).strip(), start, start, end)
 
 
 def has_characters(rollout: Rollout) -> bool:

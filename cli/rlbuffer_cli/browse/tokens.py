@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,6 +75,8 @@ class Tokens(Widget, can_focus=True):
         """Of the colours."""
         self._has_pieces = False
         """Every token has a text of its own."""
+        self._is_hidden: Sequence[bool] = ()
+        """Of each token: the plain lens leaves it out, as what a chat template writes around what is said."""
 
     def put(self, member: RolloutView | None, lens: Lens | None, texts: Texts) -> None:
         """Shows a rollout through a lens; the cursor stays where the rollout is the same."""
@@ -81,9 +84,11 @@ class Tokens(Widget, can_focus=True):
         if self.rollout is None or rollout is None or rollout.rollout_id != self.rollout.rollout_id:
             self.cursor = self.top = 0
         self.rollout, self.lens, self._window = rollout, lens, -1
-        self.sections = sections(member) if member is not None and rollout is not None else []
+        self.sections = sections(member, texts) if member is not None and rollout is not None else []
         self.given = member.shared.tokens if member is not None and member.shared is not None else 0
         self._texts, self._has_pieces = texts, rollout is not None and texts.has_pieces(rollout)
+        is_plain = lens is not None and lens.levels is None
+        self._is_hidden = texts.frame(rollout).tolist() if rollout is not None and is_plain else ()
         self.move_to(self.cursor)
 
     def count(self) -> int:
@@ -128,7 +133,7 @@ class Tokens(Widget, can_focus=True):
                 start, used = position, 0
                 self._lines += [_Line(f"══ {section.rule} ══")] if section.rule else []
                 self._lines.append(_Line(f"── {section.title} ──"))
-            piece = pieces[position - first]
+            piece = "" if self._is_hidden and self._is_hidden[position] else pieces[position - first]
             self._labels[position] = label = self._cell(cut(printable(piece), min(room, MAX_LABEL)))
             if used + cell_len(label) > room and position > start:
                 self._lines.append(_Line("", start, position))
@@ -143,7 +148,7 @@ class Tokens(Widget, can_focus=True):
             self._lines.append(_Line(f"... {plural(rollout.length - end, 'token')} after"))
 
     def _cell(self, label: str) -> str:
-        return label if self._has_pieces else f"{label} "
+        return label if self._has_pieces or not label else f"{label} "
 
     def _line_of(self, position: int) -> int:
         return next((i for i, line in enumerate(self._lines) if line.first <= position < line.end), 0)

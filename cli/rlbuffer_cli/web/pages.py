@@ -236,7 +236,7 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
     def alike(at: int) -> Any:
         return (marks(at), at if has_titles and is_sampled[at] else -1)
 
-    for start, end, title, rule in sections(member):
+    for start, end, title, rule in sections(member, texts):
         tokens = []
         for (classes, _), run in groupby(range(start, end), key=alike):
             first, *rest = run

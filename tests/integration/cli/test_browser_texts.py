@@ -37,13 +37,16 @@ def group(run: Run, tmp_path: Path) -> None:
 
 def test_tokens_are_text_by_the_tokenizer_of_the_model(run: Run, tmp_path: Path) -> None:
     async def tour(person: Person) -> None:
-        shown = await person.sees("group a.0", "What?\\n", "it is 🙂\\nsure")
+        shown = await person.sees("group a.0", "prompt    What?", "it is 🙂\\nsure")
         assert shown.count("What?") == 1, "the prompt stands there once"
         await person.press("enter")
-        await person.sees("── user · 6 tokens ──", "it is 🙂………\\n", "sure<|end|>", "plain: tokens decoded with")
+        await person.sees("── user · 6 tokens ──", "it is 🙂………\\n", "sure", "plain: tokens decoded with")
+        assert not any("<|end|>" in line for line in person.lines()), "a special token is none of the words"
         await person.press("G")
         await person.sees("text '<|end|>'", "id 256")
-        await person.press("n", "2")
+        await person.press("2")
+        await person.sees("sure<|end|>")
+        await person.press("n")
         await person.sees("\\u202e", "\\x1b")
         for line in person.lines():
             assert line.isprintable(), repr(line)
@@ -61,11 +64,11 @@ def test_the_plain_twin_decodes_too_and_a_wrong_directory_is_refused(
     at = ["--redis", run.url, "--run", run.store.run]
     assert main(["inspect", "a.0", *at, "--tokenizer", "model"]) == 0
     out = capsys.readouterr().out
-    assert "  prompt    What?\\n\n" in out
+    assert "  prompt    What?\n" in out
     assert "it is 🙂\\nsure" in out
     assert main(["inspect", "a.0/1", *at, "--tokenizer", "model"]) == 0
     out = capsys.readouterr().out
-    assert "  text What?\\n\\x1b[2J\\u202eevil\\x9b31m<|end|>\n" in out
+    assert "  user      What?\n  assistant \\x1b[2J\\u202eevil\\x9b31m\n" in out
     assert all(line.isprintable() for line in out.splitlines())
     assert main(["inspect", "a.0", *at, "--tokenizer", "nowhere"]) == 2
     assert "Error: --tokenizer nowhere: nowhere has no tokenizer.json" in capsys.readouterr().err
