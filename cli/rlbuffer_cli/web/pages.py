@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -28,12 +29,26 @@ from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.process.files import write_whole
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.facts import headline, life, member_of, rows_of, sections, shared_values, verdict, worded
+from rlbuffer_cli import look
+from rlbuffer_cli.facts import (
+    first_difference,
+    headline,
+    life,
+    member_of,
+    panels,
+    rows_of,
+    sections,
+    shared_prompt,
+    shared_values,
+    verdict,
+    worded,
+)
 from rlbuffer_cli.lenses import NAMES, Lens, lens, numbers_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
+from rlbuffer_cli.table import Column, View
 from rlbuffer_cli.tables import MEMBERS
-from rlbuffer_cli.text import moment
+from rlbuffer_cli.text import MINUS, WIDE, moment
 
 LENSES = NAMES[:7]
 STDOUT = "-"
@@ -44,6 +59,12 @@ MOST_CHARACTERS = 64_000
 MOST_IN_CELL = 1000
 PLOT_WIDTH = 350
 """Of a curve, in units that are pixels where three charts stand side by side: so the labels of its axes can be read."""
+SMOOTHED = 5
+"""Steps that a point of a curve is the mean of."""
+TITLES = {"age": "age, versions", "fill": "fill of a step", "tokens": "tokens of a step"}
+"""Of curves whose name does not say what they are of."""
+LEAST_PROSE = 20
+"""Characters of a cell from which a narrow window gives it a line of its own."""
 _CLASSES = {*PALETTE, "bold"}
 _LINES = {
     "thick": "box-shadow: inset 0 -2px var(--ink)",
@@ -65,7 +86,7 @@ class Sources:
 # -- templates ---------------------------------------------------------------------------------------------------------
 def page(name: str, *, title: str, forms: str = "none", **values: Any) -> Iterator[str]:
     """The page of a template in pieces. `forms`: where a form may be sent, `none` or `self`."""
-    empty = {"lenses": (), "tabs": (), "problems": (), "tab": "", "href": lambda view, item: ""}
+    empty = {"lenses": (), "count": {}, "tabs": (), "problems": (), "tab": "", "href": lambda view, item: ""}
     given = {"title": title, "policy": Markup(policy(forms)), "style": Markup(style()), **values}
     return _templates().get_template(f"{name}.html.j2").generate(empty | given)
 
@@ -80,8 +101,28 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value), lines=True),
     )
-    made.filters |= {"marked": marked, "shortened": shortened}
+    tokens = partial(plural, noun="token")
+    made.filters |= {"has_prose": has_prose}
+    made.filters |= {
+        "marked": marked,
+        "shortened": shortened,
+        "seen_from": seen_from,
+        "has_prose": has_prose,
+        "plural_tokens": tokens,
+    }
     return made
+
+
+def seen_from(column: Column, view: View) -> str:
+    """The classes of a column's cells: those that a narrow window leaves out, as a narrow terminal does."""
+    is_first_or_last = column in (view.columns[0], view.columns[-1])
+    size = "" if is_first_or_last or not column.at else "wide" if column.at >= WIDE else "mid"
+    return " ".join(filter(None, ["num" * column.is_number, size]))
+
+
+def has_prose(view: View, items: Sequence[Any]) -> bool:
+    """Its last column holds words that need a line of their own in a narrow window."""
+    return any(len(plain(view.columns[-1].cell(item))) > LEAST_PROSE for item in items)
 
 
 def marked(value: object) -> Markup:
@@ -120,6 +161,7 @@ def style() -> str:
                 rules.append(f"{chosen} .{name[:2]}{level} {{ {said} }}")
         if name == "plain":
             rules.append(f"{chosen} .whole {{ display: block }} {chosen} .whole ~ * {{ display: none }}")
+            rules.append(f"{chosen} .tokens .frame {{ display: none }}")
     return "\n".join(rules)
 
 
@@ -173,11 +215,14 @@ def file_name(identifier: str) -> str:
 
 def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
-    title, *facts = headline(detail.view)
+    view = detail.view
+    title, *facts = headline(view)
+    state = look.state(view.state, f"in step {view.step}" if view.step else f"{view.reason} {view.detail}")
     return {
         "title": title,
-        "facts": [title, *(fact for line in facts for fact in line.strip().split(" · "))],
+        "facts": [state, f"env {view.env}", *(fact for line in facts for fact in line.strip().split(" · "))],
         "step": detail.view.step,
+        "prompt": shared_prompt(detail, sources.texts),
         "texts": [
             (name.capitalize(), value if isinstance(value, str) else worded(value))
             for name, value in shared_values(detail, sources.texts).items()
@@ -187,14 +232,16 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
     }
 
 
-def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) -> dict[str, Any]:
-    """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens."""
+def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources, *, since: int = 0) -> dict[str, Any]:
+    """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens; those from
+    token `since` on."""
     facts = verdict(member)
     shown: dict[str, Any] = {
         "id": member.rollout_id,
         "title": f"{member.rollout_id}   {' · '.join(facts)}",
         "facts": facts,
-        "life": " → ".join(life(detail.view, member)),
+        "life": life(detail.view, member),
+        "panels": panels(detail, member),
         "legends": [],
         "rows": [],
         "sequences": [],
@@ -213,12 +260,14 @@ def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources) ->
             {"name": each.name, "note": each.note, "labels": [(f"{each.name[:2]}{n}", text) for n, text in each.labels]}
             for each in lenses
         ],
-        "whole": None if has_pieces or rollout.text is None else rollout.text,
-        "turns": list(_turns(member, lenses, texts, kept)),
+        "whole": [] if has_pieces or rollout.text is None else texts.prompt(rollout) + texts.answer(rollout),
+        "turns": list(_turns(member, lenses, texts, kept, since)),
     }
 
 
-def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: TrainerValues) -> Iterator[dict[str, Any]]:
+def _turns(
+    member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: TrainerValues, since: int
+) -> Iterator[dict[str, Any]]:
     rollout: Rollout = member.rollout
     pieces = texts.pieces(rollout, 0, rollout.length)
     blank = "" if texts.has_pieces(rollout) else " "
@@ -229,14 +278,20 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
     has_titles, numbers_at = rollout.length <= TITLED_TOKENS, numbers_of(member, kept)
     given = member.shared.tokens if member.shared is not None else 0
 
+    is_frame = texts.frame(rollout)
+
     def marks(at: int) -> str:
         own = " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
-        return f"{own} given".strip() if at < given and not rollout.loss_mask[at] else own
+        more = " frame" * bool(is_frame[at]) + " given" * (at < given and not rollout.loss_mask[at])
+        return f"{own}{more}".strip()
 
     def alike(at: int) -> Any:
         return (marks(at), at if has_titles and is_sampled[at] else -1)
 
-    for start, end, title, rule in sections(member, texts):
+    for first, end, title, rule in sections(member, texts):
+        start = max(first, since)
+        if start >= end:
+            continue
         tokens = []
         for (classes, _), run in groupby(range(start, end), key=alike):
             first, *rest = run
@@ -244,20 +299,79 @@ def _turns(member: RolloutView, lenses: Sequence[Lens], texts: Texts, kept: Trai
             known = numbers_at(first) if has_titles and is_sampled[first] else {}
             numbers = [f"token {first}", *(f"{name} {value}" for name, value in known.items())] if known else []
             tokens.append((text, classes, " · ".join(numbers)))
-        yield {"title": title, "rule": rule, "tokens": tokens}
+        shown = f"{title}, from token {start:,} on" if start > first else title
+        yield {"title": shown, "rule": rule, "tokens": tokens}
+
+
+# -- two rollouts ------------------------------------------------------------------------------------------------------
+def shown_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, sources: Sources) -> dict[str, Any]:
+    """What a page says of two rollouts of a group: the facts, what both begin with, and each from where they part."""
+    parts = first_difference(one, other)
+    pairs = [dict(_flat(panels(detail, member))) for member in (one, other)]
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    shown: dict[str, Any] = {
+        "names": [one.rollout_id, other.rollout_id],
+        "facts": [(name, *(pair.get(name, "") for pair in pairs)) for name in names],
+        "parts": parts,
+        "begin": [],
+        "sides": [],
+    }
+    if one.rollout is None or other.rollout is None:
+        return shown
+    first = one.main.rollout
+    since = first.length if parts is None else parts
+    sides = [shown_rollout(detail, member.main, sources, since=since) for member in (one, other)]
+    return shown | {"begin": sources.texts.turns(first, 0, since), "shared": since, "sides": sides}
+
+
+def _flat(groups: Iterable[tuple[str, str, Mapping[str, str]]]) -> Iterator[tuple[str, str]]:
+    for title, value, facts in groups:
+        yield title, value
+        yield from facts.items()
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
 def drawn(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Each curve as a line on axes of its own values, and of the steps of all."""
+    """Each curve as a line on axes of its own values, and of the steps of all: the mean of :data:`SMOOTHED` steps, with
+    a band from the least to the most of them."""
     steps = [step for curve in curves.values() for step, _ in curve.points]
-    out = []
-    for curve in curves.values():
-        values = [value for _, value in curve.points]
-        first, last, low, high = min(steps), max(steps), min(values), max(values)
-        across, up = max(1, last - first), (high - low) or 1.0
-        xs = [PLOT_WIDTH * (step - first) / across for step, _ in curve.points]
-        points = " ".join(f"{x:.1f},{80 - 72 * (v - low) / up:.1f}" for x, v in zip(xs, values, strict=True))
-        labels = {"low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last, "width": PLOT_WIDTH}
-        out.append({"legend": curve.legend, "points": points, **labels})
-    return out
+    return [_drawn(curve, min(steps), max(steps)) for curve in curves.values()]
+
+
+def _drawn(curve: Curve, first: int, last: int) -> dict[str, Any]:
+    values = [value for _, value in curve.points]
+    low, high = min(values), max(values)
+    across, up = max(1, last - first), (high - low) or 1.0
+    windows = [values[max(0, at - SMOOTHED + 1) : at + 1] for at in range(len(values))]
+    xs = [f"{PLOT_WIDTH * (step - first) / across:.1f}" for step, _ in curve.points]
+
+    def line(of: Callable[[Sequence[float]], float]) -> list[str]:
+        return [f"{x},{80 - 72 * (of(window) - low) / up:.1f}" for x, window in zip(xs, windows, strict=True)]
+
+    means = line(fmean)
+    now, most, least = written([values[-1], high, low])
+    return {
+        "title": TITLES.get(curve.name, curve.name),
+        "legend": curve.legend,
+        "now": now,
+        "high": most,
+        "low": least,
+        "first": first,
+        "last": last,
+        "width": PLOT_WIDTH,
+        "points": " ".join(means),
+        "band": " ".join([*line(max), *reversed(line(min))]),
+        "end": means[-1].split(","),
+    }
+
+
+def written(values: Sequence[float]) -> list[str]:
+    """Numbers of one axis with as many decimals as the largest needs: three digits that count.
+
+    Example:
+        >>> written([15570.0, 3.5]), written([0.5, -0.25])
+        (['15,570', '4'], ['0.500', '−0.250'])
+    """
+    size = max(map(abs, values), default=0.0)
+    places = max(0, 3 - len(str(int(size)))) if size >= 1 else 3 if size >= 0.01 or not size else 5
+    return [f"{value:,.{places}f}".replace("-", MINUS) for value in values]

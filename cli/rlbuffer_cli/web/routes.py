@@ -11,9 +11,10 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.views import StepView
 from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
+from rlbuffer.state.run_state import RunState
 from rlbuffer.state.text import plural
 from rlbuffer_cli import look
-from rlbuffer_cli.facts import cost_of, env_shades, member_of, rank_bars
+from rlbuffer_cli.facts import best_and_worst, cost_of, env_shades, member_of, rank_bars
 from rlbuffer_cli.plots import curves_of, trends
 from rlbuffer_cli.run_tables import ENVS, READ_RECORDS, env_rows
 from rlbuffer_cli.sheets import Sheet, read
@@ -21,7 +22,7 @@ from rlbuffer_cli.table import Target, View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
 from rlbuffer_cli.text import time_of
 from rlbuffer_cli.view import alerts, figures, notes, states
-from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_rollout
+from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_pair, shown_rollout
 from rlbuffer_cli.whole_run import WholeRun
 
 Query = Mapping[str, str]
@@ -39,6 +40,7 @@ def route(run: WholeRun, sources: Sources, name: str, query: Query) -> Iterator[
         "": lambda: _overview(run),
         "group": lambda: _group(run, query, sources),
         "rollout": lambda: _rollout(run, query, sources),
+        "compare": lambda: _compare(run, query, sources),
         "step": lambda: _step(run, query),
     }
     return pages[name]() if name in pages else None
@@ -49,13 +51,21 @@ def refusal(title: str, problem: str) -> Iterator[str]:
     return page("base", title=title, problems=[f"✕ {problem}"])
 
 
-def _page(run: WholeRun, template: str, tab: str, title: str, **values: Any) -> Iterator[str]:
+def _page(
+    run: WholeRun, template: str, tab: str, title: str, *, state: RunState | None = None, **values: Any
+) -> Iterator[str]:
     at = time_of(run.buffer.store.now())
+    state = state or read_run_state(run.buffer.store)
     return page(
         template,
         title=f"{title} · run {run.buffer.run}",
         forms="self",
-        **{"run": run.buffer.run, "tabs": TABS, "tab": tab, "at": at, "href": href, **values},
+        run=run.buffer.run,
+        tabs=TABS,
+        tab=tab,
+        at=at,
+        href=href,
+        **{"count": {"problems": len(state.problems)}, **values},
     )
 
 
@@ -82,6 +92,7 @@ def _overview(run: WholeRun) -> Iterator[str]:
         "overview",
         "overview",
         "overview",
+        state=state,
         alerts=list(alerts(state)),
         figures=figures(state),
         states=states(state),
@@ -127,7 +138,7 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
         where=where,
         sort=sort,
         order=order,
-        count=f"{first}{plural(len(items), 'row')}",
+        amount=f"{first}{plural(len(items), 'row')}",
         chips=chips if view.name == "groups" else [],
         curves=_curves(run) if view is STEPS else [],
         details=[(view.key(item), lines) for item in items if (lines := view.more(item))],
@@ -138,7 +149,9 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
 def _group(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     group = shown_group(detail, sources)
-    return _page(run, "group", "groups", f"group {detail.view.group_id}", group=group, view=MEMBERS)
+    both = best_and_worst(detail)
+    ways = [] if both is None else [("compare the best and the worst", compared(detail.view.group_id, *both))]
+    return _page(run, "group", "groups", f"group {detail.view.group_id}", group=group, view=MEMBERS, ways=ways)
 
 
 def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
@@ -149,6 +162,11 @@ def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
     near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(names)]
     ways = [(f"group {group_id}", link("group", id=group_id))]
     ways += [(word, link("rollout", id=group_id, rollout=names[n])) for word, n in near]
+    both = best_and_worst(detail) or ()
+    others = [
+        (word, name) for word, name in zip(("best", "worst"), both, strict=bool(both)) if name != member.rollout_id
+    ]
+    ways += [(f"compare with the {word}", compared(group_id, member.rollout_id, name)) for word, name in others]
     has_pieces = member.rollout is not None and sources.texts.has_pieces(member.rollout)
     return _page(
         run,
@@ -159,6 +177,34 @@ def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
         shown=shown_rollout(detail, member, sources),
         view=MEMBERS,
         ways=ways,
+        lenses=LENSES,
+        lens="logprob" if has_pieces else "plain",
+    )
+
+
+def compared(group_id: str, one: str, other: str) -> str:
+    """The address of two rollouts of a group, side by side."""
+    return link("compare", id=group_id, one=one, other=other)
+
+
+def _compare(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+    """Two rollouts of a group: where they part, and how each goes on."""
+    detail = run.group(query.get("id", ""))
+    one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
+    group_id = detail.view.group_id
+    has_pieces = one.rollout is not None and sources.texts.has_pieces(one.rollout)
+    return _page(
+        run,
+        "compare",
+        "groups",
+        f"{one.rollout_id} and {other.rollout_id}",
+        pair=shown_pair(detail, one, other, sources),
+        ways=[
+            (f"group {group_id}", link("group", id=group_id)),
+            *((m.rollout_id, link("rollout", id=group_id, rollout=m.rollout_id)) for m in (one, other)),
+            ("the other way round", compared(group_id, other.rollout_id, one.rollout_id)),
+        ],
+        view=MEMBERS,
         lenses=LENSES,
         lens="logprob" if has_pieces else "plain",
     )

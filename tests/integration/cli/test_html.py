@@ -25,6 +25,7 @@ VOID = {"meta", "input", "br"}
 ALLOWED = VOID | {
     *("html", "head", "title", "style", "body", "main", "h1", "h2", "h3", "p", "pre", "div", "details", "summary"),
     *("table", "thead", "tbody", "tr", "th", "td", "i", "nav", "a", "span", "section"),
+    *("aside", "dl", "dt", "dd", "ol", "li"),
 }
 
 

@@ -23,6 +23,7 @@ from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records.spans import Turn
 from rlbuffer.testing import make_group
 from rlbuffer_cli.tables import VIEWS
+from rlbuffer_cli.web.pages import written
 from rlbuffer_cli.web.server import HEADERS, Pages
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
@@ -87,7 +88,7 @@ def visitor(run: Run, buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
 def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
     seen = visitor.walk()
     kinds = {path.removeprefix(visitor.address.path).partition("?")[0] for path in seen}
-    assert kinds == {"", *VIEWS, "group", "rollout", "step"}
+    assert kinds == {"", *VIEWS, "compare", "group", "rollout", "step"}
     assert all(path.startswith(visitor.address.path) for path in seen), "no link leads elsewhere"
     text = "".join(page.text for page in seen.values())
     for words in (
@@ -105,6 +106,68 @@ def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
     assert not {"script", "img", "iframe", "link", "object"} & {name for name, _ in tags}
     attributes = {name for _, attributes in tags for name in attributes}
     assert not {name for name in attributes if name.startswith("on") or name in ("src", "style", "action")}
+
+
+def test_two_rollouts_stand_side_by_side_from_where_they_part(run: Run, buffer: rlbuffer.Buffer) -> None:
+    def spoke(index: int, completion: str, reward: float) -> rlbuffer.Rollout:
+        tokens = [ord(c) for c in f"12=ab{completion}"]
+        made = rlbuffer.Rollout.from_completion(
+            prompt_ids=tokens[:3],
+            token_ids=tokens[3:],
+            logprobs=[-1.0] * (len(tokens) - 3),
+            reward=reward,
+            policy_version=0,
+        )
+        return replace(made, rollout_id=f"a.0/{index}", text=f"12=ab{completion}")
+
+    rollouts = (spoke(0, "cd", 1.0), spoke(1, "xyz", 0.0), spoke(2, "xyz", 0.0))
+    run.push(rlbuffer.Group("a.0", "a", "12=", rollouts, 3, answer="abcd"))
+    with served(buffer) as pages:
+        visitor = Visitor(pages)
+        (way,) = [link for link in visitor.page("group?id=a.0").links if link.startswith("compare?")]
+        page = visitor.page(way)
+        assert "they part at token 5" in page.text
+        assert "both begin with the same 5 tokens" in page.text
+        shown = [attributes["title"] for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
+        assert [title.partition(" ·")[0] for title in shown] == ["token 5", "token 6", "token 5", "token 6", "token 7"]
+        rows = [attributes.get("class") for tag, attributes in page.tags if tag == "tr"]
+        assert rows.count("same") == 5, "mean of the group, answer, prompt, logprob, version and age are alike"
+        assert "their tokens are the same" in visitor.page("compare?id=a.0&one=a.0/1&other=a.0/2").text
+        assert visitor.get("compare?id=a.0&one=a.0/1&other=a.0/9")[0] == 404
+
+
+def test_a_rollout_has_its_numbers_and_its_life_beside_its_text(visitor: Visitor) -> None:
+    page = visitor.page("rollout?id=a.0&rollout=a.0/1")
+    beside = page.text.partition("mean of the group")[2]
+    assert "sampled by v" in beside
+    assert "packed into step 1, rank" in beside
+
+
+def test_the_tab_of_problems_has_their_number_on_every_page(visitor: Visitor) -> None:
+    count = len(problem_rows(visitor))
+    assert count
+    for path in ("", "groups", "step?n=1", "group?id=a.0"):
+        assert f"problems {count}" in visitor.page(path).text
+
+
+def problem_rows(visitor: Visitor) -> list[str]:
+    """Rows of the page of problems."""
+    tags = visitor.page("problems").tags
+    return [tag for tag, attributes in tags if tag == "tr" and "class" not in attributes][1:]
+
+
+def test_a_curve_has_a_short_title_a_number_and_a_band(run: Run, buffer: rlbuffer.Buffer) -> None:
+    for step in range(1, 8):
+        run.step(f"a.{step}")
+    with served(buffer) as pages:
+        _, _, body = Visitor(pages).get("steps")
+    assert body.count("<figure") == body.count('class="band"') == body.count('class="dot"') > 2
+    assert "<figcaption>reward<b>0.500</b></figcaption>" in body
+    assert [written(axis) for axis in ([15570.4, 3.0], [0.25, -0.5], [0.0004, 0.002])] == [
+        ["15,570", "3"],
+        ["0.250", "\u22120.500"],
+        ["0.00040", "0.00200"],
+    ]
 
 
 def test_the_filter_and_the_order_of_a_table_stand_in_its_address(visitor: Visitor) -> None:

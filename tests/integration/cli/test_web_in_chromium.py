@@ -74,3 +74,22 @@ def test_the_labels_of_curves_and_the_last_column_of_a_table_can_be_read(browser
         browser.sees("document.querySelectorAll('tbody tr').length == 5")
         assert browser.value("Math.max(...[...document.querySelectorAll('tbody tr')].map(r => r.clientHeight))") < 150
     run.close()
+
+
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_nothing_runs_out_of_the_window(browser: Browser, tmp_path: Path, width: int) -> None:
+    run, long = Run(f"memory://{uuid.uuid4().hex}", tmp_path), "-".join(["long"] * 24)
+    for step in range(1, 4):
+        run.step(f"a.{step}", f"b.{step}")
+    run.push(make_group(env="a", group_id=long, prompt_id=long, worker=long))
+    run.store.heartbeat("worker", long, {"version": 3, "problems": [{"kind": "env_fails", "detail": long * 9}]})
+    paths = ("", "groups", "steps", "processes", "envs", "problems", "step?n=2", f"group?id={long}")
+    pairs = (f"rollout?id={long}&rollout={long}/0", f"compare?id={long}&one={long}/0&other={long}/1")
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer, hostile_pages.served(buffer) as pages:
+        browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        for path in (*paths, *pairs):
+            browser.visit(pages.url + path)
+            assert browser.value("document.documentElement.scrollWidth") == width, path
+            out = "[...document.querySelectorAll('main *, header *')].filter(e => !e.closest('.scroll, svg') && "
+            assert browser.value(f"{out} e.getBoundingClientRect().right > innerWidth).length") == 0, path
+    run.close()
