@@ -219,7 +219,7 @@ def test_rewards_and_lengths_are_those_of_the_settings(tmp_path: Path) -> None:
             {**IDS, "length": {"form": "max", "target": 1, "tagret": 1}},
             "env_options.length.tagret is ",
         ),
-        ({"prompt": [1]}, {}, "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"),
+        ({"prompt": [1]}, {}, "jsonl: without a tokenizer, its own or that of model.path, the env needs "),
         ({"prompt": [1]}, {**IDS, "tokenizer": "nowhere"}, "tokenizer = 'nowhere' is not a directory"),
         ({"prompt": [1]}, {**IDS, "rewards": {"exat": 1}}, "reward exat: kind = 'exat' must be one of exact, regex, "),
     ],
