@@ -217,7 +217,9 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     view = detail.view
     title, *facts = headline(view)
-    state = look.state(view.state, f"in step {view.step}" if view.step else f"{view.reason} {view.detail}")
+    state = look.state(
+        view.state, f"in step {view.step}" if view.step else f"({view.reason}: {view.detail})" * bool(view.reason)
+    )
     return {
         "title": title,
         "facts": [state, f"env {view.env}", *(fact for line in facts for fact in line.strip().split(" · "))],
