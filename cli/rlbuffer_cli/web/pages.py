@@ -86,7 +86,15 @@ class Sources:
 # -- templates ---------------------------------------------------------------------------------------------------------
 def page(name: str, *, title: str, forms: str = "none", **values: Any) -> Iterator[str]:
     """The page of a template in pieces. `forms`: where a form may be sent, `none` or `self`."""
-    empty = {"lenses": (), "count": {}, "tabs": (), "problems": (), "tab": "", "href": lambda view, item: ""}
+    empty = {
+        "lenses": (),
+        "count": {},
+        "standing": (),
+        "tabs": (),
+        "problems": (),
+        "tab": "",
+        "href": lambda view, item: "",
+    }
     given = {"title": title, "policy": Markup(policy(forms)), "style": Markup(style()), **values}
     return _templates().get_template(f"{name}.html.j2").generate(empty | given)
 

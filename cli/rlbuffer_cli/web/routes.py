@@ -7,6 +7,8 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlencode
 
+from rich.text import Text
+
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.views import StepView
 from rlbuffer.errors import FilterError, NotFound
@@ -55,7 +57,8 @@ def _page(
     run: WholeRun, template: str, tab: str, title: str, *, state: RunState | None = None, **values: Any
 ) -> Iterator[str]:
     at = time_of(run.buffer.store.now())
-    state = state or read_run_state(run.buffer.store)
+    known = state or read_run_state(run.buffer.store, history=READ_RECORDS)
+    values = {"standing": [] if state else _standing(known), **values}
     return page(
         template,
         title=f"{title} · run {run.buffer.run}",
@@ -65,8 +68,14 @@ def _page(
         tab=tab,
         at=at,
         href=href,
-        **{"count": {"problems": len(state.problems)}, **values},
+        **{"count": {"problems": len(known.problems)}, **values},
     )
+
+
+def _standing(state: RunState) -> list[Text]:
+    """The run in a line: how far it is, whether it learns, and what it waits for or somebody must cure."""
+    shown = [each for each in figures(state) if each.plain.startswith(("step ", "reward "))]
+    return [*shown, *list(alerts(state))[:1]]
 
 
 def link(path: str, **query: str) -> str:
@@ -94,9 +103,9 @@ def _overview(run: WholeRun) -> Iterator[str]:
         "overview",
         state=state,
         alerts=list(alerts(state)),
-        figures=figures(state),
+        figures=[each for each in figures(state) if not each.plain.startswith("memory ")],
         states=states(state),
-        notes=list(notes(state)),
+        notes=[each for each in figures(state) if each.plain.startswith("memory ")] + list(notes(state)),
         view=ENVS,
         items=env_rows(state),
         curves=_curves(run),
