@@ -33,6 +33,6 @@ def test_curves_of_a_page_have_one_axis_of_steps_and_their_own_of_values() -> No
     assert ends[0] == [0.0, PLOT_WIDTH]
     assert ends[1][0] > 0.98 * PLOT_WIDTH
     assert [(each["low"], each["high"], each["first"], each["last"]) for each in shown] == [
-        ("0.25", "0.5", 1, 751),
-        ("1", "2", 1, 751),
+        ("0.250", "0.500", 1, 751),
+        ("1.00", "2.00", 1, 751),
     ]
