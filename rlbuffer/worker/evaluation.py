@@ -222,9 +222,10 @@ def summary(results: Sequence[Sequence[Rollout | str | GroupFailed]], *, samples
     """The result of an evaluation, of the results of each prompt's rollouts.
 
     Each prompt weighs alike, by the mean of its rollouts: their mean over prompts is mean@k. The standard error is that
-    of the prompts' means, since rollouts of one prompt are not independent. A rollout that ran into a limit has no success
-    and the least reward of those that ended, at most 0: no wrong answer is worth less. An env may judge its prompts by different names (mathematics by one, code by another): what stands
-    under a name is over the prompts that are judged by it.
+    of the prompts' means, since rollouts of one prompt are not independent. A rollout that ran into a limit has no
+    success, and the least reward of those that ended, at most 0: no wrong answer is worth less. An env may judge its
+    prompts by different names (mathematics by one, code by another): what stands under a name is over the prompts that
+    are judged by it.
 
     Returns:
         ``reward/mean``, ``reward/error`` (standard error; not for a single prompt), ``reward/<name>`` and
