@@ -317,7 +317,7 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(run: Run, buffer: rlbuf
     async def tour(person: Person) -> None:
         await person.sees("a.0", "\\x1b]0;owned")
         for keys, words in (
-            ("enter", "group a.0"),
+            ("enter", "1 of 1 rollout"),  # it has been read: there is a record to show
             ("o", "rlbuffer.group/1"),
             ("escape", "group a.0"),
             ("enter", "rollout a.0/0"),

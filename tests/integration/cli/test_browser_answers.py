@@ -10,6 +10,7 @@ from browsing import Person, browse
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.texts import Texts
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer_cli.facts import sections
 from rlbuffer_cli.main import main
@@ -215,8 +216,8 @@ def test_a_rollout_without_turns_shows_where_its_prompt_ends(run: Run, buffer: r
     run.push("a.0", lengths=[20])
     member = buffer.group("a.0").members[0]
     prompt = member.prompt_tokens
-    assert sections(replace(member, rollout=replace(member.rollout, turns=()))) == [
+    assert sections(replace(member, rollout=replace(member.rollout, turns=())), Texts()) == [
         (0, prompt, f"prompt · {prompt} tokens", ""),
         (prompt, 20, f"sampled · {20 - prompt} tokens", ""),
     ]
-    assert sections(member)[0] == (0, prompt, f"user · {prompt} tokens", "")
+    assert sections(member, Texts())[0] == (0, prompt, f"user · {prompt} tokens", "")
