@@ -74,9 +74,10 @@ for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
       redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, amount)
     end
   end
-  for env, rollouts, tokens in string.gmatch(header and fate == 'dropped:void' and header.reused or '', '(%S+) (%d+) (%d+)') do
-    redis.pcall('HINCRBY', ledger_key, env .. ':reused:rollouts', '-' .. rollouts)
-    redis.pcall('HINCRBY', ledger_key, env .. ':reused:tokens', '-' .. tokens)
+  local again = fate == 'trained' and 0 or -1  -- further uses in a step that is void are counted no more
+  for env, rollouts, tokens in string.gmatch(header and header.reused or '', '(%S+) (%d+) (%d+)') do
+    redis.pcall('HINCRBY', ledger_key, env .. ':reused:rollouts', string.format('%.0f', again * tonumber(rollouts)))
+    redis.pcall('HINCRBY', ledger_key, env .. ':reused:tokens', string.format('%.0f', again * tonumber(tokens)))
   end
 end
 for i = 1, #entries do
