@@ -141,7 +141,7 @@ class WholeRun:
         new = [(view, sources) for view, sources in chosen if view.group_id not in self._questions]
         if len(self._questions) > MOST_QUESTIONS:
             self._questions.clear()
-        for group_id, rollout in shortest_rollouts(self.buffer.store, new).items():
+        for group_id, rollout in shortest_rollouts(self.buffer.store, new):
             self._learn(group_id, rollout)
 
     def _learn(self, group_id: str, rollout: Rollout | None) -> None:

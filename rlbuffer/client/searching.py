@@ -23,7 +23,7 @@ from rlbuffer.records.info import folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.viewer import Viewer, chunks
 from rlbuffer.wire.payload import Payload, decode, decode_rollout
 
 TextOf = Callable[[HasTokens], str | None]
@@ -108,20 +108,21 @@ def list_sources(
     return out
 
 
-def shortest_rollouts(store: Viewer, chosen: Iterable[tuple[GroupView, GroupSource]]) -> dict[str, Rollout]:
-    """Group id -> a rollout of it, whole: the smallest one, in which the prompt is read cheapest. Groups without one
-    that can be read are left out, and so are those whose smallest is larger than :data:`MOST_BYTES_OF_A_PROMPT`."""
+def shortest_rollouts(store: Viewer, chosen: Iterable[tuple[GroupView, GroupSource]]) -> Iterator[tuple[str, Rollout]]:
+    """Group ids, each with a rollout of the group: the smallest one, in which the prompt is read cheapest. Left out are
+    groups without one that can be read, and those whose smallest is larger than :data:`MOST_BYTES_OF_A_PROMPT`."""
     smallest: dict[str, PartRollout] = {}
     for view, sources in chosen:
         firsts = [its[0] for its in by_rollout(stand_ins(sources))]
         sized = [ref for ref in firsts if 0 < ref.info.size <= MOST_BYTES_OF_A_PROMPT]
         if sized:
             smallest[view.group_id] = min(sized, key=lambda ref: ref.info.size)
-    found: dict[str, Rollout] = {}
-    for name, data in zip(smallest, store.read_payloads([*smallest.values()]) if smallest else [], strict=True):
-        with suppress(PayloadError):
-            found[name] = decode_rollout(data or b"")
-    return found
+    names, refs = [*smallest], [*smallest.values()]
+    for page in chunks([ref.info.size for ref in refs], PAGE_BYTES):
+        payloads = store.read_payloads([refs[at] for at in page])
+        for at, data in zip(page, payloads, strict=True):
+            with suppress(PayloadError):
+                yield names[at], decode_rollout(data or b"")
 
 
 def _taker(chosen: Filter) -> Callable[[PoolEntry], bool]:

@@ -13,10 +13,6 @@ from typing import NamedTuple
 
 BARS = "|\uff5c"
 """The second one is as wide as a letter: DeepSeek writes it."""
-WRITTEN_MARKS = re.compile(
-    rf"<[{BARS}][^<>{BARS}\s]{{1,40}}[{BARS}]>|</?s>|<(?:bos|eos|pad)>|<(?:start|end)_of_[a-z]+>|\[/?[A-Z][A-Z_]{{2,}}\]|<</?SYS>>"
-)
-"""Marks as templates write them, for a text whose tokenizer is not at hand."""
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "model", "gpt", "bot"), "assistant"),
@@ -35,6 +31,11 @@ ROLES_OF_MARKS = {
     "tool_calls": "assistant",
 }
 """Names of marks that say who speaks from there on, besides the roles themselves."""
+_BRACKETS = "|".join(name.upper() for name in ROLES_OF_MARKS if name.isidentifier() and name != "sys")
+WRITTEN_MARKS = re.compile(
+    rf"<[{BARS}][^<>{BARS}\s]{{1,40}}[{BARS}]>|</?s>|<(?:bos|eos|pad)>|<(?:start|end)_of_[a-z]+>|\[/?(?:{_BRACKETS})\]|<</?SYS>>"
+)
+"""Marks as templates write them, for a text whose tokenizer is not at hand."""
 _ROLE_LINE = re.compile(r"[ \t]*([A-Za-z]+)[ \t]*(\n+|$)")
 
 

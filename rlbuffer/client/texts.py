@@ -213,10 +213,11 @@ class Texts:
 
 
 def _pushed(rollout: Rollout) -> tuple[list[Said], list[Said]]:
-    """The prompt and what came after it, by the text that was pushed. Where it has no marks of a template nothing says
-    where the prompt ends, and all of it came after."""
+    """The prompt and what came after it, by the text that was pushed. Where no mark in it names a role, nothing says
+    where the prompt ends: all of it came after, and what looks like a mark is text."""
     text = rollout.text or ""
-    turns = [Said(turn.role, turn.text) for turn in spoken(text, marks_in(text))]
+    found = spoken(text, marks_in(text))
+    turns = [Said(turn.role, turn.text) for turn in (found if _names_roles(found) else spoken(text, []))]
     after = max(1, len(rollout.turns) - 1)
     return (turns[:-after], turns[-after:]) if len(turns) > after else ([], turns)
 

@@ -144,6 +144,21 @@ def test_a_text_without_marks_is_one_turn_of_nobody(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "text", ["a [TODO] and an [IMPORTANT_NOTE]", "<s>old</s> new", "look at <|x|> here", "[INST"]
+)
+def test_what_looks_like_a_mark_is_text_where_nobody_is_named(text: str) -> None:
+    made = rollout(np.arange(9, dtype=np.int32), 4, text)
+    assert Texts().answer(made) == [("", text)]
+    assert Texts().prompt(made) == []
+
+
+def test_a_bracket_of_ones_own_is_text_in_a_conversation_too() -> None:
+    chat = CHATS["Mistral, marks are tokens"]
+    made = rollout(np.arange(40, dtype=np.int32), 30, chat.prompt + " a [TODO] is left</s>")
+    assert [turn.text for turn in Texts().answer(made)] == ["a [TODO] is left"]
+
+
 def test_words_that_look_like_a_mark_end_no_turn_where_a_tokenizer_knows_better(tmp_path: Path) -> None:
     chat = CHATS["ChatML"]
     tokenizer = save_byte_tokenizer(tmp_path, chat.special)

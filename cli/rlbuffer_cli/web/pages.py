@@ -110,7 +110,6 @@ def _templates() -> jinja2.Environment:
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value), lines=True),
     )
     tokens = partial(plural, noun="token")
-    made.filters |= {"has_prose": has_prose}
     made.filters |= {
         "marked": marked,
         "shortened": shortened,
