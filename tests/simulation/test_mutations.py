@@ -16,8 +16,8 @@ from simulation.mutations import MUTATIONS, Mutation
 SEEDS = 400
 """Each must be found within as many."""
 FOUND_IN = {
-    "announce-goes-back": 12,
-    "attempt-in-the-same-line": 422,
+    "announce-goes-back": 29,
+    "attempt-in-the-same-line": 274,
     "commit-after-the-lease": 107,
     "commit-refused-for-memory": 22,
     "commit-what-is-gone": 6,
@@ -29,7 +29,7 @@ FOUND_IN = {
     "recover-in-the-same-epoch": 3,
     "recover-leaves-the-pool": 3,
     "recover-without-tombstone": 3,
-    "report-goes-back": 12,
+    "report-goes-back": 29,
     "report-of-any-attempt": 9,
     "reuse-in-the-ledger": 2,
     "reuse-swept-early": 2,

@@ -144,9 +144,7 @@ def test_a_text_without_marks_is_one_turn_of_nobody(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text", ["a [TODO] and an [IMPORTANT_NOTE]", "<s>old</s> new", "look at <|x|> here", "[INST"]
-)
+@pytest.mark.parametrize("text", ["a [TODO] and an [IMPORTANT_NOTE]", "<s>old</s> new", "look at <|x|> here", "[INST"])
 def test_what_looks_like_a_mark_is_text_where_nobody_is_named(text: str) -> None:
     made = rollout(np.arange(9, dtype=np.int32), 4, text)
     assert Texts().answer(made) == [("", text)]
