@@ -126,13 +126,13 @@ def samples(c: Context) -> Iterator[Finding]:
             yield warning(text, f"eval.{name}.samples", f"eval.{name}.temperature", fix=fix)
 
 
-@check("trainer.optimizer.stable_updates trainer.optimizer.warmup_updates trainer.steps")
+@check("trainer.optimizer.decay_from_update trainer.optimizer.warmup_updates trainer.steps")
 def schedule(c: Context) -> Iterator[Finding]:
     """The warm-up ends, and schedule wsd_sqrt falls, before the run ends."""
     optimizer, planned = c.settings.trainer.optimizer, planned_updates(c.settings.trainer)
-    if optimizer.schedule == "wsd_sqrt" and optimizer.stable_updates >= planned:
-        setting = "trainer.optimizer.stable_updates"
-        text = f"{setting} = {optimizer.stable_updates}, but only {planned:.0f} updates are planned"
+    if optimizer.schedule == "wsd_sqrt" and optimizer.decay_from_update >= planned:
+        setting = "trainer.optimizer.decay_from_update"
+        text = f"{setting} = {optimizer.decay_from_update}, but only {planned:.0f} updates are planned"
         yield failure(f"{text}: the rate would never fall", setting, "trainer.steps")
     elif optimizer.warmup_updates >= planned:
         setting = "trainer.optimizer.warmup_updates"
@@ -144,7 +144,7 @@ def schedule(c: Context) -> Iterator[Finding]:
 
 @check(
     """deterministic batcher.max_age batcher.envs.NAME.max_age batcher.lookahead batcher.step_groups
-    batcher.fill_timeout_seconds batcher.max_age_seconds worker.NAME.groups_per_batch worker.NAME.replicas
+    batcher.fill_timeout_seconds batcher.max_age_seconds worker.NAME.groups_in_flight worker.NAME.replicas
     worker.NAME.env eval.NAME.env""",
 )
 def deterministic(c: Context) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def deterministic(c: Context) -> Iterator[Finding]:
     must: dict[str, Any] = {"batcher.max_age": 0, "batcher.lookahead": 0}
     must |= {f"batcher.envs.{env}.max_age": 0 for env in batcher.envs}
     must |= {"batcher.fill_timeout_seconds": None, "batcher.max_age_seconds": None}  # they go by the clock
-    must |= {f"worker.{name}.groups_per_batch": batcher.step_groups for name in workers}
+    must |= {f"worker.{name}.groups_in_flight": batcher.step_groups for name in workers}
     must |= {f"worker.{name}.replicas": 1 for name in workers}
     values = dict(c.loaded.values())
     for name, value in must.items():

@@ -69,9 +69,20 @@ def free_table_of(name: str) -> str:
     return ""
 
 
+RENAMED = {
+    "groups_per_batch": "groups_in_flight",
+    "stable_updates": "decay_from_update",
+    "proofs": "check_ranks",
+}
+"""Last part of a setting's old name -> of its name now: a file of an older checkout is told what to write."""
+
+
 def meant_by(name: str) -> str:
     """The sentence that follows a name that is no setting: why there is none, or which one may have been meant."""
     table, _, word = name.rpartition(".")
+    renamed = f"{table}.{RENAMED[word]}" if word in RENAMED else ""
+    if renamed and pattern_of(renamed):
+        return f" It is called {renamed} now."
     # The same word elsewhere, else the nearest beside it, else the nearest anywhere.
     pattern = pattern_of(table) if table else ""
     names = [*known(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]

@@ -164,10 +164,10 @@ def _determine(given: Given) -> None:
     batcher = given.data.get("batcher")
     groups = batcher.get("step_groups") if isinstance(batcher, dict) else None
     for worker in workers.values():
-        groups = groups or worker.get("groups_per_batch")
-    groups = groups or WorkerSettings.model_fields["groups_per_batch"].default
+        groups = groups or worker.get("groups_in_flight")
+    groups = groups or WorkerSettings.model_fields["groups_in_flight"].default
     names = {"batcher.max_age": 0, "batcher.lookahead": 0, "batcher.step_groups": groups}
-    for name, value in (names | {f"worker.{worker}.groups_per_batch": groups for worker in workers}).items():
+    for name, value in (names | {f"worker.{worker}.groups_in_flight": groups for worker in workers}).items():
         if name not in given.sources:
             given.put(tuple(name.split(".")), value, source)
 

@@ -8,7 +8,7 @@ A schedule gives the share of the full rate at update u of n, after w updates of
 constant   1
 linear     1 - (u - w) / (n - w)
 cosine     (1 + cos(pi (u - w) / (n - w))) / 2
-wsd_sqrt   1 until s = `stable_updates`, then 1 - sqrt((u - s) / (n - s))
+wsd_sqrt   1 until s = `decay_from_update`, then 1 - sqrt((u - s) / (n - s))
 =========  ==========================================================================
 
 The rate is min + (full - min) x share; in the warm-up it is full x u / w.
@@ -56,7 +56,7 @@ def learning_rate_at(update: float, trainer: TrainerSettings) -> float:
     full, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_updates
     if update < warmup:
         return full * update / warmup
-    start = optimizer.stable_updates if optimizer.schedule == "wsd_sqrt" else warmup
+    start = optimizer.decay_from_update if optimizer.schedule == "wsd_sqrt" else warmup
     planned = planned_updates(trainer) - start
     if optimizer.schedule == "constant" or update <= start:
         return full

@@ -114,7 +114,7 @@ class WorkerSettings(Table):
         "that are visible.",
     )
     group_size: int = Field(16, ge=1, description="Rollouts per group.")
-    groups_per_batch: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
+    groups_in_flight: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
     rollout_timeout_seconds: float = Field(

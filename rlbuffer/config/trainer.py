@@ -48,7 +48,7 @@ class OptimizerSettings(Table):
         "planned updates, as is all of it: each step takes an equal share.",
     )
     warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
-    stable_updates: int = Field(
+    decay_from_update: int = Field(
         0,
         ge=0,
         validate_default=True,
@@ -67,7 +67,7 @@ class OptimizerSettings(Table):
             raise ValueError(f"is above learning_rate = {info.data['learning_rate']:g}")
         return least
 
-    @field_validator("stable_updates")
+    @field_validator("decay_from_update")
     @classmethod
     def _after_the_warm_up(cls, stable: int, info: ValidationInfo) -> int:
         if info.data.get("schedule") == "wsd_sqrt" and stable < info.data.get("warmup_updates", 0):
@@ -96,7 +96,7 @@ class ReportSettings(Table):
     )
     tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
     wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
-    proofs: bool = Field(
+    check_ranks: bool = Field(
         False,
         description="Compare a hash of the parameters over all ranks after each step; write it, and that of the step's "
         "micro-batches, to the metrics.",

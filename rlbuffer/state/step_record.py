@@ -127,7 +127,7 @@ class StepRecord:
     """Step of the checkpoint that this process began with."""
     checkpointed: int = metric("train_checkpoint_step", "gauge", "Newest checkpoint when the step was trained.")
     parameters_sha256: Sequence[str] = ()
-    """Of every rank, with `trainer.reports.proofs`; so is the next one, of the step's micro-batches."""
+    """Of every rank, with `trainer.reports.check_ranks`; so is the next one, of the step's micro-batches."""
     batch_sha256: Sequence[str] = ()
 
     @classmethod

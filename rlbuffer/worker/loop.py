@@ -266,7 +266,7 @@ class _Worker:
                 if not self._versions.is_serving:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
-                room = self.settings.groups_per_batch - len(flights)
+                room = self.settings.groups_in_flight - len(flights)
                 if room <= 0 or (len(flights) and sampler.traits.takes_batches):
                     await flights.wait(watch)
                     continue

@@ -46,7 +46,7 @@ every = 50
 [worker.branches]
 env = "verifiers"
 group_size = 4
-groups_per_batch = 2
+groups_in_flight = 2
 max_new_tokens = 12
 
 [worker.branches.env_options]

@@ -51,7 +51,7 @@ class Sampler:
 
 def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenizer: Path) -> None:
     options = {"taskset": "tiny_tools", "tokenizer": str(tokenizer), "renderer": RENDERER, "name": "tools"}
-    settings = WorkerSettings(env="verifiers", env_options=options, group_size=2, groups_per_batch=2)
+    settings = WorkerSettings(env="verifiers", env_options=options, group_size=2, groups_in_flight=2)
     env, sampler, stop = make_env("verifiers", **options), Sampler(tokenizer), threading.Event()
     logged = Logged("rlbuffer.worker")
     with connect("memory://") as buffer:

@@ -28,7 +28,7 @@ sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=T
 
 def settings_of(output: Path, *, dtype: str = "float32", **trainer: Any) -> RunSettings:
     values: dict[str, Any] = {"steps": 3, "output": output, "device": "cpu", "loss": {"entropy_bonus": 0.01}}
-    values["reports"] = {"proofs": True}
+    values["reports"] = {"check_ranks": True}
     return RunSettings(
         home=output,
         batcher={"row_tokens": 128, "micro_batches_per_rank": 2},

@@ -54,7 +54,7 @@ def write_config(home: Home, *envs: str, at_once: int = 1, more: str = "") -> Pa
     """Returns the config of a run with a worker section for each env."""
     shutil.copy(failing_envs.__file__, home.path)
     sections = [
-        f'[worker.{name}]\nenv = "failing_envs:{ENVS[name].__name__}"\ngroup_size = 2\ngroups_per_batch = {at_once}\n'
+        f'[worker.{name}]\nenv = "failing_envs:{ENVS[name].__name__}"\ngroup_size = 2\ngroups_in_flight = {at_once}\n'
         for name in envs
     ]
     config = home.path / "failing.toml"

@@ -56,7 +56,7 @@ device = "cpu"
 env = "digits_env:Env"
 self_check = "never"
 group_size = 2
-groups_per_batch = 8
+groups_in_flight = 8
 """
 
 

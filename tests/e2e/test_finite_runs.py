@@ -23,7 +23,7 @@ DATA = """
 [worker.long]
 env = "jsonl"
 group_size = 4
-groups_per_batch = 2
+groups_in_flight = 2
 replicas = 2
 {data}
 name = "long"
@@ -31,7 +31,7 @@ name = "long"
 [worker.short]
 env = "jsonl"
 group_size = 4
-groups_per_batch = 2
+groups_in_flight = 2
 {data2}
 name = "short"
 """

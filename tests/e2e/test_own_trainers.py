@@ -38,7 +38,7 @@ advantage = "grpo"
 [worker.parity]
 env = "parity:Parity"
 group_size = 8
-groups_per_batch = 6
+groups_in_flight = 6
 """
 
 

@@ -34,7 +34,7 @@ sampler_options = {{ servers = ["{url}"] }}
 self_check = "never"
 group_size = 2
 max_new_tokens = 4
-groups_per_batch = 1
+groups_in_flight = 1
 """
 
 

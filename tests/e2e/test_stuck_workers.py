@@ -42,7 +42,7 @@ def test_workers_that_cannot_end_themselves_are_ended_and_named_and_the_run_goes
     for module in (failing_envs, stuck_envs):
         shutil.copy(module.__file__, home.path)
     sections = "".join(
-        f'[worker.{name}]\nenv = "stuck_envs:{env.__name__}"\ngroup_size = 2\ngroups_per_batch = 1\n'
+        f'[worker.{name}]\nenv = "stuck_envs:{env.__name__}"\ngroup_size = 2\ngroups_in_flight = 1\n'
         for name, env in STUCK.items()
     )
     config = home.path / "stuck.toml"

@@ -45,7 +45,7 @@ lookahead = 1
 [worker.parity]
 env = "parity:Parity"
 group_size = 8
-groups_per_batch = 6
+groups_in_flight = 6
 """
 
 

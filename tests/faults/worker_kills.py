@@ -51,7 +51,7 @@ sampler = "openai"
 sampler_options = {{ servers = ["{url}"] }}
 self_check = "never"
 group_size = 4
-groups_per_batch = 2
+groups_in_flight = 2
 """
 
 

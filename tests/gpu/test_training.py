@@ -29,7 +29,7 @@ sys.exit(launch(from_json(sys.argv[1]), world_size=1, fake_data=True))
 
 
 def settings_of(output: Path, *, dtype: str = "bfloat16", deterministic: bool = False, **trainer: Any) -> RunSettings:
-    values = {"steps": 4, "output": output, "reports": {"proofs": True}, "checkpoint": {"every": 2}} | trainer
+    values = {"steps": 4, "output": output, "reports": {"check_ranks": True}, "checkpoint": {"every": 2}} | trainer
     return RunSettings(
         home=output,
         deterministic=deterministic,

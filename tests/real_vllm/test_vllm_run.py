@@ -61,7 +61,7 @@ every = 1000
 [worker.vcopy]
 env = "vcopy"
 group_size = 16
-groups_per_batch = 32
+groups_in_flight = 32
 sampler = "vllm"
 python = {python}
 

@@ -69,7 +69,7 @@ class WorkerRun:
             sampler=sampler,  # type: ignore[arg-type]
             sampler_options=options,
             group_size=GROUP_SIZE,
-            groups_per_batch=LENGTHS,
+            groups_in_flight=LENGTHS,
             temperature=temperature,
         )
         self.raised: list[BaseException] = []

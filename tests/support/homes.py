@@ -62,17 +62,17 @@ every = {checkpoint_every}
 keep = {keep_checkpoints}
 
 [trainer.reports]
-proofs = true
+check_ranks = true
 
 [worker.vcopy]
 env = "vcopy"
 group_size = 8
-groups_per_batch = 4
+groups_in_flight = 4
 
 [worker.repeat]
 env = "repeat"
 group_size = 8
-groups_per_batch = 4
+groups_in_flight = 4
 """
 
 MODEL: Mapping[str, Any] = {

@@ -126,7 +126,7 @@ def _worker(options: argparse.Namespace) -> int:
         stop.set()
 
     signal.signal(signal.SIGTERM, leave)
-    settings = WorkerSettings(env="vcopy", group_size=8, groups_per_batch=options.batch)
+    settings = WorkerSettings(env="vcopy", group_size=8, groups_in_flight=options.batch)
     env = make_env("vcopy", name=options.env)
     with connect(run=options.run, config=RunSettings(home=options.home)) as buffer:
         sampler = Batched(PacedSampler(options.seconds, seed=os.getpid()))

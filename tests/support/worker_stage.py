@@ -125,7 +125,7 @@ class Stage:
         assert self.store.announce(self.attempt, announced)
 
     def start(self, **changes: Any) -> None:
-        settings = WorkerSettings(**{"env": "vcopy", "group_size": 2, "groups_per_batch": 3, **changes})
+        settings = WorkerSettings(**{"env": "vcopy", "group_size": 2, "groups_in_flight": 3, **changes})
 
         def work() -> None:
             try:

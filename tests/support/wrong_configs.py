@@ -108,7 +108,7 @@ VALUES = [
     ("weights", 'url = "host:9465"', "weights.url", 12),
     ("weights", 'url = "http://0.0.0.0:1"', "weights.url", 12),
     ("trainer.optimizer", "min_learning_rate = 1.0", "trainer.optimizer.min_learning_rate", 12),
-    ("trainer.optimizer", 'schedule = "wsd_sqrt"\nwarmup_updates = 3', "trainer.optimizer.stable_updates", 12),
+    ("trainer.optimizer", 'schedule = "wsd_sqrt"\nwarmup_updates = 3', "trainer.optimizer.decay_from_update", 12),
     ("score.s", "replicas = 2", "score.s", 12),
     ("score.s", 'model = "initial"\ncolumn = "logprobs"', "score.s.column", 13),
     ("score.s", 'model = "initial"\ngives = ["reward"]', "score.s.gives", 13),

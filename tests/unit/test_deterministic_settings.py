@@ -24,14 +24,14 @@ def loaded(text: str, **environ: str) -> Loaded:
 
 @pytest.mark.parametrize(
     ("text", "groups"),
-    [(ONE, 4), (f"{ONE}groups_per_batch = 8\n", 8), (f"{ONE}[batcher]\nstep_groups = 3\n", 3)],
+    [(ONE, 4), (f"{ONE}groups_in_flight = 8\n", 8), (f"{ONE}[batcher]\nstep_groups = 3\n", 3)],
     ids=["neither", "of the worker", "of the step"],
 )
 def test_one_setting_sets_what_it_takes(text: str, groups: int) -> None:
     found = loaded(text)
     batcher = found.settings.batcher
     assert (batcher.max_age, batcher.lookahead, batcher.step_groups) == (0, 0, groups)
-    assert found.settings.worker["a"].groups_per_batch == groups
+    assert found.settings.worker["a"].groups_in_flight == groups
     assert found.place("batcher.max_age") == "deterministic, rlbuffer.toml:1"
 
 

@@ -73,7 +73,7 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
         "RLBUFFER_BATCHER__BUDGETS__CODE": "[[1, 0.25], [9, 0.5]]",
         "RLBUFFER_WORKER__GSM8K__REPLICAS": "2",
         "RLBUFFER_TRAINER__OPTIMIZER__BETAS": "[0.8, 0.9]",
-        "RLBUFFER_TRAINER__REPORTS__PROOFS": "true",
+        "RLBUFFER_TRAINER__REPORTS__CHECK_RANKS": "true",
         "RLBUFFER_MODEL__CONFIG__HIDDEN_SIZE": "64",
         "RLBUFFER_MODEL__PATH": "123",
         "RLBUFFER_SERVER_BIN": "/usr/bin/redis-server",
@@ -87,7 +87,7 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     assert settings.batcher.budgets == {"gsm8k": 0.25, "code": ((1, 0.25), (9, 0.5))}
     assert settings.worker["gsm8k"].replicas == 2
     assert settings.trainer.optimizer.betas == (0.8, 0.9)
-    assert settings.trainer.reports.proofs is True
+    assert settings.trainer.reports.check_ranks is True
     assert settings.model.config == {"hidden_size": 64}
     assert settings.model.path == "123"
     assert loaded.place("worker.gsm8k.replicas") == "RLBUFFER_WORKER__GSM8K__REPLICAS"
@@ -140,6 +140,21 @@ def test_a_wrong_file_is_refused_with_its_line_and_what_may_have_been_meant(
     assert error.setting == setting
     assert f"rlbuffer.toml:{line}" in str(error)
     assert (f"Did you mean {meant}?" in str(error)) == bool(meant)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("worker.NAME.groups_per_batch", "worker.NAME.groups_in_flight"),
+        ("trainer.reports.proofs", "trainer.reports.check_ranks"),
+        ("trainer.optimizer.stable_updates", "trainer.optimizer.decay_from_update"),
+    ],
+)
+def test_a_setting_by_its_old_name_is_refused_with_the_new_one(file: Path, old: str, new: str) -> None:
+    table, _, key = old.replace("NAME", "math").rpartition(".")
+    file.write_text(f"[{table}]\n{key} = 1\n")
+    assert f"It is called {new.replace('NAME', 'math')} now." in str(refusal())
+    assert new in known()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def settings(steps: int = 100, **values: Any) -> TrainerSettings:
     [(1, 0.1), (9, 0.9), (10, 1.0), (50, 1.0), (51, 0.8586), (60, 0.5528), (75, 0.2929), (99, 0.0101), (100, 0.0)],
 )
 def test_warm_up_stable_decay_with_the_square_root(update: int, share: float) -> None:
-    chosen = settings(schedule="wsd_sqrt", warmup_updates=10, stable_updates=50)
+    chosen = settings(schedule="wsd_sqrt", warmup_updates=10, decay_from_update=50)
     assert learning_rate_at(update, chosen) == pytest.approx(2 * share, abs=2e-4)
 
 
@@ -39,7 +39,7 @@ def test_a_schedule_has_the_shares_of_its_formula(schedule: str, shares: dict[in
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_every_schedule_warms_up_and_ends_at_its_minimum(schedule: str) -> None:
-    chosen = settings(schedule=schedule, warmup_updates=4, stable_updates=20, min_learning_rate=0.5)
+    chosen = settings(schedule=schedule, warmup_updates=4, decay_from_update=20, min_learning_rate=0.5)
     assert [learning_rate_at(u, chosen) for u in (1, 2, 4)] == [0.5, 1.0, 2.0]
     rates = [learning_rate_at(u, chosen) for u in range(4, 101)]
     assert rates == sorted(rates, reverse=True)

@@ -109,7 +109,7 @@ class Reports:
         """A step was trained, published and acknowledged. All ranks call it.
 
         Raises:
-            RlbufferError: the ranks' parameters differ (only where ``proofs`` is set).
+            RlbufferError: the ranks' parameters differ (only where ``check_ranks`` is set).
         """
         record = tally.record(watch, self._utilization)
         self._recent.append((watch.seconds.get("wait", 0.0), record.seconds["total"]))
@@ -206,7 +206,7 @@ class Reports:
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes of all ranks, where they are asked for."""
         ranks = self._session.ranks
-        if not self._session.settings.trainer.reports.proofs:
+        if not self._session.settings.trainer.reports.check_ranks:
             return {}
         return {
             "parameters_sha256": ranks.gather_digests(digest_parameters(self._session.policy)),

@@ -40,7 +40,7 @@ SETTINGS = [
     ("loss", WARNING, [("trainer.loss", 'old_logprobs = "recomputed"')]),
     ("loss", WARNING, [("trainer.loss", "correction = { sequence_tis = {} }"), ("batcher", "row_tokens = 2400")]),
     ("loss", WARNING, [("trainer.loss", "correction = { sequence_mask = {} }"), ("batcher", "row_tokens = 2400")]),
-    ("schedule", FAILURE, [("trainer.optimizer", 'schedule = "wsd_sqrt"\nstable_updates = 9')]),
+    ("schedule", FAILURE, [("trainer.optimizer", 'schedule = "wsd_sqrt"\ndecay_from_update = 9')]),
     ("schedule", WARNING, [("trainer.optimizer", 'schedule = "cosine"\nwarmup_updates = 50')]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("batcher", "max_age = 1\nlookahead = 2")]),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("worker.b", 'env = "repeat"')]),
@@ -48,7 +48,7 @@ SETTINGS = [
     (
         "deterministic",
         FAILURE,
-        [("", "deterministic = true"), ("worker.a", "groups_per_batch = 3"), ("batcher", "step_groups = 4")],
+        [("", "deterministic = true"), ("worker.a", "groups_in_flight = 3"), ("batcher", "step_groups = 4")],
     ),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
     ("samples", WARNING, [("eval.e", 'env = "vcopy"\nsamples = 4')]),

@@ -254,7 +254,7 @@ def settings(output: Path, **trainer: Any) -> RunSettings:
         "checkpoint": {"every": 3},
         "output": output,
         "device": "cpu",
-        "reports": {"proofs": True},
+        "reports": {"check_ranks": True},
     }
     return RunSettings(
         home=output,

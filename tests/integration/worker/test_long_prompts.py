@@ -36,7 +36,7 @@ def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_env_ends(
         stage.sampler.context = LIMIT
     stage.announce(0)
     stage.allow(len(LENGTHS), "env")
-    stage.start(groups_per_batch=2)
+    stage.start(groups_in_flight=2)
     eventually(lambda: stage.groups() == FITTING and stage.heartbeat()["skipped"] == 3)
     stage.store.close_tickets("env", [0, 2, 4])  # as the leader does that has read them
     stage.thread.join(60)  # type: ignore[union-attr]

@@ -44,7 +44,7 @@ def life(stage: Stage, env: Env, name: str = "w-0") -> list[str]:
     """What a worker with this env says of troubles, from its start until it samples."""
     begun, stop = len(stage.told("version")), threading.Event()
     troubles = len(stage.told("trouble"))
-    settings = WorkerSettings(env="vcopy", group_size=2, groups_per_batch=GIVEN)
+    settings = WorkerSettings(env="vcopy", group_size=2, groups_in_flight=GIVEN)
     sampler: Any = Batched(FakeSampler())  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_worker, stage.buffer, name, settings, stop=stop, env=env, sampler=sampler)

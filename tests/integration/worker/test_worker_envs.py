@@ -53,7 +53,7 @@ class Tool(Counting):
 def test_what_a_tool_says_is_in_the_rollout_and_masked_out(stage: Stage, tmp_path: Path) -> None:
     model = published(stage, tmp_path, vocab_size=13)
     stage.allow(2)
-    stage.start(env=f"{__name__}:Tool", group_size=8, groups_per_batch=2, max_new_tokens=5)
+    stage.start(env=f"{__name__}:Tool", group_size=8, groups_in_flight=2, max_new_tokens=5)
     eventually(lambda: len(stage.groups()) == 2)
     stage.finish()
     assert stage.raised is None
@@ -103,7 +103,7 @@ def test_a_prompt_of_which_all_rollouts_had_one_reward_again_and_again_is_skippe
     stage.allow(8)
     stage.announce(0)
     monkeypatch.setattr(difficulty, "RETRIED_SHARE", 0.0)
-    stage.start(groups_per_batch=1, skip_after=2)
+    stage.start(groups_in_flight=1, skip_after=2)
     eventually(lambda: len(stage.groups()) == 8)
     stage.finish()
     numbers = sorted(int(group.split(".")[1]) for group in stage.groups())

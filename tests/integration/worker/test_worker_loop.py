@@ -320,7 +320,7 @@ def test_each_death_of_a_sampler_that_has_worked_is_said_and_that_it_is_busy_onc
     monkeypatch.setattr(stage.sampler, "sample", sometimes)
     stage.allow(3)
     stage.announce(0)
-    stage.start(groups_per_batch=1)
+    stage.start(groups_in_flight=1)
     eventually(lambda: len(stage.groups()) == 3)
     stage.finish()
     assert [line.level for line in stage.told("trouble")].count("WARNING") == said
