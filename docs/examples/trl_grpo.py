@@ -26,7 +26,7 @@ class BufferGRPO(GRPOTrainer):
 
     def _prepare_inputs(self, inputs):
         step = inputs["step"]
-        own = torch.tensor([sum(len(mb.samples) for mb in step)], device=self.args.device)
+        own = torch.tensor([len(step.samples())], device=self.args.device)
         most = int(self.accelerator.gather(own).max())  # its metrics want equally many rows on all ranks
         rows = step.padded(rows=most, pad_token_id=self.processing_class.pad_token_id)
         tensors = [torch.from_numpy(getattr(rows, name)).to(self.args.device) for name in TENSORS]

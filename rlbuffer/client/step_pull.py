@@ -19,6 +19,7 @@ from rlbuffer.packing.assembly import Assembly, Layout
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import redeal
 from rlbuffer.process.garbage_collection import without_garbage_collection
+from rlbuffer.records.checks import MAX_ITEMS
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.micro_batch import IGNORE_INDEX, Sample, Step
 from rlbuffer.records.step_header import StepHeader
@@ -28,6 +29,8 @@ from rlbuffer.store.payloads import Trainable, opened, sound
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import GROUP_FIELD, Viewer, chunks
 from rlbuffer.wire import payload
+from rlbuffer.wire.bounded_msgpack import loads
+from rlbuffer.wire.frame import MAX_DETAILS_BYTES
 from rlbuffer.wire.payload import Payload, in_range
 
 CHUNK_BYTES = 16 * 2**20
@@ -36,6 +39,8 @@ chunks is asked once for each, so smaller ones cost more."""
 # glibc's malloc gives freed memory back to the system above 128 KiB, or above twice the largest block that was freed so
 # far. Without this one each chunk would come in fresh pages, whose first touch costs more than reading the payloads.
 np.empty(CHUNK_BYTES, np.uint8)
+NO_METADATA = (b"\x80", b"\xc0")
+"""An empty table, and nothing, as payloads have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,8 @@ class Pulled:
         """Payload key -> encoded group part of the push."""
         self.attachments: dict[int, Mapping[str, NDArray[Any]]] = {}
         self.successes: dict[int, Mapping[str, bool]] = {}
+        self.metadata: dict[int, bytes] = {}
+        """The users' own, as they stand in the payloads."""
         self._planned = rollouts.table["advantage"].tolist()
         self.advantages: dict[int, float] = {}
         """Of those that bring their own and are trained."""
@@ -200,6 +207,8 @@ class Pulled:
         for i, its in read.items():
             if its.details.successes:
                 self.successes[i] = its.details.successes
+            if (metadata := bytes(its.details.metadata)) not in NO_METADATA:
+                self.metadata[i] = metadata
             if its.attachments:
                 self.attachments[i] = {name: _copied(array) for name, array in its.attachments.items()}
             if "advantages" in its.columns and i not in self.masked:
@@ -218,12 +227,16 @@ class Samples:
     def __init__(self, rollouts: PartRollouts, pulled: Pulled) -> None:
         self._rollouts, self._groups, self._keys = rollouts, pulled.groups, pulled.keys
         self._attachments, self._advantages, self._successes = pulled.attachments, pulled.advantages, pulled.successes
+        self._metadata = pulled.metadata
 
     def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
         """A function that makes the records of these rollouts."""
         groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
         attachments = {item: self._attachments[item] for item in items if item in self._attachments}
-        return partial(_samples, self._rollouts, items, groups, attachments, self._advantages, self._successes)
+        metadata = {item: self._metadata[item] for item in items if item in self._metadata}
+        return partial(
+            _samples, self._rollouts, items, groups, attachments, self._advantages, self._successes, metadata
+        )
 
 
 def _samples(
@@ -233,6 +246,7 @@ def _samples(
     attachments: Mapping[int, Mapping[str, Any]],
     advantages: Mapping[int, float],
     successes: Mapping[int, Mapping[str, bool]],
+    metadata: Mapping[int, bytes],
 ) -> tuple[Sample, ...]:
     answers = {key: _answer(group) for key, group in groups.items()}
     return tuple(
@@ -256,9 +270,19 @@ def _samples(
             rollout_loss_tokens=ref.rollout_loss_tokens,
             info=ref.info,
             successes=successes.get(item, {}),
+            metadata=_metadata(metadata[item]) if item in metadata else {},
         )
         for item, ref in ((item, rollouts[item]) for item in items)
     )
+
+
+def _metadata(packed: bytes) -> Mapping[str, Any]:
+    """As :func:`_answer`: one that cannot be read is shown as missing."""
+    try:
+        its = loads(packed, limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
+    except PayloadError:
+        return {}
+    return its if isinstance(its, dict) else {}
 
 
 def _answer(group: bytes | None) -> Any:

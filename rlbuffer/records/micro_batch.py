@@ -9,7 +9,7 @@ The order of the fields that have no default is public: these records can be mad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,7 @@ from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.memory import empty
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, Normalizers
+from rlbuffer.records.step_plan import AdapterProgress, Normalizers, version_trained
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,28 @@ class Sample:
     """Every number that its push said of it; None of a sample that is made by hand."""
     successes: Mapping[str, bool] = field(default_factory=dict)
     """Named verdicts of the rollout, on each of its sequences. Empty where it is damaged."""
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The rollout's own, on the first of its sequences. Empty where it is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeSample(Sample):
+    """A sample with its tokens: what a trainer needs that packs for itself. See :meth:`Step.samples`."""
+
+    tokens: NDArray[np.int32]
+    """[T] int32; token ids. Of a damaged one the padding."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool; True where a token is trained. All False of a damaged one."""
+    logprobs: NDArray[np.float32]
+    """[T] float32; inference logprobs, 0 where not sampled."""
+    advantages: NDArray[np.float32]
+    """[T] float32; 0 where not trained."""
+    token_versions: NDArray[np.int64]
+    """[T] int64; the policy version that sampled the token, -1 where none did."""
+    columns: Mapping[str, NDArray[Any]]
+    """Further columns, [T] or [T, ...]; only those that its rollout came with."""
+    age: int
+    """Policy versions between the oldest one that sampled it and the one that its step trains."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:
@@ -385,11 +407,49 @@ class Step:
         """
         return _padded(tuple(self), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
+    def samples(self) -> tuple[WholeSample, ...]:
+        """This rank's samples, each with its tokens, in the order in which their rollouts were selected.
+
+        For a trainer that packs for itself. A rollout of several sequences has a sample for each; further ones stand
+        behind the first, as far as this rank has them. The arrays are views of the micro-batches.
+
+        Example:
+            >>> import rlbuffer
+            >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+            >>> packed = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
+            >>> step = Step(1, 1, "", 1, packed.normalizers, rollouts=2, groups=1, micro_batches=(packed,))
+            >>> [(sample.reward, sample.age, sample.advantages.tolist()) for sample in step.samples()]
+            [(0.0, 0, [0.0, -0.5, -0.5]), (1.0, 0, [0.0, 0.5, 0.5, 0.5])]
+        """
+        found = [sample for micro_batch in self for sample in _whole(micro_batch, self)]
+        return tuple(sorted(found, key=lambda sample: (sample.rollout, sample.sequence)))
+
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
 
     def __len__(self) -> int:
         return len(self.micro_batches)
+
+
+def _whole(micro_batch: MicroBatch, step: Step) -> Iterator[WholeSample]:
+    cut = {name: micro_batch.unpack(values) for name, values in micro_batch.columns.items()}
+    lacking = {name: micro_batch.unpack(values) for name, values in micro_batch.lacking.items()}
+    names = "input_ids", "loss_mask", "logprobs", "advantages", "policy_versions"
+    arrays = zip(*[micro_batch.unpack(getattr(micro_batch, name)) for name in names], strict=True)
+    for i, (sample, (tokens, mask, logprobs, advantages, versions)) in enumerate(
+        zip(micro_batch.samples, arrays, strict=True)
+    ):
+        version = version_trained(step.adapters, sample.adapter, step.number)
+        yield WholeSample(
+            **{f.name: getattr(sample, f.name) for f in fields(Sample)},
+            tokens=tokens,
+            loss_mask=mask,
+            logprobs=logprobs,
+            advantages=advantages,
+            token_versions=versions,
+            columns={name: its[i] for name, its in cut.items() if name not in lacking or not lacking[name][i].any()},
+            age=version - sample.policy_versions[0],
+        )
 
 
 def _plain_header(step: Step) -> StepHeader:
