@@ -18,7 +18,8 @@ pytest_plugins = ("store_fixtures",)
 
 def pushed_group(number: int) -> Group:
     """Two rollouts, of which the first has a second sequence, and metadata of its own; the second has a column."""
-    first, second = make_group(env="a", group_id=f"a.{number}", rewards=[1.0, 0.0], lengths=[6, 9], seed=number).rollouts
+    both = make_group(env="a", group_id=f"a.{number}", rewards=[1.0, 0.0], lengths=[6, 9], seed=number)
+    first, second = both.rollouts
     more = make_group(env="a", lengths=[5], rewards=[0.0], seed=100 + number).rollouts[0]
     further = TokenSequence(
         tokens=more.tokens, loss_mask=more.loss_mask, logprobs=more.logprobs, version_spans=more.version_spans
