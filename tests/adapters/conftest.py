@@ -14,7 +14,7 @@ from tiny_tokenizer import save_tokenizer
 
 HERE = Path(__file__).parent
 NEEDS = {
-    "test_gateway": "aiohttp",
+    "test_local_engine": "aiohttp",
     "test_reasoning_env": "reasoning_gym",
     "test_verifiers_env": "verifiers",
     "test_verifiers_run": "verifiers",

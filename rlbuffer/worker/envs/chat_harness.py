@@ -18,7 +18,7 @@ from mcp.client.streamable_http import streamable_http_client
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
 
-from rlbuffer.worker.envs.gateway import CONTEXT_FULL
+from rlbuffer.worker.envs.local_engine import CONTEXT_FULL
 
 HARNESS = "rlbuffer_chat"
 """The harness's id in an agent's settings."""

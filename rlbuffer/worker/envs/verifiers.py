@@ -1,9 +1,9 @@
 """``verifiers``: environments of the verifiers package, 0.4 (`verifiers.v1`), played by the package itself.
 
 verifiers drives the policy: it renders messages to tokens, asks a server for more, calls tools and scores. The server
-that it asks here is the worker's own sampler behind a local address (:mod:`rlbuffer.worker.envs.gateway`), so every
-sampler works, and every token keeps its logprob and the exact version that sampled it. A rollout is token-exact, or it
-is refused (:mod:`rlbuffer.worker.envs.traces`).
+that it asks here is the worker's own sampler behind a local address (:mod:`rlbuffer.worker.envs.local_engine`), so
+every sampler works, and every token keeps its logprob and the exact version that sampled it. A rollout is token-exact,
+or it is refused (:mod:`rlbuffer.worker.envs.traces`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rlbuffer.errors import ConfigError, TraceUnusable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import no_such_option
 from rlbuffer.worker.envs.base import PolicyAccess
-from rlbuffer.worker.envs.gateway import MODEL, Gateway, TraceSession
+from rlbuffer.worker.envs.local_engine import MODEL, LocalEngine, TraceSession
 from rlbuffer.worker.envs.order import Passes, PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt
 from rlbuffer.worker.envs.text import Text
 from rlbuffer.worker.envs.traces import rollout_of
 
 NO_KEY = "RLBUFFER_NO_KEY"
-"""Name of the variable that verifiers looks up for a key: there is none, and the gateway wants none."""
+"""Name of the variable that verifiers looks up for a key: there is none, and the local engine wants none."""
 
 
 class Verifiers:
@@ -118,7 +118,7 @@ class Verifiers:
         content = hashlib.sha256("\n".join(task.hash for task in self._tasks).encode()).hexdigest()
         of_data = {"env": "verifiers", "taskset": taskset, "digest of its tasks": content[:12]}
         self.identity = {**of_data, **self._order.identity}
-        self._gateway = Gateway()
+        self._engine = LocalEngine()
         self._starting: asyncio.Future[None] | None = None
         self._ending = asyncio.Event()
         self._server: asyncio.Task[None] | None = None
@@ -140,11 +140,11 @@ class Verifiers:
         sessions: dict[str, TraceSession] = {}
 
         def minted(trace: Any) -> None:
-            sessions[trace.id] = self._gateway.open(trace.id, policy)
+            sessions[trace.id] = self._engine.open(trace.id, policy)
 
         context = self._vf.ModelContext(
             model=MODEL,
-            client=self._vf.TrainClientConfig(base_url=f"{self._gateway.url}/v1", **self._client),
+            client=self._vf.TrainClientConfig(base_url=f"{self._engine.url}/v1", **self._client),
             sampling=self._vf.SamplingConfig(max_tokens=policy.sampling.max_new_tokens),
         )
         try:
@@ -152,7 +152,7 @@ class Verifiers:
             episode = await self._env.run_slot(slot, context, on_trace=minted)
         finally:
             for name in sessions:
-                self._gateway.forget(name)
+                self._engine.forget(name)
         for session in sessions.values():
             if session.error is not None:
                 raise session.error
@@ -169,12 +169,12 @@ class Verifiers:
         return self._text.render(tokens)
 
     async def close(self) -> None:
-        """Stops the tool servers and the gateway."""
+        """Stops the tool servers and the local engine."""
         self._ending.set()
         if self._server is not None:
             with contextlib.suppress(Exception):  # the rollouts have said what went wrong there
                 await self._server
-        await self._gateway.close()
+        await self._engine.close()
 
     async def _serve(self) -> None:
         """Starts, once, what rollouts share; later calls wait for it."""
@@ -186,7 +186,7 @@ class Verifiers:
 
     async def _serving(self, started: asyncio.Future[None]) -> None:
         try:
-            await self._gateway.start()
+            await self._engine.start()
             async with self._env.serving():
                 started.set_result(None)
                 await self._ending.wait()

@@ -18,7 +18,7 @@ import pytest
 
 import rlbuffer
 from rlbuffer.weights.serving import FileServer, make_app
-from rlbuffer.worker.envs.gateway import Gateway
+from rlbuffer.worker.envs.local_engine import LocalEngine
 from rlbuffer_cli.web.server import Pages
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -46,8 +46,8 @@ def pages(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def gateway(folder: Path) -> Iterator[str]:
-    served, loop = Gateway(), asyncio.new_event_loop()
+def local_engine(folder: Path) -> Iterator[str]:
+    served, loop = LocalEngine(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
@@ -60,7 +60,7 @@ def gateway(folder: Path) -> Iterator[str]:
         loop.close()
 
 
-@pytest.fixture(params=[weights, pages, gateway], ids=lambda made: made.__name__)
+@pytest.fixture(params=[weights, pages, local_engine], ids=lambda made: made.__name__)
 def serve(request: pytest.FixtureRequest) -> Serve:
     made: Serve = request.param
     return made

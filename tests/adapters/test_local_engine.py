@@ -12,7 +12,7 @@ import pytest
 from rlbuffer.errors import PromptTooLong, SamplerUnavailable
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import PolicyAccess
-from rlbuffer.worker.envs.gateway import SESSION_HEADER, Gateway, TraceSession
+from rlbuffer.worker.envs.local_engine import SESSION_HEADER, LocalEngine, TraceSession
 from rlbuffer.worker.samplers import Completion, Sampling
 
 OWN = Sampling(max_new_tokens=16, temperature=0.5, top_p=0.9, stop_token_ids=(12,))
@@ -36,20 +36,20 @@ def asked(
         )
 
     async def talk() -> tuple[httpx.Response, TraceSession]:
-        gateway = Gateway()
-        await gateway.start()
-        opened = gateway.open("s", PolicyAccess(ask=ask, sampling=OWN))
+        engine = LocalEngine()
+        await engine.start()
+        opened = engine.open("s", PolicyAccess(ask=ask, sampling=OWN))
         try:
-            async with httpx.AsyncClient(base_url=gateway.url, headers={SESSION_HEADER: session}) as client:
+            async with httpx.AsyncClient(base_url=engine.url, headers={SESSION_HEADER: session}) as client:
                 assert (await client.get("/v1/models")).json()["data"][0]["id"] == "policy"
                 body = {"token_ids": [1, 2], "model": "policy", "sampling_params": parameters}
                 answer = await client.post("/inference/v1/generate", json=body)
-                gateway.forget("s")
+                engine.forget("s")
                 gone = await client.post("/inference/v1/generate", json=body)
                 assert gone.status_code == 404
                 return answer, opened
         finally:
-            await gateway.close()
+            await engine.close()
 
     answer, opened = asyncio.run(talk())
     return answer, opened, seen

@@ -43,7 +43,7 @@ class TraceSession:
     """Exception that the sampler raised: the framework only sees a failed request."""
 
 
-class Gateway:
+class LocalEngine:
     """Serves while it is entered; `url` is known from then on."""
 
     def __init__(self) -> None:

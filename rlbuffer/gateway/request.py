@@ -1,0 +1,134 @@
+"""What an agent asks, in one form whatever its dialect is: that of chat completions, without what decides nothing.
+
+Only what stands in an :class:`AgentRequest` reaches an engine. How tokens are drawn is the run's: an agent's own
+temperature would be another policy than the one that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``; of an assistant also ``tool_calls``, of a tool ``tool_call_id``."""
+
+
+class Refused(Exception):
+    """An agent's request is not answered. The message is one sentence, which quotes nothing that the agent wrote.
+
+    `status` is HTTP's, `code` what clients know a reason by, `retry_seconds` when the same request may pass (0: it will
+    not).
+    """
+
+    def __init__(
+        self, message: str, *, status: int = HTTPStatus.BAD_REQUEST, code: str = "", retry_seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.code, self.retry_seconds = message, int(status), code, retry_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """One request for one answer."""
+
+    messages: tuple[Message, ...]
+    """The conversation, system messages included; the last one is not the assistant's."""
+    tools: tuple[Message, ...] = ()
+    """Functions that the model may call, as chat completions name them."""
+    max_tokens: int | None = None
+    """Longest answer in tokens; None: the agent does not say."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, and are no part of it."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What changes the rendering alone: ``chat_template_kwargs``, ``reasoning_effort``."""
+    model: str = ""
+    """The model that the agent names."""
+    is_streamed: bool = False
+    """It wants events."""
+    wants_usage: bool = False
+    """Of a stream of chat completions: the last event counts tokens."""
+    takes_one_call: bool = False
+    """An answer may have one tool call at most."""
+
+    def body(self, messages: tuple[Message, ...] | None = None) -> dict[str, Any]:
+        """The body of a request that renders it, or other messages in its place."""
+        return {
+            "messages": [dict(message) for message in (self.messages if messages is None else messages)],
+            **({"tools": [dict(tool) for tool in self.tools]} if self.tools else {}),
+            **self.template,
+        }
+
+
+def required(condition: object, message: str) -> None:
+    """Raises Refused unless the condition holds."""
+    if not condition:
+        raise Refused(message, code="invalid_value")
+
+
+def mapping(value: object, name: str) -> Mapping[str, Any]:
+    """`value`, which is an object. Raises Refused."""
+    if not isinstance(value, Mapping):
+        raise Refused(f"{name} must be an object", code="invalid_type")
+    return value
+
+
+def listed(value: object, name: str) -> list[Any]:
+    """`value`, which is a list. Raises Refused."""
+    if not isinstance(value, list):
+        raise Refused(f"{name} must be a list", code="invalid_type")
+    return value
+
+
+def text(value: object, name: str) -> str:
+    """`value`, which is a string; "" for none. Raises Refused."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise Refused(f"{name} must be a string", code="invalid_type")
+    return value
+
+
+def flag(value: object, name: str) -> bool:
+    """`value`, which is true or false; False for none. Raises Refused."""
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"{name} must be true or false", code="invalid_type")
+    return bool(value)
+
+
+def count(value: object, name: str) -> int | None:
+    """`value`, which is a whole number from 1 on; None for none. Raises Refused."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise Refused(f"{name} must be a whole number from 1 on", code="invalid_value")
+    return value
+
+
+def stops(value: object, name: str) -> tuple[str, ...]:
+    """Texts that end an answer: one, a list, or none. Raises Refused."""
+    given = [value] if isinstance(value, str) else [] if value is None else listed(value, name)
+    return tuple(found for one in given if (found := text(one, name)))
+
+
+def joined_text(content: object, name: str, texts: tuple[str, ...], joint: str = "\n") -> str:
+    """The text of a message's content: a string, or parts of the types `texts`.
+
+    Raises:
+        Refused: a part is something else, as an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    found = []
+    for part in listed(content, name):
+        if isinstance(part, str):
+            found.append(part)
+            continue
+        if mapping(part, name).get("type") not in texts:
+            raise Refused(
+                f"{name} has a part that is no text: the gateway takes no images, audio or files yet",
+                code="unsupported_content",
+            )
+        found.append(text(part.get("text"), name))
+    return joint.join(found)
