@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAIN_POLL_SECONDS = 0.3
 
 
-@click.command("drain")
+@options.command("drain")
 @options.common
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")

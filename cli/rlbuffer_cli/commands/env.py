@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlbuffer.store.operator import OperatorStore
 
 
-@click.group("env")
+@options.group("env")
 def command() -> None:
     """Pause an env, say that nothing more comes of it, or let it take part again.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlbuffer.records.group import Group
 
 
-@click.command("export")
+@options.command("export")
 @options.common
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:math reward<0.1'.")
 @click.option(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlbuffer_cli.whole_run import WholeRun
 
 
-@click.command("inspect")
+@options.command("inspect")
 @click.argument("what", metavar="[ID | TABLE | step:N]", required=False)
 @click.argument("other", metavar="[ID]", required=False)
 @options.common

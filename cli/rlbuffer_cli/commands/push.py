@@ -43,7 +43,7 @@ Wrong = Callable[[str, InvalidRollout], None]
 """Gets the id of a group that is damaged, "" where its line does not say it, and what is wrong, with its place."""
 
 
-@click.command("push")
+@options.command("push")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @options.common
 @click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HOW = "--env (vcopy, repeat, jsonl, package.module:factory)"
 
 
-@click.command("worker")
+@options.command("worker")
 @click.argument("name", required=False)
 @options.common
 @options.setting(".env", "Env to sample: a built-in one, or package.module:factory.", metavar="ENV", is_handed=True)
