@@ -45,10 +45,14 @@ class Group(click.Group):
     command_class = Command
 
 
-command = functools.partial(click.command, cls=Command)
-"""Makes a function a command of the first level."""
-group = functools.partial(click.group, cls=Group)
-"""Makes a function a group of commands."""
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+    """Makes a function a command of the first level."""
+    return click.command(name, cls=Command)
+
+
+def group(name: str) -> Callable[[Callable[..., Any]], Group]:
+    """Makes a function a group of commands."""
+    return click.group(name, cls=Group)
 
 
 def echo(text: str = "") -> None:
