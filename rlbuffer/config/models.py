@@ -9,7 +9,7 @@ from typing import Any
 
 from rlbuffer.config.settings import ModelSettings
 
-EXAMPLE = "a file of `rlbuffer config init`"
+EXAMPLE = "the file that `rlbuffer config example` prints"
 NO_MODEL_TYPE = 'model.config: model_type is missing, e.g. "qwen3"'
 
 

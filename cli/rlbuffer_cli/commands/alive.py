@@ -25,7 +25,7 @@ SCHEMES = ("redis://", "unix://")
 ANSWER_SECONDS = 5.0
 
 
-@options.command("alive")
+@click.command("alive")
 @click.argument("who", metavar="WHO...", nargs=-1, required=True)
 @options.common
 @click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import click
+
 from rlbuffer.errors import ConfigError
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 
-@options.group("weights")
+@click.group("weights")
 def command() -> None:
     """Serve policy versions to other hosts.
 

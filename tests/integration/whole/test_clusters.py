@@ -112,7 +112,7 @@ def test_the_commands_work_on_a_cluster(
     assert main(["verify", *name]) == 0
     run.store.release_lease()
     assert main(["runs", "dump", *name, "run.dump"]) == 0
-    assert main(["runs", "rewind", "1", "--keep-pending", *name, "--force", "--yes"]) == 0
+    assert main(["runs", "void", "2", *name, "--force", "--yes"]) == 0
     assert main(["runs", "reset", run.store.run, "--yes"]) == 0
     assert run.payload_keys() == []
     assert main(["runs", "restore", "run.dump", *name]) == 0
@@ -232,7 +232,7 @@ def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
                 node.kill()
             groups = 0
             while not tries:  # a third of them lie with the control keys
-                assert writer.push(rlbuffer.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
+                assert writer.push(rlbuffer.testing.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
                 groups += 1
         assert len(tries) >= 7
         assert len(run.pool()) == groups
