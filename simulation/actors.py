@@ -193,7 +193,7 @@ class Worker:
                 number = int(group.group_id.rpartition(".")[2])
                 writer.skip([Ticket(env=group.env, number=number, group_id=group.group_id)])
         except AWAY:
-            pass  # it lapses, and is sampled again
+            pass  # it expires, and is sampled again
 
     def _expect_stored(self, group: Group, status: str) -> None:
         pushed_ids = {r.rollout_id for r in group.rollouts}

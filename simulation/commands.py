@@ -58,7 +58,7 @@ def pexpire(server: Keyspace, args: Args) -> Any:
 def persist(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None or server.expiry.pop(args[1], None) is None:
         return 0
-    server.lapsed.discard(args[1])
+    server.expired.discard(args[1])
     server.changes.append(("ttl", args[1], None))
     return 1
 

@@ -50,7 +50,7 @@ class Fences:
         if name == "LEASE":
             lease = self.server.data.get(self.keys.lease.encode()) or {}
             until = int(lease.get(b"until", 0))
-            # One that would run for longer than it was given is of a clock that was set back since: it has lapsed.
+            # One that would run for longer than it was given is of a clock that was set back since: it has expired.
             self._leader = lease.get(b"owner", b""), until if until - now <= int(lease.get(b"ttl", 0)) else 0
         if name == "DROP" and status == b"OK":
             self._check_drop(args)
@@ -58,7 +58,7 @@ class Fences:
             self._check_take(args, reply, keys, now)
 
     def clock_set_back(self) -> None:
-        """A lease that would run for longer than it was given counts as lapsed from now on."""
+        """A lease that would run for longer than it was given counts as expired from now on."""
         self._leader = b"", 0
 
     def _check_drop(self, args: Sequence[bytes]) -> None:
@@ -98,9 +98,9 @@ class Fences:
                 "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
             )
         if given:
-            # A ticket lapses when no leader takes its group in for as long as it lives, and is given out again.
+            # A ticket expires when no leader takes its group in for as long as it lives, and is given out again.
             again = {f"{args[1].decode()}.{number.decode()}" for number in given & self._before.keys()}
-            self._lapsed |= again & {entry.group for entry in self.pool.values()}
+            self._expired |= again & {entry.group for entry in self.pool.values()}
             self._check_window(args[1].decode(), out | given)
 
     def _check_window(self, env: str, out: set[bytes]) -> None:
@@ -111,7 +111,7 @@ class Fences:
         oldest = 0 if self.network.plan.adapters else oldest_version(step, config.max_age)  # they count own steps
         groups = {name.decode() for name in out}
         for entry in self.pool.values():
-            is_known = not any(entry.group in gone for gone in (self._closed, self._outlived, self._lapsed))
+            is_known = not any(entry.group in gone for gone in (self._closed, self._outlived, self._expired))
             if entry.env == env and is_known and entry.oldest() >= oldest:
                 groups.add(entry.group.removeprefix(f"{env}."))
         rows = max(self.network.plan.world_sizes) * config.micro_batches_per_rank * config.rows_per_micro_batch

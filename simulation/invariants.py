@@ -75,7 +75,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         """group -> when it was closed (server ms), by what."""
         self._outlived: set[str] = set()
         """Groups of which the leader dropped what had been replaced meanwhile: it has not read yet that they go on."""
-        self._lapsed: set[str] = set()
+        self._expired: set[str] = set()
         """Groups whose tickets were given out again."""
         self._amounts: dict[tuple[str, str], list[int]] = {}
         """(env, fate) -> rollouts, tokens, as they should be."""
@@ -183,7 +183,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
-            if self.server.find(payload) is None and not self.may_lapse(payload):
+            if self.server.find(payload) is None and not self.may_expire(payload):
                 self.fail("I11", f"push {suffix} of group {group} became pending without its payload")
             epoch, incarnation = self.field(self.keys.meta, b"epoch"), suffix.rpartition(".")[0]
             if self.incarnations.get(incarnation, epoch) != epoch:
@@ -324,15 +324,15 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                 if left != pending:
                     self.fail("I10", f"{env}: the ledger leaves {left} {name} pending, the pool holds {pending}")
 
-    def may_lapse(self, key: bytes) -> bool:
-        """True for a payload on another shard, where no script makes it permanent, that lapsed before its writer or a
+    def may_expire(self, key: bytes) -> bool:
+        """True for a payload on another shard, where no script makes it permanent, that expired before its writer or a
         leader had come to do so: it is not there, or was stored again. No step may need it."""
-        return self.network.plan.spread and key in self.server.lapsed
+        return self.network.plan.spread and key in self.server.expired
 
     def _check_payloads(self) -> None:
         garbage = self.server.data.get(self.keys.garbage.encode())
         there = {key for key in self._suspects if self.server.find(key) is not None}
-        pending = {entry.payload for entry in self.pool.values() if not self.may_lapse(entry.payload)} | self._kept()
+        pending = {entry.payload for entry in self.pool.values() if not self.may_expire(entry.payload)} | self._kept()
         for key in self._suspects:
             users = [step for step, live in self.steps.items() if key in live.payloads]
             if key not in there:

@@ -22,7 +22,7 @@ class Keyspace:
         self.data: dict[bytes, Any] = {}
         self.expiry: dict[bytes, int] = {}
         """key -> Unix milliseconds."""
-        self.lapsed: set[bytes] = set()
+        self.expired: set[bytes] = set()
         """Keys whose time to live ran out, and that nobody has made permanent since."""
         self.starts = 1
         """Times that the server was started: who it is."""
@@ -40,7 +40,7 @@ class Keyspace:
         expiry = self.expiry.get(key)
         if expiry is not None and expiry <= self.now_ms():
             self.delete(key)
-            self.lapsed.add(key)
+            self.expired.add(key)
         value = self.data.get(key)
         if value is not None and kind is not None and type(value) is not kind:
             raise error("WRONGTYPE Operation against a key holding the wrong kind of value")

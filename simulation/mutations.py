@@ -96,7 +96,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         tickets=False,
         clock_steps=((0.3, 3700.0), (0.5, 3700.0), (0.7, 3700.0)),
     ),
-    _of("push-lapses", "push", "redis.call('PERSIST', payload)", ""),
+    _of("push-expires", "push", "redis.call('PERSIST', payload)", ""),
     _of(
         "push-without-payload",
         "push",
@@ -136,7 +136,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "deaths",
         checkpoint_every=3,
     ),
-    _of("lease-without-owner", "lease", "if lapse >= now and owner ~= who then", "if false then", batchers=2),
+    _of("lease-without-owner", "lease", "if expires_at >= now and owner ~= who then", "if false then", batchers=2),
     _of(
         "token-stays",
         "lease",

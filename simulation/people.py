@@ -60,7 +60,8 @@ def _drop_of(entries: Sequence[PoolEntry]) -> Drop:
 
 
 def take_back(host: Host, keep: int, process: Process) -> None:
-    """`rlbuffer runs rewind` or `runs void`, to a checkpoint, the trainer being stopped; then it starts again."""
+    """`rlbuffer runs rewind`, with --keep-pending or without, to a checkpoint. The trainer is stopped before, and
+    starts again."""
     world, trainer = host.world, host.world.trainer
     store = host.store(process, OperatorStore)
     with_pool = world.dice.random() < 0.5

@@ -34,7 +34,7 @@ SHOWN_BEFORE = 3
 WHY_CLOSED: Mapping[str, str] = MappingProxyType(
     {
         ClosedBy.CAPACITY: "the next group would have needed more rows than a step has",
-        ClosedBy.FILL: "its tokens reached close_fill, every env near its share",
+        ClosedBy.FILL: "it was as full as batcher.close_fill asks, with every env near its share",
         ClosedBy.GROUPS: "it held step_groups groups",
         ClosedBy.ROLLOUTS: "it held step_rollouts rollouts",
         ClosedBy.PARTIAL: "an env was short for too long",

@@ -24,30 +24,44 @@ import click
 from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, say
 from rlbuffer_cli.starting import RUN_COMMANDS, SLOW_COMMANDS, clear, starting
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
+GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "demo": "Watch a tiny model learn: everything on this machine, nothing to set up.",
-        "run": "Start and supervise every process of a run on this machine.",
-        "serve": "Run the batcher: decides what each step trains on.",
-        "worker": "Sample and score rollouts of one env and push them.",
-        "score": "Add what groups need before they train: reference logprobs, slow rewards.",
-        "train": "Train on the batches, with one or more data-parallel ranks.",
-        "push": "Push groups from a JSON Lines or Parquet file.",
-        "export": "Write groups into a file that `rlbuffer push` reads, or into a page for people.",
-        "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
-        "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
-        "alive": "Say whether a process of a run was heard lately: a health check. Changes nothing.",
-        "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
-        "weights": "Serve policy versions to other hosts.",
-        "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
-        "drop": "Drop pending groups that match a filter.",
-        "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
-        "verify": "Recompute the ledger and check every invariant. Changes nothing.",
-        "doctor": "Look at settings, host and server, and say what to do about each trouble. Changes nothing.",
-        "runs": "List, dump, restore, take back and remove whole runs.",
-        "config": "Check the settings, show them with where each came from, or give them to a run at work.",
-        "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
+        "Run it": {
+            "demo": "Watch a tiny model learn: everything on this machine, nothing to set up.",
+            "run": "Start and supervise every process of a run on this machine.",
+            "serve": "Run the batcher: decides what each step trains on.",
+            "worker": "Sample and score rollouts of one env and push them.",
+            "score": "Add what groups need before they train: reference logprobs, slow rewards.",
+            "train": "Train on the batches, with one or more data-parallel ranks.",
+        },
+        "Look": {
+            "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+            "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
+            "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
+        },
+        "Act": {
+            "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
+            "drop": "Drop pending groups that match a filter.",
+            "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
+            "runs": "List, dump, restore, take back and remove whole runs.",
+        },
+        "Check": {
+            "config": "Check the settings, show them with where each came from, or give them to a run at work.",
+            "doctor": "Look at settings, host and server, and say what to do about each trouble. Changes nothing.",
+            "verify": "Recompute the ledger and check every invariant. Changes nothing.",
+            "alive": "Say whether a process of a run was seen lately: a health check. Changes nothing.",
+            "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
+        },
+        "Move": {
+            "push": "Push groups from a JSON Lines or Parquet file.",
+            "export": "Write groups into a file that `rlbuffer push` reads, or into a page for people.",
+            "weights": "Serve policy versions to other hosts.",
+        },
     }
+)
+"""What a person wants -> the commands for it, with the first line of their help."""
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {name: about for group in GROUPS.values() for name, about in group.items()}
 )
 
 
@@ -81,8 +95,10 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        widest = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(widest), about) for name, about in commands.items()])
 
 
 def _version(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:

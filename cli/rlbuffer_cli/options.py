@@ -18,9 +18,41 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
+COMMON = frozenset({"--config", "--redis", "--run", "--home", "--debug", "--help"})
+"""Options that every command has."""
 JSON, SETTINGS = "rlbuffer.json", "rlbuffer.settings"
 """What a command's context keeps: whether JSON is asked for, and the settings among its flags."""
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Command(click.Command):
+    """A command whose help has its own options first, and those that every command has last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        tables: dict[str, list[tuple[str, str]]] = {"Options": [], "Common": []}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (record := option.get_help_record(ctx)):
+                tables["Common" if COMMON & set(option.opts) else "Options"].append(record)
+        for title, rows in tables.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class Group(click.Group):
+    """Commands of one kind below a name of their own."""
+
+    command_class = Command
+
+
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+    """Makes a function a command of the first level."""
+    return click.command(name, cls=Command)
+
+
+def group(name: str) -> Callable[[Callable[..., Any]], Group]:
+    """Makes a function a group of commands."""
+    return click.group(name, cls=Group)
 
 
 def echo(text: str = "") -> None:
@@ -111,6 +143,7 @@ debug = click.option(
     is_flag=True,
     is_eager=True,
     expose_value=False,
+    hidden=True,
     callback=_debug,
     help="Show the traceback of an error.",
 )
@@ -217,10 +250,12 @@ class Given:
             )
 
 
-def common_with(*, config: str, run: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def common_with(*, config: str, run: str, has_file: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds --config, --redis, --run, --home and --debug; the command gets the first four as `given`.
 
-    `config` and `run` say in the help what counts without these options.
+    Args:
+        config, run: for the help: what counts without these options.
+        has_file: the command is about a file of settings, which is its argument and no option.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,17 +270,21 @@ def common_with(*, config: str, run: str) -> Callable[[Callable[..., Any]], Call
             decorated = option(decorated)
         return decorated
 
+    of_file = click.argument("config", metavar="[FILE]", required=False)
+    of_option = click.option("--config", metavar="FILE", help=f"Settings. [default: {config}]")
     options = (
         debug,
         click.option("--home", metavar="DIR", help="Embedded server, weights, metrics. [default: ~/.rlbuffer]"),
         click.option("--run", metavar="NAME", help=f"Which run on the server. [default: {run}]"),
         click.option("--redis", metavar="URL", help="redis://HOST:PORT or unix://PATH. [default: embedded server]"),
-        click.option("--config", metavar="FILE", help=f"Settings. [default: {config}]"),
+        of_file if has_file else of_option,
     )
     return decorate
 
 
 common = common_with(config="./rlbuffer.toml where there is one", run="default")
+common_of_file = common_with(config="", run="default", has_file=True)
+"""For a command about a file of settings, which is its argument; without one ./rlbuffer.toml counts, where it is."""
 
 
 def redis_origin(loaded: Loaded) -> str:

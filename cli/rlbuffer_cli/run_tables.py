@@ -113,7 +113,7 @@ class ProcessRow(NamedTuple):
     drops: Sequence[Mapping[str, Any]] = ()
     """Records of its rollouts that were dropped lately; anybody may have written them."""
     is_at_rest: bool = False
-    """The run is over: nobody need be heard."""
+    """The run is over: nobody need be seen."""
 
     @property
     def reasons(self) -> Counter[str]:
@@ -234,10 +234,10 @@ PROCESSES = View(
     opens=_groups_of,
     more=lambda row: row.lines,
     filter_help="a part of its name, or its env",
-    empty="no process has been heard",
+    empty="no process has been seen",
     columns=(
         Column("process", lambda row: row.title),
-        Column("heard", lambda row: row.heard, lambda row: row.process.seconds_ago, True),
+        Column("seen", lambda row: row.heard, lambda row: row.process.seconds_ago, True),
         Column("version", lambda row: row.version, lambda row: row.process.version, True),
         Column("rollouts", lambda row: row.rate, lambda row: row.process.rollouts_per_second, True, 2),
         Column("env", lambda row: row.process.env, at=1),

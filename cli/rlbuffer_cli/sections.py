@@ -49,7 +49,7 @@ def run_alone(kind: str, key: str, replica: int, loaded: Loaded, display: str, f
 
     settings, sections = loaded.settings, sections_of(kind, loaded.settings)
     if key not in sections:
-        otherwise = f" Give {flags}, add the section, or begin with a file: `rlbuffer config example > rlbuffer.toml`"
+        otherwise = f" Give {flags}, add the section, or begin with a file: `rlbuffer config init`"
         hint = did_you_mean(key, list(sections), otherwise=otherwise)
         where = loaded.file or "no rlbuffer.toml is here"
         raise ConfigError(f"there is no [{kind}.{key}] section ({where}).{hint}", setting=f"{kind}.{key}")

@@ -218,7 +218,7 @@ def _said_before(state: RunState) -> Iterator[Text]:
     if leader is None:
         yield Text("-: known to a batcher, and none has said it yet", "faint")
     elif not leader.is_fresh:
-        said = f"ready, forming and age are those of {duration(leader.seconds_ago)} ago, when a batcher was heard last"
+        said = f"ready, forming and age are those of {duration(leader.seconds_ago)} ago, when a batcher was last seen"
         yield Text(said, "faint")
 
 

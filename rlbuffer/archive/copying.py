@@ -37,7 +37,7 @@ def copy_steps(store: Viewer, writer: ArchiveWriter, headers: Sequence[StepHeade
         try:
             stored = store.read_step_bytes(header.step)
         except PayloadError:
-            break  # nobody can train it: `runs void` takes it back
+            break  # nobody can train it: `runs rewind` takes it back
         if stored is None or stored.digest != header.digest:
             break
         whole.append((header, stored))

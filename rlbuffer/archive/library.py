@@ -1,7 +1,7 @@
 """Reading an archive: steps, rollouts, dropped groups, and what an id names.
 
-Steps that were taken back (``rlbuffer runs void``, a server that lost its newest writes) stay in the files. Those that
-count are on the chain of digests that ends in the newest step: each names the digest of the one before.
+Steps that were taken back (``rlbuffer runs rewind``, a server that lost its newest writes) stay in the files. Those
+that count are on the chain of digests that ends in the newest step: each names the digest of the one before.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def at_step(
 ) -> Mapping[str, Any] | None:
     """A saved state whose adapters are as after `step`, the run's last one.
 
-    A run that was taken back (`runs void`, `rewind`), or that went on after a loss of writes, is at another step than
+    A run that was taken back (`runs rewind`), or that went on after a loss of writes, is at another step than
     the state. Then the last step's header tells how far each adapter is. Where it is gone, too, an older state counts
     on from the versions that are announced, and a newer one, of steps that are void, is forgotten.
     """

@@ -271,7 +271,7 @@ def shared_locks(c: Context) -> Iterator[Finding]:
 def workers(c: Context) -> Iterator[Finding]:
     """A run has a worker."""
     if not c.settings.worker:
-        fix = f"Add one ({EXAMPLE} has two)"
+        fix = f"Add one ({EXAMPLE} has one)"
         yield failure("there is no [worker.NAME] section: nothing would be sampled", "worker", fix=fix)
 
 

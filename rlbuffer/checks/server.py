@@ -322,7 +322,7 @@ def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
     if leader is None or not leader.is_fresh:
         if any(process.is_fresh for process in (*state.of_kind("worker"), *state.of_kind("rank"))):
             since = f" for {duration(leader.seconds_ago)}" if leader else ""
-            text = f"nothing was heard of the batcher{since}, and workers or ranks are waiting for it"
+            text = f"no batcher was seen{since}, and workers or ranks are waiting for it"
             yield warning(text, fix="Start `rlbuffer serve`")
         return
     for problem in state.problems:

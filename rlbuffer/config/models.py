@@ -9,7 +9,7 @@ from typing import Any
 
 from rlbuffer.config.settings import ModelSettings
 
-EXAMPLE = "the file that `rlbuffer config example` prints"
+EXAMPLE = "a file of `rlbuffer config init`"
 NO_MODEL_TYPE = 'model.config: model_type is missing, e.g. "qwen3"'
 
 

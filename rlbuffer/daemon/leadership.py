@@ -234,7 +234,7 @@ class Leadership:
         return True
 
     def _stay(self) -> None:
-        """Raises LeaseLost when the lease lapsed, or the server was away since this leadership began.
+        """Raises LeaseLost when the lease expired, or the server was away since this leadership began.
 
         It may be back without its newest writes: a drop, a commit, pushes that were read already. Then the trainer must
         speak again before anything is committed.

@@ -1,10 +1,10 @@
 """The leader's lease is renewed by a thread of its own, so that a step may take longer to make than the lease lasts.
 
 Planning, pinning and committing a large step on a busy machine takes longer than any lease that is short enough for a
-takeover. Renewed between two turns, the lease of such a leader lapses in every turn, and no step is ever made.
+takeover. Renewed between two turns, the lease of such a leader expires in every turn, and no step is ever made.
 
 The thread renews for a leader that works, not for one that hangs: after :data:`LONGEST_TURN_SECONDS` without a word of
-the leader it lets the lease lapse, and a standby takes over.
+the leader it lets the lease expire, and a standby takes over.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LeaseKeeper:
         """The leader says that it works, and on which step.
 
         Raises:
-            LeaseLost: the lease lapsed, so another may have led meanwhile.
+            LeaseLost: the lease expired, so another may have led meanwhile.
         """
         self._heard, self._step = time.monotonic(), step
         if self._lost is not None:
@@ -79,7 +79,7 @@ class LeaseKeeper:
             try:
                 self._look()
             except (ServerUnreachable, ServerRefused):
-                continue  # the leader meets the same trouble; the next renewal says whether the lease has lapsed
+                continue  # the leader meets the same trouble; the next renewal says whether the lease has expired
             except Exception as error:
                 self._lost = error  # the leader raises it: a thread that dies alone would be a silent takeover
 
@@ -109,5 +109,5 @@ class LeaseKeeper:
             return
         holder = "nobody else took it" if lease.held else f"{lease.owner} holds it now"
         raise LeaseLost(
-            f"the lease of run {self._store.run!r} lapsed after {self._lease_seconds:g} s without a renewal; {holder}"
+            f"the lease of run {self._store.run!r} expired after {self._lease_seconds:g} s without a renewal; {holder}"
         )

@@ -28,7 +28,7 @@ HURRY_SECONDS = 0.1
 LAG_SECONDS = 5.0
 """Longest that memory which the server has still to give back is waited for before it is looked at anyway."""
 ALIVE_SECONDS = 10.0
-"""A trainer that was heard within this time is at work. While none is, nothing retires early: the next one starts from
+"""A trainer that was seen within this time is at work. While none is, nothing retires early: the next one starts from
 its checkpoint and needs the steps after it."""
 
 

@@ -1,11 +1,11 @@
-"""Payloads that no push has announced. They lapse after seven days; where memory is short they go before any step does.
+"""Payloads that no push has announced. They expire after seven days; where memory is short they go before any step.
 
 A payload is there before its push, and whoever may push may store payloads and never push them. Nobody can tell such a
 stray from a payload whose push is under way. So a sweep removes nothing. It looks twice, and what both looks have found
 gets a few seconds to live. PUSH makes its payload permanent, or finds it gone, and the writer sends it again; in a
 cluster the writer and the leader make it permanent.
 
-    first look -> pause -> second look -> short lives -> lapsed -> over
+    first look -> pause -> second look -> short lives -> expired -> over
        |                      | none is found again              ^
        +----------------------+----------------------------------+
          none is found
@@ -29,7 +29,7 @@ PAUSE_SECONDS = 0.5
 LIFE_SECONDS = 5.0
 """Seconds that a stray has left: the time between the halves of a push, without a resend of its payload."""
 MARGIN_SECONDS = 0.1
-"""Seconds after which even a clock that ticks a little more slowly has them lapsed."""
+"""Seconds after which even a clock that ticks a little more slowly has them expired."""
 HOLD_SECONDS = 10.0
 """Longest that steps wait for a sweep: on a server with millions of keys a look takes longer."""
 REST_SECONDS = 5.0
@@ -65,7 +65,7 @@ class Strays:
         self._is_over = False
 
     @property
-    def are_lapsing(self) -> bool:
+    def are_expiring(self) -> bool:
         """Some were given a short life, and it is not told yet what has become of them."""
         return self._short_lived is not None and not self._is_over
 
@@ -102,7 +102,7 @@ class Strays:
             self._short_lived, self._next = strays, time.monotonic() + LIFE_SECONDS + MARGIN_SECONDS
 
     def _end(self, strays: list[str], now: float) -> None:
-        gone = self._store.lapsed(strays)
+        gone = self._store.expired(strays)
         self._is_over, self._next = True, now + REST_SECONDS
         if gone:
             self._freed()

@@ -139,7 +139,7 @@ class Retirement(Watch):
 
     def _relieve(self, look: Look) -> None:
         """Where memory is short strays go first, and trained steps only when that was not enough."""
-        is_short = self._memory.is_short() or self._strays.are_lapsing
+        is_short = self._memory.is_short() or self._strays.are_expiring
         if is_short and not self._strays.sweep(look):
             return
         if not is_short or self._memory.relieve(look.trainer, look.meta.step, self._archive):

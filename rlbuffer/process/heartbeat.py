@@ -24,7 +24,7 @@ LATE_SECONDS = 1.0
 BEAT_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a beat that is under way."""
 TWIN_SECONDS = 15.0
-"""A process of the same name is told of for so long after it was heard."""
+"""A process of the same name is told of for so long after it was last seen."""
 RATE_BEATS = 10
 """Beats that rates are averaged over: long enough to hold several batches, short enough to follow a change."""
 
@@ -40,7 +40,7 @@ class Heartbeats(ABC):
         self.groups = self.rollouts = self.tokens = 0
         """Done and stored."""
         self.failed_groups = 0
-        """Groups given up because they could not be prepared, scored or stored."""
+        """Groups abandoned because they could not be prepared, scored or stored."""
         self.error = ""
         """The last trouble, "" when the last batch had none."""
         self.waiting: Waiting | None = None

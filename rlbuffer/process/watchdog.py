@@ -16,7 +16,7 @@ GRACE_SECONDS = 15.0
 """Time that a process has to end once it was asked to."""
 HELD_SECONDS = 60.0
 """Time that the interpreter may be held. Reading a large file of weights from a slow disk holds it for tens of seconds;
-nobody hears of the process meanwhile, and what it had taken has lapsed."""
+nobody hears of the process meanwhile, and what it had taken has expired."""
 WIND_SECONDS = 1.0
 
 

@@ -77,7 +77,8 @@ class TokenSequence:
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
     version_spans: tuple[VersionSpan, ...]
     """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token. The oldest
-    one is the rollout's age, also where its tokens are masked: leave out the span of a prefix that shall not age it."""
+    version decides the rollout's age, also where its tokens are masked. A prefix that should not count for the age has
+    no span."""
     turns: tuple[Turn, ...] = ()
     """Role that spoke each range of tokens: ascending, disjoint."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NOT_GIVEN)

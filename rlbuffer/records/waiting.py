@@ -264,7 +264,8 @@ def _sentence(w: Waiting) -> str:
             full = f"Step {w.step} is {w.done:.0%} full"
             if not w.env:
                 return f"{full}. No env has sent a group that can train yet. {_because(w)}"
-            return f"{full}. {w.env} goes next and has nothing ready ({_forming(w)}). {_because(w)}"
+            formed = f" ({_forming(w)})" if w.forming else ""
+            return f"{full} and waits for groups of {w.env}{formed}. {_because(w)}"
         case Wait.ENV_DEAD:
             return (
                 f"{w.env} has sent nothing for {_long(w.seconds)}, and step {w.step} needs it. {_because(w)} To go on "
@@ -302,8 +303,8 @@ def _sentence(w: Waiting) -> str:
         case Wait.UNANSWERED:
             return (
                 f"Step {w.step} waits for the server, which has not answered the batcher for {w.seconds:.0f} s and "
-                "answers others: a connection that was cut on the way, or a slow command. The request is given up "
-                "after a while and made again; if it lasts, look at the network between them, and at SLOWLOG GET."
+                "answers others: a connection that was cut on the way, or a slow command. It asks "
+                "again after a while; if it lasts, look at the network between them, and at SLOWLOG GET."
             )
         case Wait.DISK:
             return f"The trainer has to write, and {w.detail}. Make room there; it goes on by itself."
@@ -346,7 +347,7 @@ def _for_version(w: Waiting) -> str:
     if w.version < 0:
         return (
             "The trainer has not announced a policy version. It does when its model is loaded; one of your own calls "
-            "`buffer.policy.publish(model, reader.step)` before its first step."
+            "`buffer.policy().publish(model, reader.step)` before its first step."
         )
     who = f"{w.env} needs" if w.env else f"Step {w.step} needs"
     adapter = f" of adapter {w.adapter}" if w.adapter else ""
@@ -387,9 +388,11 @@ def _because(w: Waiting) -> str:
         case Cause.SCORER:
             return f"What forms waits for a scorer to add {w.detail}."
         case Cause.GENERATING:
-            return "Nothing to do while its workers generate; if it lasts, start more of them" + (
-                ", or lower its batcher.budgets." if w.env else f", or see {seen}."
-            )
+            advice = {
+                Wait.FILLING: "" if w.env else f", or see {seen}",
+                Wait.ENV_SHORT: ", or lower its share (batcher.budgets)",
+            }.get(w.kind, "")
+            return f"Its workers are generating. If it lasts, start more of them{advice}."
         case Cause.LOADING:
             return f"Its workers load weights and sample then: {w.detail}."
         case Cause.WAITING:
@@ -402,7 +405,7 @@ def _because(w: Waiting) -> str:
             heard = f" ({w.detail})" if w.detail else ""
             return (
                 f"No worker of {env} is at work{heard}: start `rlbuffer worker`. A writer of your own sends no "
-                "heartbeat and is heard by what it pushes."
+                "heartbeat and is known by what it pushes."
             )
     if w.kind is Wait.ENV_DEAD:
         return "Start a worker for it."
@@ -425,7 +428,7 @@ def _without_batcher(w: Waiting) -> str:
 def _problem(p: Problem) -> str:
     match p.kind:
         case Trouble.ENV_FAILS:
-            return f"{p.env} fails: {_groups(p.count)} given up by {p.worker}: {p.detail}."
+            return f"{p.env} fails: {p.worker} has abandoned {_groups(p.count)}: {p.detail}."
         case Trouble.ENV_HANGS:
             return f"{p.env} may hang: {p.detail} at {p.worker}. worker.*.rollout_timeout_seconds ends it."
         case Trouble.OTHER_PROMPTS:

@@ -23,7 +23,7 @@ class Claim(Heartbeats):
         self._store, self._name = store, run
 
     def refuse_second(self, stop: threading.Event) -> None:
-        """Waits until it is certain that no other supervisor is there; at once, unless one was heard a moment ago.
+        """Waits until it is certain that no other supervisor is there; at once, unless one was last seen a moment ago.
 
         Raises:
             ConfigError: one is there.

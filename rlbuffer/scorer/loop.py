@@ -1,10 +1,10 @@
 """The scorer: finds pending groups that need what it gives, claims them, adds it, pushes them in their own place.
 
     read the pool -> claim -> fetch payloads -> logprobs, rewards -> push in place of the old entry
-                        ^------ a claim lapses 8 s after its scorer: another one takes it over ----'
+                        ^------ a claim expires 8 s after its scorer: another one takes it over ----'
 
 A claim only spares double work. That a group is scored once is PUSH's doing: the scored push takes the place of an
-entry that must still be pending. An answer that comes too late (the claim had lapsed and another was faster, or the
+entry that must still be pending. An answer that comes too late (the claim had expired and another was faster, or the
 group was dropped meanwhile) is a duplicate and changes nothing.
 """
 
@@ -97,7 +97,7 @@ def run_scorer(
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
-        buffer.store.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
+        buffer.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, reference, rewards, stop)
         return await scorer.run()
 
@@ -118,7 +118,7 @@ class _Scorer:
         stop: threading.Event,
     ) -> None:
         self._buffer, self._name, self._options = buffer, name, options
-        self._store = buffer.store.role(ScorerStore)
+        self._store = buffer.role(ScorerStore)
         self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
         self._reference, self._rewards, self._stop = reference, rewards, stop
         self._progress = Progress(_log, "scored")

@@ -46,8 +46,8 @@ def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -
         return Cause.WAITING, " ".join(f"{w.name} has no policy version yet." for w in alive[:SHOWN_WORKERS])
     silence = min((seconds for name, seconds in heard.items() if env in ("", name)), default=None)
     if silence is not None and silence <= SHOWN_SILENT_SECONDS:
-        return Cause.WRITERS, f"the last was heard {duration(silence)} ago"
-    last = [f"{w.name} {'ended' if w.has_stopped else 'was heard'} {duration(w.seconds_ago)} ago" for w in known]
+        return Cause.WRITERS, f"the last was last seen {duration(silence)} ago"
+    last = [f"{w.name} {'ended' if w.has_stopped else 'was last seen'} {duration(w.seconds_ago)} ago" for w in known]
     came = [] if silence is None else [f"the last push came {duration(silence)} ago"]
     return Cause.NO_WORKER, ", ".join([*last[:SHOWN_WORKERS], *came])
 
@@ -57,7 +57,7 @@ def _loads(worker: Process) -> bool:
 
 
 def _troubles(worker: Process) -> list[Problem]:
-    """What keeps it from sampling. Groups that it has given up do not, while it makes others."""
+    """What keeps it from sampling. Groups that it has abandoned do not, while it makes others."""
     keeping = (Trouble.WORKER_STUCK, Trouble.WORKER_ENDED)
     return [problem for problem in worker.problems if not worker.groups or problem.kind in keeping]
 

@@ -20,9 +20,9 @@ FRESH_SECONDS = 8.0
 """A heartbeat comes every two seconds, that of a worker without tickets at least every seven; whoever is silent for
 longer may be gone."""
 SHOWN_SILENT_SECONDS = 12.0
-"""An env whose workers are silent for so long has none: their tickets lapse."""
+"""An env whose workers are silent for so long has none: their tickets expire."""
 DEAD_SECONDS = 15.0
-"""A batcher without a lease that was heard later than this may be taking over."""
+"""A batcher without a lease that was last seen later than this may be taking over."""
 KINDS = ("batcher", "worker", "scorer", "rank")
 LEADER = "leader"
 """Name of the batcher that leads; `rlbuffer run` has a heartbeat of this kind, too."""
@@ -114,12 +114,12 @@ class Process:
 
     @property
     def is_fresh(self) -> bool:
-        """It was heard a moment ago."""
+        """It was last seen a moment ago."""
         return self.seconds_ago <= FRESH_SECONDS
 
     @property
     def is_alive(self) -> bool:
-        """It was heard a moment ago, and that was no goodbye."""
+        """It was last seen a moment ago, and that was no goodbye."""
         return self.is_fresh and not self.has_stopped
 
 
@@ -169,7 +169,7 @@ def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) 
         found += [replace(problem, env=worker.env, worker=worker.name) for problem in worker.problems]
     for env, members in sorted(envs.items()):
         if not is_at_rest and env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
-            heard = ", ".join(f"{worker.name} was heard {duration(worker.seconds_ago)} ago" for worker in members)
+            heard = ", ".join(f"{worker.name} was last seen {duration(worker.seconds_ago)} ago" for worker in members)
             found.append(Problem(kind=Trouble.NO_WORKER, env=env, detail=heard))
     if not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:
         found.append(Problem(kind=Trouble.NO_WORKER))
@@ -207,7 +207,7 @@ def _several(names: list[str]) -> str:
 
 
 def failing(kinds: Mapping[str, int], last: str) -> Problem | None:
-    """The groups that a worker gave up; None while it has given up none. `last`: the last error, with file and line."""
+    """What a worker has abandoned; None while that is nothing. `last`: the last error, with file and line."""
     if not kinds:
         return None
     return Problem(kind=Trouble.ENV_FAILS, count=Counter(kinds).total(), detail=f"{counted(kinds)}, the last: {last}")

@@ -28,7 +28,7 @@ MOST_LABELS, MOST_PROCESSES, LONGEST_LABEL = 64, 1000, 64
 Of envs, those that have trained most; what comes after is left out."""
 RUN_METRICS = (
     Metric("server_up", "gauge", "1 when the server has answered; else nothing else is there."),
-    Metric("workers_alive", "gauge", "Workers that were heard of in the last 8 seconds.", ("env",)),
+    Metric("workers_alive", "gauge", "Workers that were seen in the last 8 seconds.", ("env",)),
     Metric("processes", "gauge", "Processes by their heartbeats.", ("kind", "env", "alive")),
     Metric("processes_waiting", "gauge", "Processes that wait, by what they wait for.", ("kind", "env", "wait")),
     Metric("waiting", "gauge", "1 for what the run waits for.", ("kind",)),

@@ -95,7 +95,7 @@ def _write(store: OperatorStore, file: IO[bytes], about: Dumped, tell: Callable[
         patterns = f"{keys.tag}:*", f"{keys.payload_prefix}*"
         names = {name for pattern in patterns for name in client.scan_iter(match=pattern, count=1000)}
         control = {name for name in names if name.startswith(keys.tag.encode())}
-        watched.watch(*(name for name in control if client.pttl(name) < 0))  # claims lapse by themselves
+        watched.watch(*(name for name in control if client.pttl(name) < 0))  # claims expire by themselves
         file.write(MAGIC)
         count, checksum = 0, _put(file, HEADER, -1, json.dumps(asdict(about)).encode(), 0)
         for name in sorted(names):

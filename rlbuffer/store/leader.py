@@ -96,7 +96,7 @@ class LeaderStore(TicketStore):
         return lease
 
     def renew(self, *, ttl_seconds: float) -> Lease:
-        """LEASE: prolongs it. One that had lapsed is acquired anew, and has another token than :attr:`token`."""
+        """LEASE: prolongs it. One that had expired is acquired anew, and has another token than :attr:`token`."""
         return self._acquire(self._owner, ttl_seconds)
 
     def _acquire(self, owner: str, ttl_seconds: float) -> Lease:
@@ -420,8 +420,8 @@ class LeaderStore(TicketStore):
 
         self.paged(keys, shorten)
 
-    def lapsed(self, keys: Sequence[str]) -> int:
-        """The number of these payloads that are gone. A server notices what has lapsed when it is asked for it."""
+    def expired(self, keys: Sequence[str]) -> int:
+        """The number of these payloads that are gone. A server notices what has expired when it is asked for it."""
         there = self.paged(keys, lambda pipe, key: pipe.exists(key))
         pushed = self.paged(keys, lambda pipe, key: pipe.exists(self.keys.name_of(key)))
         return sum(not (waits or has_name) for waits, has_name in zip(there, pushed, strict=True))

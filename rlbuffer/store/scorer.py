@@ -1,6 +1,6 @@
 """What a scorer does: it claims pending pushes, and pushes what it has added in their places.
 
-Claims lapse, so that another scorer takes over from a dead one. A claim keeps two scorers from the same work, no more:
+Claims expire, so that another scorer takes over from a dead one. A claim keeps two scorers from the same work, no more:
 a column or reward is added once, whoever holds the claim, for PUSH puts it in the place of an entry that must still be
 there.
 """
@@ -21,7 +21,7 @@ class ScorerStore(ProducerStore):
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Claims pending entries, or prolongs claims. -> (those that `owner` holds now, those that are gone).
 
-        A claim lapses after `ttl_seconds`.
+        A claim expires after `ttl_seconds`.
         """
         pool, keys = self.keys.pool, [self.keys.scoring(entry_id) for entry_id in entry_ids]
         milliseconds = max(1, round(1000 * ttl_seconds))
@@ -51,7 +51,7 @@ class ScorerStore(ProducerStore):
         self._where_mine(entry_ids, owner, lambda pipe, key: pipe.delete(key))
 
     def _where_mine(self, entry_ids: Sequence[str], owner: str, act: Any) -> None:
-        # Between the look and the act a claim may lapse and be another's: then two do the same work, and one is late.
+        # Between the look and the act a claim may expire and be another's: then two do the same work, and one is late.
         keys = [self.keys.scoring(entry_id) for entry_id in entry_ids]
         holders = self.look(lambda client: client.mget(keys)) if keys else []
         self.paged([key for key, holder in zip(keys, holders, strict=True) if holder == owner.encode()], act)

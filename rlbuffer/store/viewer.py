@@ -285,7 +285,7 @@ class Viewer(Session):
         except PayloadError as error:
             raise PayloadError(
                 f"step {step} of run {self.run!r} cannot be read: {clause(error)}. Take it back, and what follows it, "
-                f"with `rlbuffer runs void {step}`"
+                f"with `rlbuffer runs rewind {step - 1} --keep-pending`"
             ) from None
 
     def _bounds(self) -> tuple[int, int]:

@@ -147,7 +147,7 @@ class WorkerStore(TicketStore, ProducerStore):
     def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
         """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
 
-        A claim lapses after `ttl_seconds`; asked again by the same owner, it is prolonged.
+        A claim expires after `ttl_seconds`; asked again by the same owner, it is prolonged.
         """
         line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
         key = self.keys.evaluating(env, version, line)

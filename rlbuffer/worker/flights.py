@@ -2,7 +2,7 @@
 
 prompt -> sample -> score -> push
   |         |         |
-  +---------+---------+----> given up: the ticket goes back, lapses, or is left out
+  +---------+---------+----> abandoned: the ticket goes back, expires, or is left out
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Flights:
         self._tasks: set[asyncio.Task[None]] = set()
         run = buffer.settings
         teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
-        self._difficulty = Difficulty(buffer.store.role(WorkerStore), env.name, settings.skip_after, teaching)
+        self._difficulty = Difficulty(buffer.role(WorkerStore), env.name, settings.skip_after, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
@@ -114,7 +114,7 @@ class Flights:
         # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
         self._pusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self._pushes: set[asyncio.Task[None]] = set()
-        """Pushes under way: a group that may be stored is not given up."""
+        """Pushes under way: a group that may be stored is not abandoned."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -171,7 +171,7 @@ class Flights:
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
         tickets = self._pulse.let_go()
         if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
-            with suppress(ServerRefused):  # not given back, they lapse
+            with suppress(ServerRefused):  # not given back, they expire
                 await asyncio.to_thread(self._settled, self._writer.release, tickets)
 
     def held_up(self, error: RlbufferError) -> None:
@@ -184,7 +184,7 @@ class Flights:
     async def release(self, tickets: list[Ticket]) -> None:
         """Gives tickets back."""
         self._pulse.remove(tickets)
-        with suppress(ServerRefused):  # not given back, they lapse
+        with suppress(ServerRefused):  # not given back, they expire
             await asyncio.to_thread(self._settled, self._writer.release, tickets)
 
     # -- one group ---------------------------------------------------------------------------------------------------
@@ -346,13 +346,13 @@ class Flights:
         Raises:
             ConfigError: so many in a row cannot be made, and none could.
         """
-        _log.debug("group %s given up", ticket.group_id, exc_info=error)
+        _log.debug("group %s abandoned", ticket.group_id, exc_info=error)
         self._pulse.failed_groups += 1
         self._failures[ticket.number] += 1
         place, kind = place_of(error, self._env, function), type(error).__name__
         whose = f"prompt {prompt.name}: " if isinstance(prompt, Prompt) else ""
         what = whose + (f"{reason} ({place})" if place else reason)
-        sentence = f"group {ticket.group_id} given up: {what}"
+        sentence = f"group {ticket.group_id} abandoned: {what}"
         is_last = self._failures[ticket.number] >= LAST_FAILURE
         if is_last:
             sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"

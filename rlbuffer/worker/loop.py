@@ -115,7 +115,7 @@ def run_worker(
         ServerUnreachable: for longer than the writer's patience.
     """
     # First what may be refused: a worker that cannot work begins no run.
-    with telling_why(buffer.store.role(WorkerStore), name, settings):
+    with telling_why(buffer, name, settings):
         worker = _Worker(
             buffer=buffer,
             name=name,
@@ -127,7 +127,7 @@ def run_worker(
             evaluations=evaluations or {},
             section=section,
         )
-    buffer.store.role(WorkerStore).open_run()
+    buffer.role(WorkerStore).open_run()
     return asyncio.run(worker.run())
 
 
@@ -172,9 +172,9 @@ class _Worker:
             row_tokens=run.batcher.row_tokens,
             needs=run.needs_of(self.env.name),
         )
-        self._pulse = Pulse(self.buffer.store.role(WorkerStore), self.name, self.env.name, self._maker.calls)
+        self._pulse = Pulse(self.buffer, self.name, self.env.name, self._maker.calls)
         self._versions = Versions(
-            self.buffer.policy,
+            self.buffer.policy(),
             self.sampler,
             self.env,
             self._pulse,
@@ -226,7 +226,7 @@ class _Worker:
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
-                    # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
+                    # It takes no writes for now. Tickets expire, groups are pushed as soon as it does.
                     self._pulse.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
                     await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
@@ -255,7 +255,7 @@ class _Worker:
         return Waiting(kind=Wait.TICKET, env=self.env.name)
 
     async def _serve_run(self, writer: Writer) -> None:
-        """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
+        """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is abandoned."""
         flights, sampler, pauses = self._flights, self.sampler, pauses_between_asks()
         await self._compare_prompts()
         watch = asyncio.create_task(self._watch())
@@ -287,18 +287,18 @@ class _Worker:
                 else:
                     await flights.release(tickets)
         except EnvDone as error:
-            # Another worker has made the groups in flight here: they were its own before their tickets lapsed.
+            # Another worker has made the groups in flight here: they were its own before their tickets expired.
             self._is_done = True
             _log.info("%s", error, extra=fields("done", env=self.env.name))
         except (RunGone, ServerUnreachable, ServerRefused):
-            self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
+            self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they expire
             raise
         finally:
             await flights.land(watch)
 
     async def _compare_prompts(self) -> None:
         """Tells where the env has other prompts than those that the run's tickets have counted."""
-        store, env = self.buffer.store.role(WorkerStore), self.env.name
+        store, env = self.buffer.role(WorkerStore), self.env.name
         try:
             async with rollout_limit(self.settings):
                 now = await self._unless_stopped(in_thread(lambda: identity_of(self.env, self._maker.calls)))

@@ -38,7 +38,7 @@ class Loop:
     """A worker and a trainer in one: pushes what the next step needs, trains it, and lets it retire at once."""
 
     def __init__(self, buffer: rlbuffer.Buffer, *, tokens: int = 200) -> None:
-        self.store = buffer.store.role(EveryRole)
+        self.store = buffer.role(EveryRole)
         self.writer = buffer.writer("w")
         self.tokens = tokens
         self.trained = 0
@@ -82,7 +82,7 @@ def write_config(home: Home, *, maxmemory: str = "256mb") -> Path:
 
 
 def test_serve_killed_again_and_again_archives_every_step_once(home: Home) -> None:
-    """A killed leader's lease has to lapse each time."""
+    """A killed leader's lease has to expire each time."""
     folder = write_config(home)
     with home.connect() as buffer:
         loop = Loop(buffer)

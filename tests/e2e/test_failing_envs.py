@@ -82,7 +82,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
         home.start("worker", name, "--config", config, "--display", "plain", log=name)
     with home.connect("failing") as buffer:
         reader = buffer.reader()
-        buffer.policy.publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
+        buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def sentences() -> str:
             return "\n".join(map(str, read_run_state(buffer.store).problems))
@@ -108,7 +108,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
         )
     log = (home.path / "raises.log").read_text()
     assert log.count("Traceback") == 1
-    assert log.count("given up") == 1
+    assert log.count("abandoned") == 1
 
 
 def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> None:
@@ -117,7 +117,7 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
     home.start("worker", SOMETIMES, "--config", config, "--display", "plain", log=SOMETIMES)
     with home.connect("failing") as buffer:
         reader = buffer.reader()
-        buffer.policy.publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
+        buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def was_told() -> bool:
             return names((home.path / "serve.log").read_text(), SOMETIMES)
@@ -125,7 +125,7 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
         home.wait_until(lambda: was_told() and buffer.store.meta().step >= 1, seconds=30, why="step and sentence")
         shown = " ".join(home.call("top", "--once", "--run", "failing").stdout.split())
         assert f"✕ {SOMETIMES} fails: " in shown
-        assert f"given up by {SOMETIMES}: IndexError " in shown
+        assert f"{SOMETIMES} has abandoned " in shown
 
 
 def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None:

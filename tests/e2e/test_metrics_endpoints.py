@@ -286,7 +286,7 @@ def test_every_process_has_done_its_work_with_the_rights_of_its_role_and_each_co
     assert "not written to" not in home.printed()
     with home.connect() as buffer:
         step = buffer.store.meta().step
-    live.says("operator", "runs", "void", str(step), "--force", "--yes")
+    live.says("operator", "runs", "rewind", str(step - 1), "--keep-pending", "--force", "--yes")
     assert "ok: everything adds up" in live.says("viewer", "verify")
     live.as_user("worker")
     assert home.call("env", "pause", "vcopy", "--run", "tiny").returncode != 0

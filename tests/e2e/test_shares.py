@@ -37,7 +37,7 @@ def waiting_sentences(home: Home) -> list[str]:
 
 
 def names_env(sentence: str, env: str) -> bool:
-    return f"{env} is " in sentence or f"{env} goes next" in sentence or f"{env} has sent nothing" in sentence
+    return f"{env} is " in sentence or f"groups of {env}" in sentence or f"{env} has sent nothing" in sentence
 
 
 def totals(home: Home) -> str:

@@ -25,7 +25,7 @@ def test_a_finished_trainer_trains_the_steps_that_were_taken_back_or_says_what_t
     assert again.returncode == 0, again.stdout + again.stderr
     assert [record["step"] for record in home.metrics()] == [1, 2, 3], "a finished trainer trains nothing"
 
-    void = home.call("runs", "void", str(KEPT + 1), "--yes", "--force", "--config", config)
+    void = home.call("runs", "rewind", str(KEPT), "--keep-pending", "--yes", "--force", "--config", config)
     assert void.returncode == 0, void.stdout + void.stderr
 
     refused = home.call(*arguments, timeout=400)

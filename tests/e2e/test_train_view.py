@@ -24,5 +24,7 @@ def test_what_is_said_of_ranks_stays_above_the_view_and_the_last_error_stands_be
     assert first < again < views[-1] < last, "the view is drawn again below what is said, and errors stand behind it"
     for end in (again, len(rows)):
         error = max(i for i in range(end) if rows[i] == "ValueError: not a loss")
-        assert "`rlbuffer runs void 1`" in " ".join(rows[error + 1 : end]), "what is said of the error stands behind it"
+        assert "`rlbuffer runs rewind 0 --keep-pending`" in " ".join(rows[error + 1 : end]), (
+            "what is said of the error stands behind it"
+        )
     assert rows[-1] == "Giving up after 1 restart."

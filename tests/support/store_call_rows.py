@@ -263,7 +263,7 @@ ROWS: dict[str, Row] = {
     "payload_page": Row(call=lambda store, run: len(store.payload_page(store.FIRST_PAGE)[1]), prepare=_stray),
     "not_garbage": Row(call=lambda store, run: len(store.not_garbage(run.payload_keys())), prepare=_pool),
     "shorten_lives": Row(call=lambda store, run: store.shorten_lives(_strays(run), 60_000), prepare=_stray),
-    "lapsed": Row(call=lambda store, run: store.lapsed(_strays(run)), prepare=_stray),
+    "expired": Row(call=lambda store, run: store.expired(_strays(run)), prepare=_stray),
     "load_state": Row(call=lambda store, run: store.load_state(), prepare=_steps),
     "closed_groups": Row(call=lambda store, run: store.closed_groups(), prepare=_steps),
     "retire": Row(call=lambda store, run: len(run.payload_keys()) and store.retire(1) <= 1, prepare=_trained),

@@ -6,7 +6,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,28 @@ def test_help_and_version(run: Run) -> None:
     assert "Changes nothing." in out
 
 
-def test_what_an_error_tells_to_type_is_there(run: Run) -> None:
+def leaves(found: click.Command) -> Iterator[click.Command]:
+    for inner in found.commands.values() if isinstance(found, click.Group) else ():
+        yield from leaves(inner)
+    if not isinstance(found, click.Group):
+        yield found
+
+
+@pytest.mark.parametrize("leaf", [leaf for name in COMMANDS for leaf in leaves(command(name))], ids=lambda c: c.name)
+def test_the_options_of_a_command_stand_before_those_of_all(leaf: click.Command) -> None:
+    own, _, common = leaf.get_help(click.Context(leaf)).partition("\nCommon:\n")
+    flags = {p.opts[-1] for p in leaf.params if isinstance(p, click.Option) and not p.hidden}
+    of_all = flags & {"--config", "--redis", "--run", "--home"} | {"--help"}
+    listed = [set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)) for text in (own, common)]
+    assert listed == [flags - of_all, of_all]
+
+
+def test_what_an_error_tells_to_type_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that an error names must be one, also for who has installed the wheel and has no file of ours."""
     told = [run("run")[2], run("worker", "x")[2], run("train")[2]]
-    for text in told:
+    for number, text in enumerate(told):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
         (command,) = re.findall(r"`rlbuffer ([^`>]*)", text)[:1]
         assert run(*command.split())[0] == 0
 
@@ -62,7 +80,7 @@ def test_debug_shows_where_an_error_came_from(run: Run) -> None:
     from rlbuffer.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"no\.toml"):
-        run("config", "check", "--debug", "--config", "no.toml")
+        run("config", "check", "--debug", "no.toml")
 
 
 def test_config_show_hides_what_may_be_a_secret(run: Run) -> None:

@@ -97,7 +97,7 @@ def test_only_who_should_be_heard_is_marked_as_silent(kind: Wait) -> None:
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_problem_is_printed_with_the_whole_of_its_remedy(width: int) -> None:
-    problem = Problem(kind=Trouble.NO_WORKER, env="math", detail="w-0 was heard 4 min ago")
+    problem = Problem(kind=Trouble.NO_WORKER, env="math", detail="w-0 was last seen 4 min ago")
     lines = lines_of(Printed(PROBLEMS, [problem]), width)
     assert max(map(len, lines)) <= width
     words = " ".join(" ".join(lines[1:]).split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from rlbuffer.config.explain import known
+from rlbuffer.config.loading import key_lines, load
+from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import COMMANDS
 
 Run = Callable[..., tuple[int, str, str]]
@@ -24,16 +28,45 @@ def run(typed: Run) -> Run:
 
 
 # -- init --------------------------------------------------------------------------------------------------------------
-def test_init_writes_the_example_and_replaces_no_file(run: Run) -> None:
-    assert run("config", "init")[:2] == (0, "")
-    assert Path("rlbuffer.toml").read_text() == run("config", "example")[1]
-    Path("rlbuffer.toml").write_text("mine")
-    code, out, err = run("config", "init")
-    assert (code, out, "rlbuffer.toml is there already" in err) == (3, "", True)
-    assert Path("rlbuffer.toml").read_text() == "mine"
-    assert "rlbuffer config check --config other.toml" in run("config", "init", "other.toml")[2]
-    assert run("config", "check", "--config", "other.toml")[0] == 0
+@pytest.fixture
+def env_of_ones_own(tmp_path: Path) -> str:
+    """Beside the file, as a person has it."""
+    shutil.copy(Path(__file__).parents[2] / "docs" / "examples" / "parity.py", tmp_path)
+    return "parity:Parity"
+
+
+def test_init_writes_a_file_that_works_and_replaces_none(run: Run, env_of_ones_own: str) -> None:
+    for number, given in enumerate(([], ["--env", env_of_ones_own], ["--env", "vcopy", "--env", "repeat"])):
+        file = f"{number}.toml"
+        code, out, err = run("config", "init", file, *given)
+        assert (code, out, f"rlbuffer config check {file}" in err) == (0, "", True)
+        assert run("config", "check", file)[:2] == (
+            0,
+            f"ok: {file}, {len(load(file).sources)} settings given, 0 warnings\n",
+        )
+        assert run("config", "init", "-", *given)[1] == Path(file).read_text()
+        assert [worker.env for worker in load(file).settings.worker.values()] == given[1::2] or ["vcopy"]
+    Path("0.toml").write_text("mine")
+    code, out, err = run("config", "init", "0.toml")
+    assert (code, out, "0.toml is there already" in err) == (3, "", True)
+    assert Path("0.toml").read_text() == "mine"
     assert "cannot write no/folder.toml: No such file or directory" in run("config", "init", "no/folder.toml")[2]
+
+
+def test_the_file_for_an_env_and_a_model_is_twelve_lines(run: Run) -> None:
+    text = run("config", "init", "-", "--env", "my_envs:Larger", "--model", "models/a b")[1]
+    assert len([line for line in text.splitlines() if line]) == 12
+    Path("rlbuffer.toml").write_text(text)
+    settings = load().settings
+    assert (settings.model.path, settings.worker["larger"].env) == ("models/a b", "my_envs:Larger")
+
+
+def test_the_reference_has_every_setting_and_only_defaults(run: Run) -> None:
+    text = run("config", "init", "--all", "-")[1]
+    Path("all.toml").write_text(text)
+    assert load("all.toml").settings == RunSettings(home=load("all.toml").settings.home)
+    names = {".".join(path) for path in key_lines(re.sub(r"^# (?=\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))}
+    assert set(known()) <= names
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------

@@ -101,7 +101,9 @@ def test_the_curve_takes_the_room_that_is_left() -> None:
 
 def test_one_env_needs_no_table_and_many_problems_leave_the_log_in_place() -> None:
     assert "share of tokens" not in "\n".join(lines_of(whole(state=state(["math"])), 140, 40))
-    troubles = tuple(Problem(kind=Trouble.NO_WORKER, env=f"env{n}", detail="w was heard 9 min ago") for n in range(20))
+    troubles = tuple(
+        Problem(kind=Trouble.NO_WORKER, env=f"env{n}", detail="w was last seen 9 min ago") for n in range(20)
+    )
     many = RunState(run="r", at=0.0, server=ServerState(address="a", name="memory"), problems=troubles)
     lines = lines_of(whole(state=many), 80, 24)
     assert len(lines) <= 24

@@ -27,11 +27,11 @@ def worker(name: str = "w", **fields: Any) -> Process:
     [
         ([], {}, Cause.NO_WORKER, ""),
         ([], {"a": 40.0}, Cause.NO_WORKER, "the last push came 40 s ago"),
-        ([], {"a": 12.0}, Cause.WRITERS, "the last was heard 12 s ago"),
+        ([], {"a": 12.0}, Cause.WRITERS, "the last was last seen 12 s ago"),
         ([], {"b": 1.0}, Cause.NO_WORKER, ""),
         ([worker(env="b")], {}, Cause.NO_WORKER, ""),
-        ([worker(seconds_ago=40.0)], {}, Cause.NO_WORKER, "w was heard 40 s ago"),
-        ([worker(has_stopped=True)], {"a": 1.0}, Cause.WRITERS, "the last was heard 1.0 s ago"),
+        ([worker(seconds_ago=40.0)], {}, Cause.NO_WORKER, "w was last seen 40 s ago"),
+        ([worker(has_stopped=True)], {"a": 1.0}, Cause.WRITERS, "the last was last seen 1.0 s ago"),
         ([worker(has_stopped=True)], {}, Cause.NO_WORKER, "w ended 1.0 s ago"),
         ([worker()], {}, Cause.GENERATING, ""),
         ([worker(waiting=TICKET, sampling=2)], {}, Cause.GENERATING, ""),
@@ -42,7 +42,7 @@ def worker(name: str = "w", **fields: Any) -> Process:
         ([worker(waiting=LOADS), worker("x", waiting=TICKET)], {}, Cause.LOADING, f"w: {LOADS}"),
         ([worker(problems=(STUCK,))], {}, Cause.TROUBLE, "The worker w of a says: no server can sample."),
         ([worker(problems=(FAILS,))], {}, Cause.GENERATING, ""),
-        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, "a fails: 3 groups given up by w: KeyError 3."),
+        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, "a fails: w has abandoned 3 groups: KeyError 3."),
     ],
 )
 def test_the_first_cause_that_is_true_is_said(
@@ -53,7 +53,7 @@ def test_the_first_cause_that_is_true_is_said(
         assert told is not None
         assert (told.cause, told.detail) == (cause, detail)
         assert detail in str(told)
-        assert ("while its workers generate" in str(told)) == (cause is Cause.GENERATING)
+        assert ("workers are generating" in str(told)) == (cause is Cause.GENERATING)
         assert told.is_normal == (kind is not Wait.ENV_DEAD and cause not in (Cause.NO_WORKER, Cause.TROUBLE))
 
 

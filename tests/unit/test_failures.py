@@ -211,13 +211,13 @@ def test_sampling_for_an_env_is_no_work_of_the_envs(way: str, monkeypatch: pytes
 
 def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_are_counted() -> None:
     logged, worker = Logged("rlbuffer.worker"), Pulse(Deaf(), "w", "math")
-    worker.failure("KeyError", "group m.0 given up", trace="Traceback: line 3")
+    worker.failure("KeyError", "group m.0 abandoned", trace="Traceback: line 3")
     for number in range(1, 5):
-        worker.failure("KeyError", f"group m.{number} given up", trace="Traceback: line 3")
-    worker.failure("ValueError", "group m.5 given up", trace="Traceback: line 4")
+        worker.failure("KeyError", f"group m.{number} abandoned", trace="Traceback: line 3")
+    worker.failure("ValueError", "group m.5 abandoned", trace="Traceback: line 4")
     logged.close()
     said = [line["text"] for line in logged.lines if line["level"] == "WARNING"]
-    assert said == ["group m.0 given up\nTraceback: line 3", "group m.5 given up\nTraceback: line 4"]
+    assert said == ["group m.0 abandoned\nTraceback: line 3", "group m.5 abandoned\nTraceback: line 4"]
     assert [line["kind"] for line in logged.lines] == ["KeyError"] * 5 + ["ValueError"]
 
 

@@ -1,6 +1,6 @@
 """``rlbuffer alive``, asked by health checks every few seconds: without numpy, pydantic and the settings' schema.
 
-Only the answer yes is given so. The other way reads everything, and gives every other answer: nobody was heard, a
+Only the answer yes is given so. The other way reads everything, and gives every other answer: nobody was last seen, a
 batcher that has stopped, a server that does not answer, a setting that is wrong.
 """
 
@@ -25,21 +25,21 @@ SCHEMES = ("redis://", "unix://")
 ANSWER_SECONDS = 5.0
 
 
-@click.command("alive")
+@options.command("alive")
 @click.argument("who", metavar="WHO...", nargs=-1, required=True)
 @options.common
 @click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")
 @options.json_lines("One object.")
 def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
-    """Say whether a process of a run was heard lately: a health check. Changes nothing.
+    """Say whether a process of a run was seen lately: a health check. Changes nothing.
 
-    WHO is batcher, worker NAME, scorer NAME or rank N. Exit code 0 when it was heard within --within seconds, and has
-    not said that it stops.
+    WHO is batcher, worker NAME, scorer NAME or rank N. Exit code 0 when it was seen within --within seconds and
+    has not said that it stops.
 
     \b
     Examples:
       rlbuffer alive batcher --within 15
-      rlbuffer alive worker vcopy --run math || echo 'not heard'
+      rlbuffer alive worker vcopy --run math || echo 'not seen'
     """
     name = " ".join(who)
     seconds, has_stopped = heard(name, run=given.run, redis=given.redis, config=given.config), False
@@ -48,7 +48,7 @@ def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
     is_alive = seconds <= within and not has_stopped
     why = "" if is_alive else ", when it stopped" if has_stopped else f", more than {within:g} s"
     record = {"schema": "rlbuffer.alive/1", "process": name, "seconds_ago": seconds, "alive": is_alive}
-    answer(record, f"{name} was heard {duration(seconds)} ago{why}")
+    answer(record, f"{name} was last seen {duration(seconds)} ago{why}")
     return 0 if is_alive else 1
 
 
@@ -60,12 +60,12 @@ def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
         seen = {process.title: process for process in read_run_state(buffer.store).processes}
         if who not in seen:
             known = ", ".join(seen) or "nobody"
-            raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
+            raise NotFound(f"{who!r} has never been seen in run {buffer.run!r}. Seen were: {known}.")
         return seen[who].seconds_ago, who == "batcher" and seen[who].has_stopped
 
 
 def heard(who: str, *, run: str | None, redis: str | None, config: str | None) -> float | None:
-    """Seconds since a process of the run was heard; None where the other way has to look: it finds the same, and has
+    """Seconds since a process of the run was seen; None where the other way has to look: it finds the same, and has
     the words for it.
 
     Args:

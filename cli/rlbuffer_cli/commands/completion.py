@@ -10,7 +10,7 @@ VARIABLE = "_RLBUFFER_COMPLETE"
 """Set by the shell when it asks for completions; click's own name for a program called rlbuffer."""
 
 
-@click.command("completion")
+@options.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @options.debug
 def command(shell: str) -> int:

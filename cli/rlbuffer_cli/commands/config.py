@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHANGE_POLL_SECONDS = 0.1
 
 
-@click.group("config")
+@options.group("config")
 def command() -> None:
     """Check the settings, show them with where each came from, or give them to a run at work.
 
@@ -34,7 +34,7 @@ def command() -> None:
 
 
 @command.command("check")
-@options.common
+@options.common_of_file
 @options.purpose
 def check(given: options.Given, purpose: str | None) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
@@ -46,7 +46,7 @@ def check(given: options.Given, purpose: str | None) -> int:
 
     \b
     Example:
-      rlbuffer config check --config rlbuffer.toml
+      rlbuffer config check rlbuffer.toml
     """
     loaded = given.load(parts=options.parts_of(purpose or "run"))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
@@ -55,47 +55,41 @@ def check(given: options.Given, purpose: str | None) -> int:
     return 0
 
 
-@command.command("example")
-def example() -> None:
-    """Print a file with every setting, its default and what it means. `rlbuffer run` runs it as it is: the demo's envs.
-
-    \b
-    Example:
-      rlbuffer config example > rlbuffer.toml
-    """
-    click.echo(_example(), nl=False)
-
-
-def _example() -> str:
-    from importlib import resources
-
-    packaged = resources.files("rlbuffer_cli") / "example.toml"
-    # Beside the packages in a checkout, inside of one in a wheel.
-    text = packaged if packaged.is_file() else Path(__file__).parents[3] / "rlbuffer.toml"
-    return text.read_text(encoding="utf-8")
-
-
 @command.command("init")
-@click.argument("file", type=click.Path(path_type=Path), default="rlbuffer.toml")
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True), default="rlbuffer.toml")
+@click.option("--env", "envs", multiple=True, metavar="ENV", help="As of [worker.NAME]; may be given several times.")
+@click.option(
+    "--model", metavar="DIR", help="A Hugging Face model's. [default: a tiny fresh one, for the demo's tokens]"
+)
+@click.option("--all", "is_all", is_flag=True, help="Instead: every setting with its default and what it means.")
 @options.debug
-def init(file: Path) -> int:
-    """Write a file to begin with: every setting, its default and what it means. A file that is there stays as it is.
+def init(file: Path, envs: Sequence[str], model: str | None, is_all: bool) -> int:
+    """Write a file to begin with, which `rlbuffer run` runs as it is. A file that is there stays as it is.
 
-    It is what `config example` prints: the demo's run, which `rlbuffer run` runs as it is.
+    FILE is rlbuffer.toml where none is named; - prints it. ENV is a built-in env, or one of yours as
+    package.module:factory, whose module may lie beside the file. Without --env it is vcopy, the demo's.
 
     \b
-    Example:
-      rlbuffer config init mine.toml
+    Examples:
+      rlbuffer config init --env my_envs:Larger --model ~/models/qwen3-0.6b
+      rlbuffer config init --all -
     """
+    if is_all and (envs or model):
+        raise click.UsageError("--all is the file of all defaults, and takes neither --env nor --model")
+    from rlbuffer_cli import first_files
+
+    text = first_files.reference() if is_all else first_files.beginning(envs or ("vcopy",), model)
+    if str(file) == "-":
+        click.echo(text, nl=False)
+        return 0
     try:
         with file.open("x", encoding="utf-8") as stream:
-            stream.write(_example())
+            stream.write(text)
     except FileExistsError:
         raise ConfigError(f"{file} is there already: name another file, or move it away") from None
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from None
-    flag = "" if str(file) == "rlbuffer.toml" else f" --config {file}"
-    say(f"wrote {file}. Next: rlbuffer config check{flag}", err=True)
+    say(f"wrote {file}. Next: rlbuffer config check {file}", err=True)
     return 0
 
 
@@ -130,7 +124,7 @@ def explain(key: str, given: options.Given) -> int:
 
 
 @command.command("show")
-@options.common
+@options.common_of_file
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
 @options.json_lines("One object per setting.")
 def show(given: options.Given, sources: bool) -> int:
@@ -173,7 +167,7 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
 
 
 @command.command("apply")
-@options.common
+@options.common_of_file
 @click.option(
     "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
 )
@@ -189,7 +183,7 @@ def apply(given: options.Given, timeout: float, yes: bool) -> int:
 
     \b
     Example:
-      rlbuffer config apply --config rlbuffer.toml --run math
+      rlbuffer config apply rlbuffer.toml --run math
     """
     from rlbuffer.daemon.config_changes import changes, check_change, config_digest
     from rlbuffer.records.states import SettingsState
@@ -198,8 +192,8 @@ def apply(given: options.Given, timeout: float, yes: bool) -> int:
     loaded = given.load()
     if loaded.file is None:
         raise click.UsageError(
-            "which settings? Name their file by --config FILE, or go where an rlbuffer.toml is: without one all "
-            "settings of the batcher would go back to their defaults"
+            "which settings? Name their file, `rlbuffer config apply FILE`, or go where an rlbuffer.toml is: without "
+            "one all settings of the batcher would go back to their defaults"
         )
     batcher = loaded.settings.batcher
     with open_existing(loaded) as buffer:
@@ -215,7 +209,7 @@ def apply(given: options.Given, timeout: float, yes: bool) -> int:
         what = f'{plural(len(forgotten), "setting")} of run "{name}" back to the default: {", ".join(forgotten)}'
         if forgotten and not options.is_wanted(f"takes {what} (not named in {loaded.file})", yes=yes):
             return 1
-        state = buffer.store.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
+        state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
             state = SettingsState.STORED

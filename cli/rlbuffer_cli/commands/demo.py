@@ -32,7 +32,7 @@ EDGE_STEPS = 10
 _log = logging.getLogger("rlbuffer.demo")
 
 
-@click.command("demo")
+@options.command("demo")
 @options.common_with(config="the demo's own", run="demo- and the time")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Trained steps. [default: 150]")
 @click.option("--seconds", type=click.FloatRange(1), metavar="S", help="Stop after this long, wherever it is.")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import click
-
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import answer, say
@@ -15,7 +13,7 @@ from rlbuffer_cli.starting import starting
 LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
-@click.command("doctor")
+@options.command("doctor")
 @options.common
 @options.purpose
 @options.json_lines("One object per line.")

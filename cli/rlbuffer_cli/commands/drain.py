@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAIN_POLL_SECONDS = 0.3
 
 
-@click.command("drain")
+@options.command("drain")
 @options.common
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
@@ -39,12 +39,12 @@ def command(undo: bool, timeout: float | None, given: options.Given) -> int:
 
     with open_run(given) as buffer:
         if undo:
-            was_draining = buffer.store.role(OperatorStore).ask_undrain()
+            was_draining = buffer.role(OperatorStore).ask_undrain()
             record = {"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}
             text = "gives tickets again" if was_draining else "was not draining"
             answer(record, f'run "{buffer.run}" {text}')
             return 0
-        buffer.store.role(OperatorStore).ask_drain()
+        buffer.role(OperatorStore).ask_drain()
         return _wait(buffer, timeout)
 
 

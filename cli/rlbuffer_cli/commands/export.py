@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlbuffer.records.group import Group
 
 
-@click.command("export")
+@options.command("export")
 @options.common
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:math reward<0.1'.")
 @click.option(
@@ -95,10 +95,8 @@ class Found(NamedTuple):
 def _of_server(buffer: Buffer, where: str, gone: list[str]) -> Found:
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
-    from rlbuffer.client.texts import Texts, tokenizer_directory
 
-    texts = Texts(tokenizer_directory(buffer.settings))
-    details = list_details(buffer.store, where=where, limit=2**31, text_of=texts.decoded)
+    details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
     return Found(buffer.run, export_groups(buffer, where, gone), details)
 
 
@@ -145,10 +143,8 @@ def _write(path: Path, found: Found, buffer: Buffer | None, where: str, gone: li
     lines = (f"{line_of(group)}\n" for group in pushed())
     if path.suffix == ".html":
         from rlbuffer_cli.web.pages import write_page
-        from rlbuffer_cli.whole_run import WholeRun
 
-        run = None if buffer is None else WholeRun(buffer)
-        write_page(shown(), str(path), title=f"run {found.run}: groups {where}".rstrip(), run=run)
+        write_page(shown(), str(path), title=f"run {found.run}: groups {where}".rstrip(), buffer=buffer)
     elif path.suffix == ".parquet":
         from rlbuffer.archive.groups import write_groups
 

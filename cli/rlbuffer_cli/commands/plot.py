@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlbuffer.config.settings import RunSettings
 
 
-@click.command("plot")
+@options.command("plot")
 @click.argument("field", metavar="WHAT")
 @click.argument("runs", metavar="[RUN|FILE|DIR]...", nargs=-1)
 @options.common

@@ -43,7 +43,7 @@ Wrong = Callable[[str, InvalidRollout], None]
 """Gets the id of a group that is damaged, "" where its line does not say it, and what is wrong, with its place."""
 
 
-@click.command("push")
+@options.command("push")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @options.common
 @click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")
@@ -242,7 +242,7 @@ def _version(value: str | None) -> int | str | None:
 
 def newest_version(buffer: Buffer, adapter: str) -> int:
     """The newest policy version of the run that may have sampled: the one of its last step, where none is announced."""
-    return max(0, buffer.policy.current(adapter).version, 0 if adapter else buffer.store.meta().step)
+    return max(0, buffer.policy().current(adapter).version, 0 if adapter else buffer.store.meta().step)
 
 
 def _as_sampled_by(versions: Mapping[str, Any] | None, groups: Iterator[Group]) -> Iterator[Group]:

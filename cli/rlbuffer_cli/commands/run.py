@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
-
-import click
 
 from rlbuffer.process.logs import fields
 from rlbuffer_cli import options
@@ -16,17 +13,17 @@ from rlbuffer_cli.starting import starting
 _log = logging.getLogger("rlbuffer.run")
 
 
-@click.command("run")
-@click.argument("config_file", metavar="[CONFIG]", required=False)
-@options.common
+@options.command("run")
+@options.common_of_file
 @options.setting("trainer.steps", "Stop after this many trained steps.", type=int, metavar="N")
 @options.display
-def command(config_file: str | None, given: options.Given, display: str) -> int:
+def command(given: options.Given, display: str) -> int:
     """Start and supervise every process of a run on this machine.
 
-    CONFIG is an rlbuffer.toml. Starts the embedded server (unless redis_url is set), the batcher, every worker and
-    the trainer; restarts what dies; ends when the trainer has made its steps. Ctrl-C drains workers, batcher and
-    trainer, in that order. What all of them say is kept in HOME/runs/RUN/run.log, their pids in pids.json.
+    FILE has the settings; without it the rlbuffer.toml of this folder counts. Starts the embedded server (unless
+    redis_url is set), the batcher, every worker and the trainer; restarts what dies; ends when the trainer has made
+    its steps. Ctrl-C drains workers, batcher and trainer, in that order. What all of them say is kept in
+    HOME/runs/RUN/run.log, their pids in pids.json.
 
     \b
     Example:
@@ -35,7 +32,6 @@ def command(config_file: str | None, given: options.Given, display: str) -> int:
     from rlbuffer.checks.check import EVERYTHING
     from rlbuffer.process.signals import stop_on_signals
 
-    given = replace(given, config=config_file or given.config)
     loaded = given.load(parts=EVERYTHING)
     run, display, stop = loaded.settings.run, options.choose_display(display), threading.Event()
     starting("loading torch")

@@ -28,7 +28,7 @@ RUN_NUMBERS = frozenset({"step", "trained", "pending rollouts"})
 FILE = click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 
 
-@click.group("runs")
+@options.group("runs")
 def command() -> None:
     """List, dump, restore, take back and remove whole runs.
 
@@ -125,7 +125,7 @@ def dump_run(file: Path, force: bool, given: options.Given) -> int:
     if file.exists() and not force:
         raise DumpError(f"{file} exists: use another name, or --force")
     with open_run(given) as buffer:
-        dumped = dump(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
+        dumped = dump(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
     answer(
         {"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)},
         f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, '
@@ -157,7 +157,7 @@ def restore_run(file: Path, given: options.Given) -> int:
         raise click.UsageError(f"{file} holds run {name!r}, and --run is {given.run!r}: a run keeps its name")
     loaded = replace(given, run=name).load()
     with connected(loaded, "restore") as buffer:
-        restored = restore(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
+        restored = restore(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
         address = buffer.store.server()["address"]
     # The options that were typed here must be typed there: without them, verify looks at another server.
     answer(
@@ -168,47 +168,31 @@ def restore_run(file: Path, given: options.Given) -> int:
     return 0
 
 
-@command.command("void")
-@click.argument("number", metavar="N", type=click.IntRange(min=1))
-@options.common
-@options.yes
-@click.option("--force", is_flag=True, help="Although a trainer is at work; it ends.")
-def void(number: int, yes: bool, force: bool, given: options.Given) -> int:
-    """Take step N and what follows it out of the run.
-
-    Their rollouts drop as void, unless an earlier step has trained them, too, and none of them trains again; what is
-    pending stays. The command says first how much that is, and asks. The run goes on from the step before
-    in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
-
-    \b
-    Example:
-      rlbuffer runs void 120 --run math --yes
-    """
-    return _take_back(
-        given, number - 1, lambda store: store.void_from(number, force=force), with_pool=False, yes=yes, force=force
-    )
-
-
 @command.command("rewind")
 @click.argument("number", metavar="N", type=click.IntRange(min=0))
 @options.common
+@click.option("--keep-pending", is_flag=True, help="Pending groups stay; else they drop with the steps.")
 @options.yes
 @click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")
-def rewind(number: int, yes: bool, force: bool, given: options.Given) -> int:
-    """Take a run back to step N, and drop everything that is pending.
+def rewind(number: int, keep_pending: bool, yes: bool, force: bool, given: options.Given) -> int:
+    """Take a run back to step N.
 
-    The steps after N and all pending groups drop as void; policy versions above N are taken back. The command says
-    first how much that is, and asks. The run goes on from
-    step N in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
-    With --force N may also be a step that was retired: steps up to the retired one stay counted as trained.
+    The steps after N and all pending groups drop as void, unless an earlier step has trained them, too, and none of
+    them trains again; policy versions above N are taken back. With --keep-pending only the steps go. The command says
+    first how much that is, and asks. The run goes on from step N in a new epoch. The trainer takes its newest
+    checkpoint, so those of later steps must be moved away first. With --force and all that is pending N may also be a
+    step that was retired: steps up to the retired one stay counted as trained.
 
     \b
-    Example:
+    Examples:
       rlbuffer runs rewind 100 --run math --yes
+      rlbuffer runs rewind 119 --keep-pending    (step 120 and what follows it, and nothing else)
     """
-    return _take_back(
-        given, number, lambda store: store.rewind(number, force=force), with_pool=True, yes=yes, force=force
-    )
+
+    def ask(store: OperatorStore) -> Mapping[str, Any]:
+        return store.void_from(number + 1, force=force) if keep_pending else store.rewind(number, force=force)
+
+    return _take_back(given, number, ask, with_pool=not keep_pending, yes=yes, force=force)
 
 
 def _take_back(
@@ -223,7 +207,7 @@ def _take_back(
     from rlbuffer.store.operator import OperatorStore
 
     with open_run(given) as buffer:
-        store = buffer.store.role(OperatorStore)
+        store = buffer.role(OperatorStore)
         lost = "" if yes else _lost(store, buffer.settings, step, with_pool=with_pool, force=force)
         if lost and not options.is_wanted(lost, yes=yes):
             return 1
@@ -283,6 +267,6 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
             )
         if not options.is_wanted(f'removes run "{name}" ({content}) for good', yes=yes):
             return 1
-        keys = buffer.store.role(OperatorStore).delete_run()
+        keys = buffer.role(OperatorStore).delete_run()
     say(f'run "{name}" ({content}) is gone: {plural(keys, "key")} removed')
     return 0

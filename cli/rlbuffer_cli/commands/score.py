@@ -9,7 +9,7 @@ from rlbuffer_cli import options, sections
 HOW = "--model PATH or --reward package.module:function"
 
 
-@click.command("score")
+@options.command("score")
 @click.argument("name", required=False)
 @options.common
 @options.setting(".model", "Add ref_logprobs of this model; `initial`: the run's own.", metavar="PATH", is_handed=True)

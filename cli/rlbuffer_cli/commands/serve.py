@@ -30,7 +30,7 @@ DECIDING = (
 """Settings that the first lines of `serve` show, by the beginnings of their names."""
 
 
-@click.command("serve")
+@options.command("serve")
 @options.common
 @click.option("--resume", is_flag=True, help="Only go on with a run that is there.")
 @click.option("--fresh", is_flag=True, help="Only begin a run: refused when it holds steps or pending groups.")

@@ -15,7 +15,7 @@ from rlbuffer_cli.session import open_run
 from rlbuffer_cli.starting import is_drawable
 
 
-@click.command("top")
+@options.command("top")
 @options.common
 @click.option("--once", is_flag=True, help="Look once. [default: again and again until ctrl-C]")
 @click.option(

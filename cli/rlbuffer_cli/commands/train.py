@@ -13,7 +13,7 @@ from rlbuffer_cli.session import connected
 from rlbuffer_cli.starting import starting
 
 
-@click.command("train")
+@options.command("train")
 @options.common
 @options.setting("trainer.world_size", "Data-parallel ranks. [default: trainer.world_size, 1]", type=int, metavar="W")
 @options.setting("trainer.steps", "Stop after this many steps. [default: trainer.steps]", type=int, metavar="N")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlbuffer.store.records import Report
 
 
-@click.command("verify")
+@options.command("verify")
 @options.common
 @click.option("--archive", metavar="DIR", help="Check an archive instead of the server: no server is needed.")
 @options.json_lines("One object per finding, then the report.")

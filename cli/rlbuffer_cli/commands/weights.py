@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 
-import click
-
 from rlbuffer.errors import ConfigError
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 
-@click.group("weights")
+@options.group("weights")
 def command() -> None:
     """Serve policy versions to other hosts.
 

@@ -12,7 +12,7 @@
 --       16... parts, in the order of ranks
 -- Reply {'OK', committed at, server ms}
 --       {'DUP'}                this very step is committed already
---       {'FENCED', owner}      the token is not the current one, or the lease has lapsed
+--       {'FENCED', owner}      the token is not the current one, or the lease has expired
 --       {'ORDER', epoch, step} the run is not at the epoch, step and digest that this one follows
 --       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEEP: tickets that are out stay out, or are given back unused. It takes no memory, and passes at the memory limit: a
--- ticket that lapsed there would have its prompt sampled twice.
+-- ticket that expired there would have its prompt sampled twice.
 --
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)
 -- ARGV  1 time to live, ms; 0 gives them back: they count as expired from now on   2... numbers

@@ -5,7 +5,7 @@
 -- ARGV  1 action, then
 --       acquire  2 owner (unique per process start)   3 time to live, ms
 --                -> {'ACQUIRED' | 'RENEWED' | 'HELD', token, owner, remaining ms}
---                   RENEWED: held by this owner without a lapse. HELD: by another, whose token this is.
+--                   RENEWED: held by this owner without a break. HELD: by another, whose token this is.
 --       release  2 owner                    -> {'OK'} | {'FENCED', owner}
 --       config   2 token  3 config  4 digest  5 digest of the wanted config that this settles ('' for none)
 --                -> {'OK', revision} | {'FENCED', owner}; the revision grows when the digest is new
@@ -20,26 +20,26 @@
 --                `count` grows with each that the leader sends: one that comes late changes nothing
 --       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
 -- A lease that runs longer from now than it was given for (`ttl`) was given by a clock that has been set back since: it
--- counts as lapsed, or nobody could lead until the clock is there again.
+-- counts as expired, or nobody could lead until the clock is there again.
 -- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
 local lease_key, meta_key, allowance_key, pool_key, ends_key = unpack(KEYS)
 local action, who = unpack(ARGV, 1, 2)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token', 'ttl')
-local owner, lapse, token = lease[1] or '', tonumber(lease[2] or '0'), lease[3] or '0'
-if lease[4] and lapse - now > tonumber(lease[4]) then lapse = 0 end
+local owner, expires_at, token = lease[1] or '', tonumber(lease[2] or '0'), lease[3] or '0'
+if lease[4] and expires_at - now > tonumber(lease[4]) then expires_at = 0 end
 
 if action ~= 'release' and redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
 
 if action == 'acquire' then
   local ttl = ARGV[3]
   local till = now + tonumber(ttl)
-  if lapse >= now and owner ~= who then
-    return {'HELD', token, owner, string.format('%.0f', lapse - now)}
+  if expires_at >= now and owner ~= who then
+    return {'HELD', token, owner, string.format('%.0f', expires_at - now)}
   end
   local status = 'RENEWED'
-  if lapse < now then
+  if expires_at < now then
     status = 'ACQUIRED'
     token = string.format('%.0f', math.max(now, tonumber(token) + 1))
     redis.call('HDEL', lease_key, 'allow')
@@ -55,7 +55,7 @@ if action == 'release' then
   return {'OK'}
 end
 
-if token ~= who or lapse < now then return {'FENCED', owner} end
+if token ~= who or expires_at < now then return {'FENCED', owner} end
 if action == 'config' then
   local config, digest, settled = ARGV[3], ARGV[4], ARGV[5]
   if settled ~= '' and redis.call('HGET', meta_key, 'wanted_digest') == settled then

@@ -1,8 +1,8 @@
 #!lua flags=allow-cross-slot-keys
 -- PUSH, phase 2: the group whose payload was stored by phase 1 becomes pending. Exactly once per producer sequence.
--- Phase 1 (a plain transaction, `ProducerStore` in store/producer.py) stored it under a name of its own, where it lapses.
+-- Phase 1 (a plain transaction, `ProducerStore` in store/producer.py) stored it under a name of its own, where it expires.
 -- Here it gets the name that steps refer to, for good, in the same move that makes it pending: so nothing pending can
--- lapse, and a phase 1 that is delivered late touches nothing in use. Payload keys are not declared, because they lie in
+-- expire, and a phase 1 that is delivered late touches nothing in use. Payload keys are not declared, because they lie in
 -- other slots of a (one-shard) cluster. In a cluster of several shards this script touches none: phase 1 has given the
 -- payload its name where nothing stands under it, and the writer, or the leader, makes it permanent after this.
 -- A push may take the place of a pending one: the same rollouts, with what that one needed. The ledger does not move
@@ -19,7 +19,7 @@
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
 --                           may have its id
---       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
+--       {'MISSING'}         its payload has expired, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
 --       {'GAP', last}       pushes between `last` and this one are missing here

@@ -10,7 +10,7 @@
 --       then entries E, then E of: id, trained rollouts, trained tokens, dropped D, D of (reason, rollouts, tokens)
 -- Reply {'OK', new epoch}
 --       {'NONE'}            this claim is not there (any more): it was carried out, or replaced by a newer one
---       {'FENCED', owner}   the token is not the current one, or the lease has lapsed
+--       {'FENCED', owner}   the token is not the current one, or the lease has expired
 --       {'UNEQUAL', id, rollouts, tokens}  an entry holds this, not what is given
 -- Steps here that the trainer has, too, count as trained; steps of other content are void (their groups have tombstones
 -- since their commit). A group that waits for another use is let go when it was in a lost step, because it has been used

@@ -32,14 +32,14 @@ TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 """First word of a control key -> its type."""
-LAPSING = ("scoring", "evaluating")
-"""First words of control keys that lapse by themselves."""
+EXPIRING = ("scoring", "evaluating")
+"""First words of control keys that expire by themselves."""
 COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType({"ledger": amount_of, "numbers": number})
 """First word of a hash that counts -> how one of its values is read."""
 
 
 def check_control_keys(store: Viewer, findings: Findings) -> None:
-    """I13, and I11 of what does not lapse. The other processes pass over a wrong type and what is no number."""
+    """I13, and I11 of what does not expire. The other processes pass over a wrong type and what is no number."""
     tag = f"{store.keys.tag}:"
     names = [name for name in _names(store, f"{tag}*") if name.removeprefix(tag).partition(":")[0] in TYPES]
     words = [name.removeprefix(tag).partition(":")[0] for name in names]
@@ -47,7 +47,7 @@ def check_control_keys(store: Viewer, findings: Findings) -> None:
     for key, word, kind, left in zip(names, words, kinds, _lifetimes(store, names), strict=True):
         expected = TYPES[word]
         findings.unless(kind in (expected, "none"), "I13", f"{key} holds a {kind}, not a {expected}: remove it (DEL)")
-        findings.unless(left < 0 or word in LAPSING, "I11", f"{key} lapses in {left / 1000:.0f} s")
+        findings.unless(left < 0 or word in EXPIRING, "I11", f"{key} expires in {left / 1000:.0f} s")
     hashes = store.paged([*COUNTED], lambda pipe, word: pipe.hgetall(f"{tag}{word}"))
     for (word, read), fields in zip(COUNTED.items(), hashes, strict=True):
         for name, value in (fields or {}).items():
@@ -72,7 +72,7 @@ def check_payloads(store: Viewer, shot: Snapshot, findings: Findings) -> Mapping
     permanent = sorted(used - {entry.payload_key for entry in shot.pool if store.connection.is_cluster})
     for key, left in zip(permanent, _lifetimes(store, permanent), strict=True):
         if left >= 0:
-            odd.append((key, f"payload {key} is in use, but lapses in {left / 1000:.0f} s"))
+            odd.append((key, f"payload {key} is in use, but expires in {left / 1000:.0f} s"))
     # What a producer that died between its two phases leaves has a time to live.
     unnamed = [key for key in names if key not in used and key not in shot.garbage]
     stray = [key for key, left in zip(unnamed, _lifetimes(store, unnamed), strict=True) if left == -1]

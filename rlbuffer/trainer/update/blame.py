@@ -29,7 +29,7 @@ def way_out(step: int) -> str:
     """What a person can do about a step that cannot be trained."""
     return (
         "The step is committed, so a restart trains the same bytes: if it ends so again, look at them with "
-        f"`rlbuffer inspect step:{step}` and take the step back with `rlbuffer runs void {step}`."
+        f"`rlbuffer inspect step:{step}` and take the step back with `rlbuffer runs rewind {step - 1} --keep-pending`."
     )
 
 

@@ -77,7 +77,7 @@ def test_why_an_env_is_short_when_its_only_worker_is_silent(run: Run, buffer: rl
     run.age("worker", "inf-1", 44.0)
 
     async def tour(person: Person) -> None:
-        shown = await person.sees("✕ No worker of math is at work", "inf-1 was heard 4")
+        shown = await person.sees("✕ No worker of math is at work", "inf-1 was last seen 4")
         assert "No worker of code" not in shown
 
     browse(buffer, tour)

@@ -1,4 +1,4 @@
-"""`runs list`, `void`, `rewind` and `reset` on runs that are there. In memory."""
+"""`runs list`, `rewind` and `reset` on runs that are there. In memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_runs_lists_what_the_server_holds(made: Run, call: Call) -> None:
 
 def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -> None:
     name, epoch = made.store.run, made.meta.epoch
-    code, out, _ = call("runs", "void", "3", "--run", name, "--yes")
+    code, out, _ = call("runs", "rewind", "2", "--keep-pending", "--run", name, "--yes")
     assert code == 0
     assert f"from step 2 in epoch {epoch + 1}; void: 1 step, 0 pending pushes." in out
     with pytest.raises(RunGone):
@@ -97,7 +97,7 @@ def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> No
         out = call("inspect", "--run", name, "--where", "reason:void", "--json")[1]
         return [json.loads(line) for line in out.splitlines()]
 
-    assert call("runs", "void", "2", "--run", name, "--yes")[0] == 0
+    assert call("runs", "rewind", "1", "--keep-pending", "--run", name, "--yes")[0] == 0
     assert [(r["group_id"], r["state"], r["rollouts"], r["detail"]) for r in void()] == [
         ("a.2", "dropped", 2, "step 3 was taken back"),
         ("a.1", "dropped", 2, "step 2 was taken back"),
@@ -112,12 +112,23 @@ def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> No
 
 # -- asked first -------------------------------------------------------------------------------------------------------
 TAKEN_BACK = {
-    ("runs", "void", "2"): "back from step 3 to step 1 for good: it loses 2 groups (4 rollouts), 2 steps",
+    (
+        "runs",
+        "rewind",
+        "1",
+        "--keep-pending",
+    ): "back from step 3 to step 1 for good: it loses 2 groups (4 rollouts), 2 steps",
     ("runs", "rewind", "1"): "back from step 3 to step 1, with all that is pending, for good: it loses 3 groups "
     "(6 rollouts), 2 steps",
     ("runs", "rewind", "3"): "back from step 3 to step 3, with all that is pending, for good: it loses 1 group "
     "(2 rollouts), 0 steps",
-    ("runs", "void", "1", "--force"): "back from step 3 to step 0 for good: it loses 3 groups (6 rollouts), 3 steps, "
+    (
+        "runs",
+        "rewind",
+        "0",
+        "--keep-pending",
+        "--force",
+    ): "back from step 3 to step 0 for good: it loses 3 groups (6 rollouts), 3 steps, "
     "the use of 2 checkpoints of later steps",
     ("runs", "reset", "RUN"): "(3 steps, 2 pending rollouts) for good",
     ("drop", "--where", "env:a"): "drops 1 group (2 rollouts, ",
@@ -147,7 +158,9 @@ def test_what_nobody_can_undo_is_asked_first_with_what_will_be_lost(
     assert (made.control_keys() == before) == (answer != "y")
 
 
-@pytest.mark.parametrize("arguments", [("runs", "void", "2"), ("runs", "rewind", "1"), ("runs", "reset", "RUN")])
+@pytest.mark.parametrize(
+    "arguments", [("runs", "rewind", "1", "--keep-pending"), ("runs", "rewind", "1"), ("runs", "reset", "RUN")]
+)
 def test_what_will_be_refused_is_not_asked(
     made: Run, call: Call, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

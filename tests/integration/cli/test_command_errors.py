@@ -74,7 +74,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("runs list", 1, NO_DATA),
         ("env pause math", 1, NO_DATA),
         ("env pause a/b", 2, "'a/b'"),
-        ("runs void 0", 2, "'N'"),
+        ("runs rewind -- -1", 2, "'N'"),
         ("runs rewind -1", 2, "'-1'"),
         ("runs rewind five", 2, "'five'"),
         ("runs reset a --run b", 2, "'a' 'b'"),
@@ -83,20 +83,20 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("push empty.jsonl --version newest", 2, "newest version"),
         ("push bad.jsonl", 1, "bad.jsonl:2 env"),
         ("worker", 3, "--env [worker.NAME]"),
-        ("worker x", 3, "[worker.x] --env `rlbuffer config example"),
+        ("worker x", 3, "[worker.x] --env `rlbuffer config init"),
         ("worker x --config two.toml", 3, "two.toml [worker.x] --env"),
-        ("score x", 3, "[score.x] --model --reward `rlbuffer config example"),
+        ("score x", 3, "[score.x] --model --reward `rlbuffer config init"),
         ("score", 3, "--model --reward [score.NAME]"),
         ("score --config two.toml", 2, "c, d:"),
         ("worker --config two.toml", 2, "a, b:"),
         ("worker --env vcoppy", 3, "--env 'vcoppy' vcopy?"),
-        ("run", 3, "[model.config] [worker.NAME] `rlbuffer config example`"),
-        ("train", 3, "[model.config] `rlbuffer config example`"),
-        ("config check --config no.toml", 3, "no.toml"),
-        ("config check --config latin.toml", 3, "latin.toml 7)"),
-        ("config check --config open.toml", 3, "open.toml TOML"),
+        ("run", 3, "[model.config] [worker.NAME] `rlbuffer config init`"),
+        ("train", 3, "[model.config] `rlbuffer config init`"),
+        ("config check no.toml", 3, "no.toml"),
+        ("config check latin.toml", 3, "latin.toml 7)"),
+        ("config check open.toml", 3, "open.toml TOML"),
         (
-            "config check --for worker --config strict.toml",
+            "config check --for worker strict.toml",
             3,
             "strict.toml:2 :5 batcher.min_group_size worker.a.group_size",
         ),
@@ -148,7 +148,7 @@ def made(run: Run) -> Run:
         ("inspect --run {run} a.10/7", 1, "'a.10' '7'. a.10/0, a.10/1."),
         ("inspect --run {run} step:5", 1, "5: 1"),
         ("alive --run {run} batcher", 1, "'batcher' '{run}'."),
-        ("runs void 5 --run {run}", 1, "5: 1."),
+        ("runs rewind 4 --keep-pending --run {run}", 1, "5: 1."),
         ("runs rewind 5 --run {run}", 1, "5: 1."),
         ("runs reset {run}", 1, "'{run}' --force"),
     ],
@@ -181,7 +181,8 @@ def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    code, text = call(*arguments.split(), "--config", "example.toml", "--redis", f"redis://127.0.0.1:{port}")
+    config = ["example.toml"] if arguments == "run" else ["--config", "example.toml"]
+    code, text = call(*arguments.split(), *config, "--redis", f"redis://127.0.0.1:{port}")
     assert code == 4
     assert f"redis://127.0.0.1:{port} (connection refused)" in text
     assert "--redis" in text

@@ -59,7 +59,7 @@ def test_no_color_leaves_a_terminal_its_own_colours(
         (
             ["config", "init", "mine-with-a-long-name.toml"],
             0,
-            "rlbuffer config check --config mine-with-a-long-name.toml",
+            "rlbuffer config check mine-with-a-long-name.toml",
         ),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",

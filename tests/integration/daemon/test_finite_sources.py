@@ -59,7 +59,7 @@ def test_what_a_killed_worker_held_is_given_again_before_the_env_is_done(run: Ru
     run.store.close_tickets("a", [0])
     run.store.release_tickets("a", [1])  # as if its time were over
     assert run.store.sources().done == frozenset()
-    assert take(run, 2) == [1]  # it lapsed with its worker
+    assert take(run, 2) == [1]  # it expired with its worker
     assert not is_done(run, 2)
     run.store.close_tickets("a", [1])
     assert is_done(run, 2)

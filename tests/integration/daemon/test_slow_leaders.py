@@ -85,7 +85,7 @@ def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatc
             keeper.check()
 
 
-def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
+def test_a_lease_that_expired_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
     run.lead("leader", ttl_seconds=60)
     with LeaseKeeper(run.store, lease_seconds=0.3, say=print) as keeper:
         keeper.check()

@@ -26,7 +26,7 @@ def test_renewal_keeps_the_token(run):
     assert run.store.renew(ttl_seconds=5).token == first.token
 
 
-def test_lapsed_lease_gives_a_new_token_even_to_the_same_owner(run):
+def test_expired_lease_gives_a_new_token_even_to_the_same_owner(run):
     first = run.store.lease("one", ttl_seconds=0.001)
     time.sleep(0.01)
     again = run.store.renew(ttl_seconds=5)

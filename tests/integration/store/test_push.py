@@ -85,7 +85,7 @@ def test_first_half_of_a_push_that_comes_late_gives_nothing_in_use_a_time_to_liv
     _phase_1(run, 1, "a.0")
     _phase_1(run, 2, "a.1")
     assert [run.client.pttl(key) for key in keys] == [-1, -1]
-    assert len(run.payload_keys()) == (2 if run.is_cluster else 4)  # the late ones lapse, or find their names taken
+    assert len(run.payload_keys()) == (2 if run.is_cluster else 4)  # the late ones expire, or find their names taken
     assert run.store.verify().ok
 
 
@@ -96,7 +96,7 @@ def test_late_first_half_goes_with_the_next_repetition_of_its_push(run):
     assert len(run.payload_keys()) == 1
 
 
-def test_push_whose_payload_lapsed_between_its_halves_does_not_become_pending(run, monkeypatch):
+def test_push_whose_payload_expired_between_its_halves_does_not_become_pending(run, monkeypatch):
     if run.is_cluster:
         pytest.skip("PUSH does not reach the payload's shard: PIN finds it, test_clusters.py")
     monkeypatch.setattr("rlbuffer.store.producer.WEEK_MS", 0)

@@ -126,7 +126,7 @@ def test_a_server_that_lost_a_replacement_gets_it_again(run: Run):
     assert [(e.group_id, e.info.needs, bool(e.replaces)) for e in run.pool()] == [("a.0", (), True), ("a.1", (), True)]
 
 
-def test_a_claim_is_one_scorers_until_it_lapses_or_is_given_back(run: Run):
+def test_a_claim_is_one_scorers_until_it_expires_or_is_given_back(run: Run):
     run.push("a.0", needs=["ref_logprobs"])
     run.push("a.1", needs=["ref_logprobs"])
     first, second = [entry.entry_id for entry in run.pool()]

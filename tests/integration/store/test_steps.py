@@ -100,7 +100,7 @@ def _other_leader(run: Run) -> None:
     run.again().lease("other", ttl_seconds=30)
 
 
-def _lapsed(run: Run) -> None:
+def _expired(run: Run) -> None:
     run.store.lease("leader", ttl_seconds=0.001)
     time.sleep(0.01)
 
@@ -109,7 +109,7 @@ def _no_lease(run: Run) -> None:
     run.client.delete(run.store.keys.lease)
 
 
-@pytest.mark.parametrize("spoil", [_other_leader, _lapsed, _no_lease])
+@pytest.mark.parametrize("spoil", [_other_leader, _expired, _no_lease])
 def test_who_does_not_lead_can_neither_commit_nor_drop_nor_retire(run, spoil):
     run.lead()
     run.push()

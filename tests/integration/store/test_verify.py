@@ -96,14 +96,14 @@ def _twice_pending(run: Run) -> None:
     run.client.xadd(run.store.keys.pool, {**fields, b"group": group, b"key": suffix})
 
 
-def _lapsing(run: Run, key: str) -> None:
+def _expiring(run: Run, key: str) -> None:
     run.client.pexpire(key, 60_000)
 
 
 CORRUPTIONS: dict[str, tuple[str, Callable[[Run], object]]] = {
-    "lapsing step": ("I11", lambda r: _lapsing(r, _payload(r))),
-    "lapsing pool": ("I11", lambda r: _lapsing(r, r.pool()[0].payload_key)),
-    "lapsing producer": ("I11", lambda r: _lapsing(r, r.store.keys.producer("w", "u"))),
+    "expiring step": ("I11", lambda r: _expiring(r, _payload(r))),
+    "expiring pool": ("I11", lambda r: _expiring(r, r.pool()[0].payload_key)),
+    "expiring producer": ("I11", lambda r: _expiring(r, r.store.keys.producer("w", "u"))),
     "pushed": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:pushed:rollouts", 1)),
     "tokens": ("I10", lambda r: r.client.hincrby(r.store.keys.ledger, "a:dropped:stale:tokens", -1)),
     "trained": ("I10", lambda r: r.client.hset(r.store.keys.ledger, "b:trained:rollouts", 1)),
@@ -142,7 +142,7 @@ UNREADABLE = {"env": "c", "group": "c.0", "key": "u.50", "rollouts": "3", "token
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_damage_is_found(busy, name):
-    if busy.is_cluster and name == "lapsing pool":
+    if busy.is_cluster and name == "expiring pool":
         pytest.skip("what is pending has a time to live there until a leader has read it")
     invariant, corrupt = CORRUPTIONS[name]
     corrupt(busy)
@@ -173,7 +173,7 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
     assert busy.store.verify().findings == ()
 
 
-@pytest.mark.parametrize("lapses", [False, True])
+@pytest.mark.parametrize("expires", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
@@ -189,10 +189,10 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
         "sessions",
     ],
 )
-def test_keys_of_other_programs_are_no_findings(busy: Run, name: str, lapses: bool) -> None:
+def test_keys_of_other_programs_are_no_findings(busy: Run, name: str, expires: bool) -> None:
     """A server may be shared, also by who puts keys into the run's slot or behind its prefix."""
     name = name.replace("RUN", busy.store.run)
-    busy.client.set(name, "somebody else's", ex=3600 if lapses else None)
+    busy.client.set(name, "somebody else's", ex=3600 if expires else None)
     try:
         assert busy.store.verify().findings == ()
     finally:

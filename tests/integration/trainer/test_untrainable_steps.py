@@ -17,7 +17,7 @@ from rlbuffer.trainer.losses import TrainedTokens
 
 FAILS_AT = 2
 """Step."""
-VOID = f"rlbuffer runs void {FAILS_AT}`"
+VOID = f"rlbuffer runs rewind {FAILS_AT - 1} --keep-pending`"
 SEEN: list[list[str]] = []
 """The rollouts of the micro-batches of that step."""
 RAISED: list[Exception] = []

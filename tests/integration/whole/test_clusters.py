@@ -112,7 +112,7 @@ def test_the_commands_work_on_a_cluster(
     assert main(["verify", *name]) == 0
     run.store.release_lease()
     assert main(["runs", "dump", *name, "run.dump"]) == 0
-    assert main(["runs", "void", "2", *name, "--force", "--yes"]) == 0
+    assert main(["runs", "rewind", "1", "--keep-pending", *name, "--force", "--yes"]) == 0
     assert main(["runs", "reset", run.store.run, "--yes"]) == 0
     assert run.payload_keys() == []
     assert main(["runs", "restore", "run.dump", *name]) == 0
@@ -157,7 +157,7 @@ def test_a_sweep_passes_every_shard_and_leaves_what_became_pending_meanwhile(run
     there = [key for key in strays if run.client.exists(key)]
     assert strays[0] in there
     assert all(run.client.pttl(key) == -1 for key in there)
-    assert run.store.lapsed(strays) == len(strays) - len(there) >= 18
+    assert run.store.expired(strays) == len(strays) - len(there) >= 18
 
 
 def test_a_payload_that_was_swept_between_the_halves_is_stored_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
                 node.kill()
             groups = 0
             while not tries:  # a third of them lie with the control keys
-                assert writer.push(rlbuffer.testing.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
+                assert writer.push(rlbuffer.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
                 groups += 1
         assert len(tries) >= 7
         assert len(run.pool()) == groups

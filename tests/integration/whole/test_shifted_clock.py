@@ -98,7 +98,7 @@ def test_a_run_goes_on_over_a_shifted_clock(shifted: tuple[Run, Callable[[float]
     served.close()
 
 
-def test_a_dead_leader_s_lease_lapses_though_the_clock_was_set_back(
+def test_a_dead_leader_s_lease_expires_though_the_clock_was_set_back(
     shifted: tuple[Run, Callable[[float], None]],
 ) -> None:
     run, shift = shifted
@@ -110,7 +110,7 @@ def test_a_dead_leader_s_lease_lapses_though_the_clock_was_set_back(
     assert lease.token > dead.token
 
 
-def test_a_leader_that_lives_through_a_clock_set_back_knows_that_its_lease_had_lapsed(
+def test_a_leader_that_lives_through_a_clock_set_back_knows_that_its_lease_had_expired(
     shifted: tuple[Run, Callable[[float], None]],
 ) -> None:
     run, shift = shifted
@@ -140,14 +140,14 @@ def test_what_is_pending_and_who_pushed_it_outlive_eight_days(shifted: tuple[Run
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Waits for it: things that were given for a second lapse after one."""
+    """Waits for it: things that were given for a second expire after one."""
     deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_what_the_dead_hold_lapses_though_the_clock_was_set_back(
+def test_what_the_dead_hold_expires_though_the_clock_was_set_back(
     shifted: tuple[Run, Callable[[float], None]],
 ) -> None:
     run, shift = shifted

@@ -99,7 +99,9 @@ def test_a_run_with_a_step_that_cannot_be_read_is_taken_back_and_goes_on(
     reader.close()
     what = "step header" if bad_header else "step part"
     assert str(error.value).startswith(f"step 2 of run {run.store.run!r} cannot be read: {what}: ")
-    assert str(error.value).endswith(". Take it back, and what follows it, with `rlbuffer runs void 2`")
+    assert str(error.value).endswith(
+        ". Take it back, and what follows it, with `rlbuffer runs rewind 1 --keep-pending`"
+    )
 
     found = run.store.void_from(2, force=True) if move == "void" else run.store.rewind(1, force=True)
     assert found["steps"] == 2
@@ -151,7 +153,7 @@ def test_inspect_shows_the_rest_of_a_run_with_a_step_that_cannot_be_read(
         code, out, err = inspect(*arguments)
         assert ("a.0" in out, "b.5" in out, "a.1" in out) == (True, True, False)
         assert (code, cure in err) == (1, True)
-        assert err.endswith("with `rlbuffer runs void 2`\n")
+        assert err.endswith("with `rlbuffer runs rewind 1 --keep-pending`\n")
     assert inspect("envs")[0] == 0
     for known in ("a.0", "b.5"):
         code, out, _ = inspect(known)

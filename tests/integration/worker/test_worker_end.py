@@ -56,8 +56,8 @@ def test_a_prompt_that_always_fails_is_left_out_and_does_not_keep_the_env_from_i
     start(stage, 3)
     eventually(lambda: read(stage) == {"counting.0", "counting.2"} and len(stage.told("trouble")) == 3)
     assert stage.troubles() == [
-        "group counting.1 given up: prompt failed: KeyError: 1",
-        "group counting.1 given up: prompt failed: KeyError: 1",
-        "group counting.1 given up: prompt failed: KeyError: 1 (3 times; its prompt is left out)",
+        "group counting.1 abandoned: prompt failed: KeyError: 1",
+        "group counting.1 abandoned: prompt failed: KeyError: 1",
+        "group counting.1 abandoned: prompt failed: KeyError: 1 (3 times; its prompt is left out)",
     ]
     assert ended(stage)

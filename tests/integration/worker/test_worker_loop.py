@@ -295,7 +295,7 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.1", "counting.2"]
     assert stage.told("group")[-1].group_id == "counting.1"
-    assert stage.troubles()[0] == "group counting.1 given up: prompt 1: ValueError: no verdict"
+    assert stage.troubles()[0] == "group counting.1 abandoned: prompt 1: ValueError: no verdict"
     (ended,) = stage.told("stopped")
     assert (ended.groups, ended.rollouts, ended.failed_groups) == (3, 6, 1)
     beat = stage.heartbeat()
