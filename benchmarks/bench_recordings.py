@@ -69,7 +69,7 @@ class Workload:
     def __init__(self, name: str) -> None:
         self.draws, self.settings = Random(name), SCENARIOS[name]
         self.adapters = ("", "x", "y") if name == "adapters" else ("", "", "", "x")
-        self.batcher = rlbuffer.Batcher(rlbuffer.BatcherConfig(100, **COMMON | self.settings))
+        self.batcher = rlbuffer.batcher.Batcher(rlbuffer.BatcherConfig(100, **COMMON | self.settings))
         self.now, self.step, self.groups, self.entries = 1000.0, 1, 0, 0
         self.rest: list[rlbuffer.Group] = []
         """Later parts of groups, and scored ones in place of others."""
@@ -121,7 +121,7 @@ class Workload:
         env, adapter, size = draws.choice("aabbc"), draws.choice(self.adapters), draws.randrange(1, 7)
         is_flat, half = draws.random() < 0.3, draws.choice((size, size, size, 1 + size // 2))
         version = max(0, self.step - draws.choice((1, 1, 1, 1, 1, 1, 2, 2, 3, 0))) if not adapter else 0
-        group = rlbuffer.make_group(
+        group = rlbuffer.testing.make_group(
             env=env,
             lengths=[min(112, 3 + int(draws.expovariate(1 / 18))) for _ in range(size)],
             rewards=[1.0 if is_flat else draws.choice((0.0, 0.25, 1.0)) for _ in range(size)],
@@ -189,7 +189,7 @@ def recorded_groups() -> Iterator[rlbuffer.Group]:
     for number in range(GROUPS):
         name, rng = f"g{number:02}", np.random.default_rng(number)
         lengths = rng.integers(5, 50, 5).tolist()
-        group = rlbuffer.make_group(
+        group = rlbuffer.testing.make_group(
             env="ab"[number % 2],
             lengths=lengths,
             seed=number,

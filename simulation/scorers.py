@@ -25,7 +25,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
     """The process of `rlbuffer score`."""
     world, plan = host.world, host.world.plan
     buffer = Buffer(host.store(process, Viewer), settings=RunSettings())
-    store = buffer.role(ScorerStore)
+    store = buffer.store.role(ScorerStore)
     epoch = store.open_run().epoch
     producer = Producer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
     world.invariants.joined(producer.incarnation, epoch)

@@ -115,12 +115,13 @@ def later_checkpoints(settings: RunSettings, step: int) -> list[Path]:
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     """Leaves for whoever looks later how a supervised run ended; the batcher's heartbeat only says that it left."""
     from rlbuffer.records.waiting import Wait, Waiting
+    from rlbuffer.store.member import Member
 
     try:
         detail = "" if code in (0, EXIT_INTERRUPTED) else f"exit code {code}, see {settings.run_dir / 'run.log'}"
         kind, trained = Wait.FAILED if code else Wait.ENDED, buffer.store.trainer().trained
         beat = buffer.store.heartbeats("batcher").get("leader", {})
         last = Waiting(kind=kind, step=trained, detail=detail)
-        buffer.heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
+        buffer.store.role(Member).heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})
     except RlbufferError as error:
         say(f"Warning: could not note that the run ended: {error}", err=True)

@@ -109,7 +109,7 @@ def _table(run: WholeRun, target: Target, most: int) -> Sheet:
 
 def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
     """A row per rollout; those that the filter's terms about rollouts choose are marked."""
-    texts, chosen = run.buffer.texts, parse(where)
+    texts, chosen = run.texts, parse(where)
 
     def matches(member: RolloutView) -> bool:
         return bool(chosen.rollout_terms) and chosen.matches_rollout(with_text(member, texts.decoded))
@@ -128,7 +128,7 @@ def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
 
 def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int) -> Sheet:
     """A row for each of its first tokens, or for each of its sequences."""
-    texts, rollout, group = run.buffer.texts, member.rollout, detail.view
+    texts, rollout, group = run.texts, member.rollout, detail.view
     said = f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}"
     sheet = Sheet(
         target=Target("rollout", member.rollout_id, group.group_id),
@@ -158,7 +158,7 @@ def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int)
 
 def _pair(run: WholeRun, detail: GroupDetail, one: RolloutView, target: Target, most: int) -> Sheet:
     """Two rollouts of a group: where they part, and the tokens from there on."""
-    group_id, texts = detail.view.group_id, run.buffer.texts
+    group_id, texts = detail.view.group_id, run.texts
     is_here = any(member.rollout_id == target.other for member in detail.members)
     # Else looked up by itself: what this group's id begins with may be the whole id of another.
     if "/" in target.other and not is_here and (others := run.group(target.other).view.group_id) != group_id:

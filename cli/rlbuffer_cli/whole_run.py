@@ -13,6 +13,7 @@ from rlbuffer.client.details import view_of
 from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import list_details, list_sources, shortest_rollouts
 from rlbuffer.client.spoken import question_among
+from rlbuffer.client.texts import Texts, tokenizer_directory
 from rlbuffer.client.views import (
     GroupDetail,
     GroupSource,
@@ -51,6 +52,8 @@ class WholeRun:
 
     def __init__(self, buffer: Buffer, archive: str | None = None) -> None:
         self.buffer = buffer
+        self.texts = Texts(tokenizer_directory(buffer.settings))
+        """Decodes rollouts for people, with the tokenizer of the settings' model where that is on this host."""
         self._given = archive
         self.problems: list[RlbufferError] = []
         """Steps that could not be read when steps or groups were read last."""
@@ -123,7 +126,7 @@ class WholeRun:
         """Groups that match `where`, as :meth:`rlbuffer.client.buffer.Buffer.groups`; where it names steps, with those
         of the archive behind the server's."""
         self.problems = []
-        store, text_of = self.buffer.store, self.buffer.texts.decoded
+        store, text_of = self.buffer.store, self.texts.decoded
         chosen = list_sources(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
         self._ask(chosen)
         older = [*islice(self._older(where), limit - len(chosen))]
@@ -146,13 +149,13 @@ class WholeRun:
 
     def _learn(self, group_id: str, rollout: Rollout | None) -> None:
         if rollout is not None:
-            asked = question_among(self.buffer.texts.prompt(rollout))
+            asked = question_among(self.texts.prompt(rollout))
             self._questions[group_id] = "" if asked is None else " ".join(asked.text.split())[:MOST_OF_A_QUESTION]
 
     def details(self, where: str, limit: int) -> Iterator[GroupDetail]:
         """The groups of :meth:`groups`, whole; one at a time is read."""
         self.problems = []
-        store, text_of = self.buffer.store, self.buffer.texts.decoded
+        store, text_of = self.buffer.store, self.texts.decoded
         live = list_details(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
         yield from islice(chain(live, self._older(where)), limit)
 

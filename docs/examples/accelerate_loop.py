@@ -38,7 +38,7 @@ def train(model, buffer, output, steps):
     accelerator.register_for_checkpointing(reader)
     if found := checkpoints(output):
         accelerator.load_state(str(found[-1]))
-    buffer.policy().publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
+    buffer.policy.publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
     for step in reader.steps():
         for i, mb in enumerate(step):
             with nullcontext() if i == len(step) - 1 else accelerator.no_sync(model):
@@ -46,7 +46,7 @@ def train(model, buffer, output, steps):
                 accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks: undo it
         optimizer.step()
         optimizer.zero_grad()
-        buffer.policy().publish(model, step.number, Path(output) / "weights")
+        buffer.policy.publish(model, step.number, Path(output) / "weights")
         reader.trained(step)  # before the checkpoint, so that the reader's state is of the same step
         if step.number % SAVE_EVERY == 0 or step.number == steps:
             save(accelerator, output, step.number)

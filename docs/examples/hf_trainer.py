@@ -59,10 +59,10 @@ class Buffered(TrainerCallback):
         return Path(args.output_dir, f"checkpoint-{state.global_step}", "reader.json")
 
     def on_train_begin(self, args, state, control, model, **kwargs):
-        self.buffer.policy().publish(model, self.reader.step, self.folder)  # what workers sample with first
+        self.buffer.policy.publish(model, self.reader.step, self.folder)  # what workers sample with first
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        self.buffer.policy().publish(model, state.global_step, self.folder)
+        self.buffer.policy.publish(model, state.global_step, self.folder)
         self.reader.trained(state.global_step)  # before the checkpoint, so that the reader's state is of the same step
         if state.is_world_process_zero:
             self.place(args, state).unlink(missing_ok=True)  # a step trained again is saved again: not whole meanwhile

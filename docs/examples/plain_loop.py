@@ -46,13 +46,13 @@ def main(url, run, path, output, steps):
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             reader.load_state_dict(saved["reader"])
-        buffer.policy().publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
+        buffer.policy.publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
         for step in reader.steps():
             for mb in step:  # one forward pass of `ddp` for each, whatever is in it: the other ranks wait in backward
                 (loss_of(ddp, mb.to("cpu")) * world_size).backward()  # DDP averages over ranks: undo it
             optimizer.step()
             optimizer.zero_grad()
-            buffer.policy().publish(model, step.number, Path(output) / "weights")
+            buffer.policy.publish(model, step.number, Path(output) / "weights")
             reader.trained(step)  # before the checkpoint, so that the reader's state is of the same step
             if rank == 0 and (step.number % SAVE_EVERY == 0 or step.number == steps):
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

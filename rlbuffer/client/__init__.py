@@ -8,5 +8,6 @@ from rlbuffer.client.buffer import Buffer, Policy, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.views import GroupView, StepView
 from rlbuffer.client.writer import Writer
+from rlbuffer.store.records import Ledger, Report
 
-__all__ = ["Buffer", "GroupView", "Policy", "Reader", "StepView", "Writer", "connect"]
+__all__ = ["Buffer", "GroupView", "Ledger", "Policy", "Reader", "Report", "StepView", "Writer", "connect"]

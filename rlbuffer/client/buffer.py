@@ -5,7 +5,7 @@ Example::
     with rlbuffer.connect("redis://host:6379", run="math") as buffer:
         writer = buffer.writer("worker-0")
         for ticket in writer.take("gsm8k", 4):
-            writer.push(sample(ticket))
+            writer.push(ticket, sample(ticket))
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
 from rlbuffer.process.variables import bare, secret, variable
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.member import Member
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.records import Ledger, Report
-from rlbuffer.store.session import Role, Session, open_store
+from rlbuffer.store.session import open_store
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.verify.verify import verify
 from rlbuffer.store.viewer import Viewer
@@ -57,9 +56,19 @@ _DEFAULT = _Unnamed("default")
 class Policy:
     """The policy versions of a run: which is current, and saying that a new one can be sampled from."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self._store = buffer.store
+    def __init__(self, store: Viewer, readers: Sequence[Reader], settings: RunSettings) -> None:
+        self._store = store
+        self._readers = readers
+        """Those of the buffer, as they are at the time."""
+        self._settings = settings
+
+    @property
+    def version(self) -> int:
+        """Number of the newest announced version, asked of the server; -1 before the first one.
+
+        A worker gets no ticket before the first version, so between two tickets it is the one to sample with.
+        """
+        return self.current().version
 
     def current(self, adapter: str = "") -> PolicyVersion:
         """The newest announced version; its ``version`` is -1 when none was announced yet."""
@@ -76,16 +85,14 @@ class Policy:
             AttemptFenced: a newer attempt of the trainer has taken over.
             RlbufferError: no trainer has started an attempt (:meth:`Reader.start` does).
         """
-        number = self._buffer.start_attempt() or self._store.trainer().number
+        announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
+        reader = self._begun()
+        if reader is not None:
+            return reader.announce(announced)
+        number = self._store.trainer().number
         if not number:
             raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
-        announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
-        reader = self._buffer.attempting
-        return (
-            self._buffer.role(TrainerStore).announce(number, announced)
-            if reader is None
-            else reader.announce(announced)
-        )
+        return self._store.role(TrainerStore).announce(number, announced)
 
     def publish(
         self,
@@ -125,17 +132,14 @@ class Policy:
         """
         from rlbuffer.weights.publishing import publish_model, unwrapped
 
-        buffer, place = self._buffer, self._buffer.place
-        if place is None:
-            raise RlbufferError(
-                "policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before"
-            )
-        rank, world_size = place
+        if not self._readers:
+            raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
+        rank, world_size = self._readers[0].rank, self._readers[0].world_size
         whole = unwrapped(model)
-        buffer.start_attempt()
+        self._begun()
         return publish_model(
             self,
-            buffer.settings,
+            self._settings,
             whole,
             version,
             rank=rank,
@@ -144,6 +148,13 @@ class Policy:
             keep=keep,
             tokenizer=None if tokenizer is None else Path(tokenizer),
         )
+
+    def _begun(self) -> Reader | None:
+        """Begins the attempt of this buffer's reader of rank 0. -> the reader with the newest attempt, if any."""
+        for reader in self._readers:
+            if reader.rank == 0:
+                reader.start()
+        return max((reader for reader in self._readers if reader.attempt), key=lambda r: r.attempt, default=None)
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
         """Waits until `version` or a newer one is announced.
@@ -169,20 +180,9 @@ class Buffer:
         self.store = store
         """What everybody may see."""
         self.settings = settings
-        self.texts = Texts(tokenizer_directory(settings))
-        """Decodes rollouts for people, with the tokenizer of the settings' model where that is on this host."""
         self._readers: list[Reader] = []
-        self._roles: dict[type[Session], Any] = {}
-
-    def role(self, role: type[Role]) -> Role:
-        """The run for a process of that role; all roles share the connection."""
-        if isinstance(self.store, role):
-            return self.store
-        if role not in self._roles:
-            store = role(self.store.connection, self.run, patience_seconds=self.store.patience_seconds)
-            self._roles.setdefault(role, store)
-        made: Role = self._roles[role]
-        return made
+        self._policy = Policy(store, self._readers, settings)
+        self._texts = Texts(tokenizer_directory(settings))
 
     @property
     def run(self) -> str:
@@ -190,26 +190,9 @@ class Buffer:
         return self.store.run
 
     @property
-    def attempt(self) -> int:
-        """Number of the attempt that a reader of this buffer started; 0 when none did."""
-        return max((reader.attempt for reader in self._readers), default=0)
-
-    @property
-    def attempting(self) -> Reader | None:
-        """The reader that started the attempt."""
-        return max((r for r in self._readers if r.attempt), key=lambda r: r.attempt, default=None)
-
-    @property
-    def place(self) -> tuple[int, int] | None:
-        """(rank, world size) of this buffer's reader; None when it has none."""
-        return (self._readers[0].rank, self._readers[0].world_size) if self._readers else None
-
-    def start_attempt(self) -> int:
-        """Begins the attempt of this buffer's rank-0 reader, if it has one. -> its number, else 0."""
-        for reader in self._readers:
-            if reader.rank == 0:
-                reader.start()
-        return self.attempt
+    def policy(self) -> Policy:
+        """The policy versions of the run."""
+        return self._policy
 
     def writer(
         self,
@@ -233,7 +216,7 @@ class Buffer:
         ``[worker.NAME]`` that it was started for: a run whose supervisor waits for it does not end before it has taken
         tickets.
         """
-        store = self.role(WorkerStore)
+        store = self.store.role(WorkerStore)
         return Writer(
             store,
             worker,
@@ -265,7 +248,7 @@ class Buffer:
         Raises:
             ValueError: an argument is of another kind, or outside its range.
         """
-        store = self.role(TrainerStore)
+        store = self.store.role(TrainerStore)
         store.open_run()
         reader = Reader(
             store,
@@ -279,10 +262,6 @@ class Buffer:
         self._readers.append(reader)
         return reader
 
-    def policy(self) -> Policy:
-        """The policy versions of the run."""
-        return Policy(self)
-
     def ledger(self) -> Ledger:
         """The account per env: pushed = pending + packed + trained + dropped."""
         return self.store.ledger()
@@ -290,7 +269,7 @@ class Buffer:
     def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
         """Groups of the run that match the filter `where` (see ``rlbuffer inspect --help``): pending ones, then those
         in steps, then dropped ones, the newest of each first."""
-        return list_groups(self.store, where=where, limit=limit, text_of=self.texts.decoded)
+        return list_groups(self.store, where=where, limit=limit, text_of=self._texts.decoded)
 
     def group(self, group_id: str) -> GroupDetail:
         """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound, AmbiguousId."""
@@ -303,20 +282,6 @@ class Buffer:
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""
         return verify(self.store)
-
-    def add_record(self, record: Mapping[str, Any]) -> None:
-        """Keeps what a trainer measured in a step, for the archive: ``step``, ``digest`` and figures by name.
-
-        `rlbuffer train` sends each line of ``metrics.jsonl``. Of several records of a step the last one counts.
-        """
-        self.role(TrainerStore).add_record(record)
-
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing.
-
-        Returns the record that stood under the name before: of another process, where two have one name.
-        """
-        return self.role(Member).heartbeat(kind, name, record)
 
     def close(self) -> None:
         """Closes readers and connections; the last user of an embedded server stops it."""
@@ -363,7 +328,7 @@ def connect(
     Example:
         >>> import rlbuffer
         >>> with connect("memory://", run="example") as buffer:
-        ...     pushed = buffer.writer("worker-0").push(rlbuffer.make_group(env="math", rewards=[0.0, 1.0]))
+        ...     pushed = buffer.writer("worker-0").push(rlbuffer.testing.make_group(env="math", rewards=[0.0, 1.0]))
         ...     buffer.groups("env=math")[0].group_id, buffer.ledger().envs["math"].pushed
         ('math.0', (2, 51))
     """

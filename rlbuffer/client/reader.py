@@ -81,7 +81,7 @@ class Reader:
         >>> batcher = threading.Thread(target=daemon.run, args=(threading.Event(),), daemon=True)
         >>> batcher.start()
         >>> writer = buffer.writer("worker-0")
-        >>> pushed = [writer.push(rlbuffer.make_group(env="math", seed=seed)) for seed in range(4)]
+        >>> pushed = [writer.push(rlbuffer.testing.make_group(env="math", seed=seed)) for seed in range(4)]
         >>> writer.done("math")
         >>> reader = buffer.reader(rank=0, world_size=1, timeout_seconds=30.0)
         >>> reader.start()
@@ -285,6 +285,13 @@ class Reader:
     def announce(self, version: PolicyVersion) -> bool:
         """The same as :meth:`rlbuffer.client.buffer.Policy.announce`, repeated to a server that has lost writes."""
         return self._progress.announce(version)
+
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Keeps what the trainer measured in a step, for the archive: ``step``, ``digest`` and figures by name.
+
+        `rlbuffer train` sends each line of ``metrics.jsonl``. Of several records of a step the last one counts.
+        """
+        self._store.add_record(record)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint must keep to continue the same sequence of steps."""

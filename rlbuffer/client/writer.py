@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, overload
 
 from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused
-from rlbuffer.records.checks import as_integer
+from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.records.rollout import without_logprobs
+from rlbuffer.records.rollout import Rollout, without_logprobs
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.records import Asked
 from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
@@ -53,7 +53,7 @@ class Writer:
         >>> from rlbuffer.daemon import Daemon
         >>> buffer = rlbuffer.connect("memory://", run="writer")
         >>> buffer.reader().start()
-        >>> buffer.policy().announce(0, location="", size=0, checksum="")
+        >>> buffer.policy.announce(0, location="", size=0, checksum="")
         True
         >>> daemon, stop = Daemon(buffer, rlbuffer.BatcherConfig(8192, step_groups=8)), threading.Event()
         >>> batcher = threading.Thread(target=daemon.run, args=(stop,), daemon=True)
@@ -64,12 +64,13 @@ class Writer:
         >>> first.group_id, second.group_id, third.group_id
         ('math.0', 'math.1', 'math.2')
         >>> writer.renew([first, second])
-        >>> str(writer.push(rlbuffer.make_group(env="math", group_id=first.group_id)).status)
+        >>> rollouts = rlbuffer.testing.make_group(rollout_ids=["", ""]).rollouts
+        >>> str(writer.push(first, rollouts, answer="42").status)
         'stored'
         >>> writer.release([second])
         >>> writer.take("math", timeout_seconds=30.0) == [second]
         True
-        >>> more = [rlbuffer.make_group(env="math", group_id=f"extra.{number}") for number in range(3)]
+        >>> more = [rlbuffer.testing.make_group(env="math", group_id=f"extra.{number}") for number in range(3)]
         >>> [str(pushed.status) for pushed in writer.push_many(more)]
         ['stored', 'stored', 'stored']
         >>> writer.skip([second, third])
@@ -208,8 +209,28 @@ class Writer:
         for env, numbers in _by_env(tickets).items():
             self._store.close_tickets(env, numbers)
 
-    def push(self, group: Group, *, sequence: int | None = None) -> Pushed:
-        """Stores a group, or a part of one, exactly once; waits while the server is away.
+    @overload
+    def push(self, group: Group, *, sequence: int | None = None) -> Pushed: ...
+
+    @overload
+    def push(
+        self, group: Ticket, rollouts: Iterable[Rollout], *, sequence: int | None = None, **fields: Any
+    ) -> Pushed: ...
+
+    def push(
+        self,
+        group: Group | Ticket,
+        rollouts: Iterable[Rollout] | None = None,
+        *,
+        sequence: int | None = None,
+        **fields: Any,
+    ) -> Pushed:
+        """Stores the rollouts of a ticket, or a group that is made by hand, exactly once; waits while the server is
+        away.
+
+        A ticket's rollouts are its whole group. Ticket and writer know the other fields of a :class:`Group`; `fields`
+        are further ones (`answer`, `metadata`, `needs` ...), or take the place of these: `prompt_id` is the ticket's
+        number where it is not given, `planned_size` the number of `rollouts`. Fewer of them than planned are a part.
 
         `sequence` is for producers that number their own pushes (``rlbuffer push`` uses the line of the file).
 
@@ -224,7 +245,8 @@ class Writer:
                 size. Nothing was stored, and nothing counts as lost; the next push goes on without it.
             RunGone: the run was reset while this writer was at work.
         """
-        (pushed,) = self._producer.push([(_checked(group, "push"), "")], _sequence("push", sequence))
+        whole = self._group(group, rollouts, fields)
+        (pushed,) = self._producer.push([(whole, "")], _sequence("push", sequence))
         return pushed
 
     def push_many(self, groups: Iterable[Group], *, sequence: int | None = None) -> list[Pushed]:
@@ -260,6 +282,23 @@ class Writer:
             raise ValueError(f"done: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
         self._producer.say_last(lambda epoch: self._store.say_done(env, epoch=epoch))
 
+    def _group(self, given: Group | Ticket, rollouts: Iterable[Rollout] | None, fields: Mapping[str, Any]) -> Group:
+        """The group to push: what was given, or the ticket's."""
+        if not isinstance(given, Ticket):
+            if rollouts is not None or fields:
+                raise InvalidRollout(
+                    f"push: rollouts and fields go with a Ticket, got {shown(given)}: push(ticket, rollouts), or "
+                    "push(group) alone"
+                )
+            return _checked(given, "push")
+        if rollouts is None:
+            raise InvalidRollout(f"push: ticket {given.group_id} comes without rollouts: push(ticket, rollouts)")
+        if unknown := fields.keys() - _GROUP_FIELDS:
+            raise InvalidRollout(f"push: {min(unknown)!r} is no field of a Group: {', '.join(_GROUP_FIELDS)}")
+        made = tuple(as_items("push: rollouts", rollouts))
+        known = {"prompt_id": str(given.number), "planned_size": len(made) or 1, "worker": self.worker}
+        return Group(group_id=given.group_id, env=given.env, rollouts=made, **{**known, **fields})
+
     def _fitted(self, group: Group) -> Group:
         """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""
         now = time.monotonic()
@@ -293,9 +332,13 @@ class Writer:
             )
 
 
+_GROUP_FIELDS = tuple(f.name for f in fields(Group) if f.name not in ("group_id", "env", "rollouts"))
+"""Those that a ticket does not decide."""
+
+
 def _checked(group: Group, method: str) -> Group:
     if not isinstance(group, Group):
-        raise InvalidRollout(f"{method}: expected a Group, got {type(group).__name__}")
+        raise InvalidRollout(f"{method}: expected a Group, got {shown(group)}")
     return group
 
 

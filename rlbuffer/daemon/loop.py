@@ -72,7 +72,7 @@ class Daemon:
         look: Look | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self._store = buffer.role(LeaderStore)
+        self._store = buffer.store.role(LeaderStore)
         self._settings = buffer.settings
         self._trainer = buffer.settings.trainer
         if self._settings.archive.dir is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -188,7 +189,9 @@ def same(a: Any, b: Any) -> bool:
 
 def shown(value: Any) -> str:
     """`value` for a message: whatever it is, one short line. Huge ints have no repr, nor has what
-    is nested too deeply; huge lists have too much of one."""
+    is nested too deeply; huge lists have too much of one, and so have records."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"a value of type {type(value).__name__}"
     try:
         text = value[:80].__repr__() if isinstance(value, str | bytes | list | tuple) else repr(value)
     except (ValueError, RecursionError):

@@ -180,8 +180,8 @@ class MicroBatch:
 
     Example:
         >>> import rlbuffer
-        >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
-        >>> micro_batch = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8, pad_to_multiple_of=8)
+        >>> group = rlbuffer.testing.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+        >>> micro_batch = rlbuffer.packing.pack(group.rollouts, [-0.5, 0.5], row_tokens=8, pad_to_multiple_of=8)
         >>> micro_batch.length, micro_batch.cu_seqlens.tolist(), micro_batch.position_ids.tolist()
         (8, [0, 3, 7, 8], [0, 1, 2, 0, 1, 2, 3, 0])
         >>> micro_batch.advantages.tolist()
@@ -353,8 +353,8 @@ class Step:
 
     Example:
         >>> import rlbuffer
-        >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
-        >>> micro_batch = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
+        >>> group = rlbuffer.testing.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+        >>> micro_batch = rlbuffer.packing.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
         >>> step = Step(
         ...     number=1,
         ...     epoch=1,
@@ -415,8 +415,8 @@ class Step:
 
         Example:
             >>> import rlbuffer
-            >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
-            >>> packed = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
+            >>> group = rlbuffer.testing.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+            >>> packed = rlbuffer.packing.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
             >>> step = Step(1, 1, "", 1, packed.normalizers, rollouts=2, groups=1, micro_batches=(packed,))
             >>> [(sample.reward, sample.age, sample.advantages.tolist()) for sample in step.samples()]
             [(0.0, 0, [0.0, -0.5, -0.5]), (1.0, 0, [0.0, 0.5, 0.5, 0.5])]

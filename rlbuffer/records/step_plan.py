@@ -179,9 +179,9 @@ class StepPlan:
     Example:
         >>> import numpy as np
         >>> import rlbuffer
-        >>> batcher = rlbuffer.Batcher(rlbuffer.BatcherConfig(16, step_groups=2))
+        >>> batcher = rlbuffer.batcher.Batcher(rlbuffer.BatcherConfig(16, step_groups=2))
         >>> for seed in (3, 4):
-        ...     info = rlbuffer.make_group(env="math", lengths=[8, 12], seed=seed).info()
+        ...     info = rlbuffer.testing.make_group(env="math", lengths=[8, 12], seed=seed).info()
         ...     batcher.add(info, entry_id=f"{seed}-0", now=0.0)
         >>> step = batcher.next(1, world_size=2, now=0.0, rng=np.random.default_rng(0)).plan
         >>> step.group_ids, str(step.closed_by), step.tokens

@@ -347,7 +347,7 @@ def _for_version(w: Waiting) -> str:
     if w.version < 0:
         return (
             "The trainer has not announced a policy version. It does when its model is loaded; one of your own calls "
-            "`buffer.policy().publish(model, reader.step)` before its first step."
+            "`buffer.policy.publish(model, reader.step)` before its first step."
         )
     who = f"{w.env} needs" if w.env else f"Step {w.step} needs"
     adapter = f" of adapter {w.adapter}" if w.adapter else ""

@@ -107,7 +107,7 @@ class Supervisor:
             with connect(
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
-                operator = buffer.role(OperatorStore)
+                operator = buffer.store.role(OperatorStore)
                 claim = Claim(operator, settings.run)
                 claim.refuse_second(stop)
                 operator.open_run()

@@ -97,7 +97,7 @@ def run_scorer(
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
-        buffer.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
+        buffer.store.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, reference, rewards, stop)
         return await scorer.run()
 
@@ -118,7 +118,7 @@ class _Scorer:
         stop: threading.Event,
     ) -> None:
         self._buffer, self._name, self._options = buffer, name, options
-        self._store = buffer.role(ScorerStore)
+        self._store = buffer.store.role(ScorerStore)
         self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
         self._reference, self._rewards, self._stop = reference, rewards, stop
         self._progress = Progress(_log, "scored")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -62,8 +62,17 @@ class Session:
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
         self.tombstone_steps = remembered_steps(0)
         self._scripts: dict[str, Script] = {}
+        self._roles: dict[type[Session], Session] = {}
         self._server = (-1, "")
         """The connection's losses when the server was asked who it is, and its answer."""
+
+    def role(self, role: type[Role]) -> Role:
+        """The run for a process of that role; all roles share the connection."""
+        if isinstance(self, role):
+            return self
+        if role not in self._roles:
+            self._roles.setdefault(role, role(self.connection, self.run, patience_seconds=self.patience_seconds))
+        return cast(Role, self._roles[role])
 
     def close(self) -> None:
         """Closes the connections; the last user of an embedded server stops it."""

@@ -85,6 +85,7 @@ class FakeRun:
         """Its steps can be made again at any time."""
         return True
 
+    @property
     def policy(self) -> FakeRun:
         """Itself: every version may be announced."""
         return self

@@ -41,7 +41,7 @@ def publish(session: TrainerSession, version: int, *, unless: int | None = None)
     session.when_there_is_room(
         partial(
             announce_once,
-            session.buffer.policy(),
+            session.buffer.policy,
             session.settings,
             version,
             ranks=session.ranks,

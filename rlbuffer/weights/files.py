@@ -188,7 +188,7 @@ def open_weights(policy: PolicyVersion) -> Path:
     if not policy.location:
         raise WeightsError(
             f"version {policy.version} was announced without weights: a trainer of your own publishes them, the first "
-            f"ones before its first step (`buffer.policy().publish(model, {policy.version})`)"
+            f"ones before its first step (`buffer.policy.publish(model, {policy.version})`)"
         )
     if is_url(policy.location):
         from rlbuffer.weights.places import default_cache

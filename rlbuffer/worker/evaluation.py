@@ -74,7 +74,7 @@ class Evaluator:
         hold: Callable[[], Any],
         rollout_seconds: float,
     ) -> None:
-        self._store = buffer.role(WorkerStore)
+        self._store = buffer.store.role(WorkerStore)
         self._sampler = sampler
         self._settings = settings
         self._hold = hold

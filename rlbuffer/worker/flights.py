@@ -100,7 +100,7 @@ class Flights:
         self._tasks: set[asyncio.Task[None]] = set()
         run = buffer.settings
         teaching = Teaching(run.batcher, needs_advantage=needs_advantage(run.trainer.loss))
-        self._difficulty = Difficulty(buffer.role(WorkerStore), env.name, settings.skip_after, teaching)
+        self._difficulty = Difficulty(buffer.store.role(WorkerStore), env.name, settings.skip_after, teaching)
         self._skips = 0
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()

@@ -23,8 +23,8 @@ from rlbuffer.state.text import plural
 from rlbuffer.worker.failures import Failures, RunningCalls
 
 if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.writer import Writer
+    from rlbuffer.store.member import Member
 
 WORKER_TICKET_SECONDS = 12.0
 """Seconds that a ticket stays out when its worker has died: five beats missed, and a reconnect."""
@@ -34,25 +34,25 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def telling_why(buffer: Buffer, name: str, settings: WorkerSettings) -> Iterator[None]:
+def telling_why(store: Member, name: str, settings: WorkerSettings) -> Iterator[None]:
     """A worker that cannot begin says why to a run that is there: its heartbeat is the last one."""
     try:
         yield
     except ConfigError as error:
-        pulse = Pulse(buffer, name, str(settings.env_options.get("name") or settings.env))
+        pulse = Pulse(store, name, str(settings.env_options.get("name") or settings.env))
         pulse.ended = str(error)
         with suppress(RlbufferError):
-            buffer.store.meta()  # RunGone where there is none: this begins none
-            other = buffer.store.heartbeats("worker").get(name)
+            store.meta()  # RunGone where there is none: this begins none
+            other = store.heartbeats("worker").get(name)
             if other is None or not may_live(other):  # one that works has not ended
-                buffer.heartbeat("worker", name, pulse.record())
+                store.heartbeat("worker", name, pulse.record())
         raise
 
 
 class Pulse(Heartbeats):
     """Says what a worker samples with and has pushed, its troubles and what it waits for; renews its tickets."""
 
-    def __init__(self, buffer: Buffer, name: str, env: str, calls: RunningCalls | None = None) -> None:
+    def __init__(self, store: Member, name: str, env: str, calls: RunningCalls | None = None) -> None:
         super().__init__("rlbuffer-pulse", Trouble.WORKER_STUCK)
         self.version = -1
         """Policy version that samples."""
@@ -65,7 +65,7 @@ class Pulse(Heartbeats):
         self.other_prompts: Problem | None = None
         """The env's prompts are not those that the run's tickets have counted."""
         self._calls = calls or RunningCalls()
-        self._buffer, self._name, self._env = buffer, name, env
+        self._store, self._name, self._env = store, name, env
         self._writer: Writer | None = None
         self._held: dict[int, Ticket] = {}
         self._progress = Progress(_log, "pushed")
@@ -234,4 +234,4 @@ class Pulse(Heartbeats):
             writer.renew(tickets)
 
     def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
-        return self._buffer.heartbeat("worker", self._name, record)
+        return self._store.heartbeat("worker", self._name, record)

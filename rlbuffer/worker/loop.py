@@ -115,7 +115,7 @@ def run_worker(
         ServerUnreachable: for longer than the writer's patience.
     """
     # First what may be refused: a worker that cannot work begins no run.
-    with telling_why(buffer, name, settings):
+    with telling_why(buffer.store.role(WorkerStore), name, settings):
         worker = _Worker(
             buffer=buffer,
             name=name,
@@ -127,7 +127,7 @@ def run_worker(
             evaluations=evaluations or {},
             section=section,
         )
-    buffer.role(WorkerStore).open_run()
+    buffer.store.role(WorkerStore).open_run()
     return asyncio.run(worker.run())
 
 
@@ -172,9 +172,9 @@ class _Worker:
             row_tokens=run.batcher.row_tokens,
             needs=run.needs_of(self.env.name),
         )
-        self._pulse = Pulse(self.buffer, self.name, self.env.name, self._maker.calls)
+        self._pulse = Pulse(self.buffer.store.role(WorkerStore), self.name, self.env.name, self._maker.calls)
         self._versions = Versions(
-            self.buffer.policy(),
+            self.buffer.policy,
             self.sampler,
             self.env,
             self._pulse,
@@ -298,7 +298,7 @@ class _Worker:
 
     async def _compare_prompts(self) -> None:
         """Tells where the env has other prompts than those that the run's tickets have counted."""
-        store, env = self.buffer.role(WorkerStore), self.env.name
+        store, env = self.buffer.store.role(WorkerStore), self.env.name
         try:
             async with rollout_limit(self.settings):
                 now = await self._unless_stopped(in_thread(lambda: identity_of(self.env, self._maker.calls)))

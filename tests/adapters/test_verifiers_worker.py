@@ -55,7 +55,7 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
     env, sampler, stop = make_env("verifiers", **options), Sampler(tokenizer), threading.Event()
     logged = Logged("rlbuffer.worker")
     with connect("memory://") as buffer:
-        store: Any = buffer.role(EveryRole)
+        store: Any = buffer.store.role(EveryRole)
         store.open_run()
         store.lease("batcher", ttl_seconds=600)
         attempt = store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

@@ -38,7 +38,7 @@ class Loop:
     """A worker and a trainer in one: pushes what the next step needs, trains it, and lets it retire at once."""
 
     def __init__(self, buffer: rlbuffer.Buffer, *, tokens: int = 200) -> None:
-        self.store = buffer.role(EveryRole)
+        self.store = buffer.store.role(EveryRole)
         self.writer = buffer.writer("w")
         self.tokens = tokens
         self.trained = 0

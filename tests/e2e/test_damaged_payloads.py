@@ -22,7 +22,7 @@ def prepare(home: Home) -> tuple[Path, str]:
     config = home.config(steps=2)
     config.write_text(config.read_text().replace("vocab_size = 16", "vocab_size = 256"))
     with home.connect() as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
         writer = buffer.writer("by-hand")
         for i in range(GROUPS):
             env = "repeat" if i % 3 == 2 else "vcopy"

@@ -82,7 +82,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
         home.start("worker", name, "--config", config, "--display", "plain", log=name)
     with home.connect("failing") as buffer:
         reader = buffer.reader()
-        buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
+        buffer.policy.publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def sentences() -> str:
             return "\n".join(map(str, read_run_state(buffer.store).problems))
@@ -117,7 +117,7 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
     home.start("worker", SOMETIMES, "--config", config, "--display", "plain", log=SOMETIMES)
     with home.connect("failing") as buffer:
         reader = buffer.reader()
-        buffer.policy().publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
+        buffer.policy.publish(model_from_config(TINY_QWEN3), reader.step, home.path / "weights")
 
         def was_told() -> bool:
             return names((home.path / "serve.log").read_text(), SOMETIMES)

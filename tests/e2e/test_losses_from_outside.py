@@ -104,7 +104,7 @@ def test_a_loss_over_teacher_logprobs_clips_by_the_age_of_each_token(home: Home)
         writer = buffer.writer("outside")
         for number in (0, 1):
             writer.push(groups[number])
-        home.wait_until(lambda: buffer.policy().current().version >= 1, seconds=60, why="version 1")
+        home.wait_until(lambda: buffer.policy.version >= 1, seconds=60, why="version 1")
         writer.push(group(2, 1, has_teacher=False))
         for number in (3, 4):
             writer.push(groups[number])

@@ -101,7 +101,7 @@ def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill
         attempt = store.trainer()
         assert attempt.trained == STEPS
         assert attempt.resume_step >= KILLED_AFTER // 10 * 10, "it went on from its checkpoint"
-        assert buffer.policy().current().version == STEPS
+        assert buffer.policy.version == STEPS
         assert buffer.verify().ok, buffer.verify()
         earned = rewards(buffer)
         first, last = (sum(part) / len(part) for part in (earned[:5], earned[-5:]))
@@ -144,4 +144,4 @@ def test_the_readmes_lines_train_as_they_are(home: Home) -> None:
             lines = lines.replace(theirs, ours)
         (home.path / "readme.py").write_text(AROUND + lines + END)
         assert [home.ended(process, 60) for process in train(home, "readme", ranks=2)] == [0, 0], home.logs()
-        assert (buffer.store.trainer().trained, buffer.policy().current().version) == (3, 3)
+        assert (buffer.store.trainer().trained, buffer.policy.version) == (3, 3)

@@ -46,7 +46,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
     with home.connect("judged") as buffer:
         store = buffer.store
         buffer.reader(timeout_seconds=60).start()
-        buffer.policy().announce(0, location="", size=0, checksum="")
+        buffer.policy.announce(0, location="", size=0, checksum="")
         writer = buffer.writer("w")
         for seed in range(12):
             writer.push(make_group(env="a", size=4, rewards=[None] * 4, seed=seed, needs=["reward"]))

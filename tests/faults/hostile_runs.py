@@ -202,7 +202,7 @@ class _Stage:
                     done.append(f"the end of {env}, {end[:20].decode(errors='replace')!a}")
         with self.buffer() as buffer:
             for env in ENVS:
-                buffer.role(OperatorStore).forget_end(env)
+                buffer.store.role(OperatorStore).forget_end(env)
         for process in self._workers.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -84,7 +84,7 @@ class Killed:
         self._config = home.path / "worker.toml"
         self._config.write_text(WORKER.format(url=url))
         self.buffer = home.connect()
-        self.store: Any = self.buffer.role(EveryRole)
+        self.store: Any = self.buffer.store.role(EveryRole)
         self.store.open_run()
         self.store.lease("batcher", ttl_seconds=36_000)
         self._attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

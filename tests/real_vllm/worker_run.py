@@ -77,7 +77,7 @@ class WorkerRun:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
         self.buffer = connect("memory://")
-        self.store: Any = self.buffer.role(EveryRole)
+        self.store: Any = self.buffer.store.role(EveryRole)
         self.store.open_run()
         self.store.lease("batcher", ttl_seconds=600)
         self._attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

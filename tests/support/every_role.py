@@ -26,6 +26,6 @@ class EveryRole(WorkerStore, ScorerStore, LeaderStore, TrainerStore, OperatorSto
 
 def stands_in(store: T, buffer: Buffer) -> T:
     """Whatever role somebody asks the buffer for, `store` is what they get. -> it."""
-    buffer.store = store
-    buffer.role = lambda role: store
+    store.role = lambda role: store
+    buffer.store = buffer.policy._store = store
     return store

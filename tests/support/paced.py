@@ -140,7 +140,7 @@ def _trainer(options: argparse.Namespace) -> int:
         reader = buffer.reader(timeout_seconds=options.timeout)
         try:
             for step in reader.steps():
-                policy = buffer.policy()
+                policy = buffer.policy
                 policy.announce(step.number, location="", size=0, checksum="")
                 reader.trained(step)
                 _say({"event": "trained", "step": step.number, "groups": step.groups})

@@ -106,7 +106,7 @@ class Stage:
 
     def __init__(self, url: str = "memory://", *, config: RunSettings | None = None) -> None:
         self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}", config=config)
-        self.store: Any = self.buffer.role(EveryRole)
+        self.store: Any = self.buffer.store.role(EveryRole)
         self.store.open_run()
         self.store.lease("batcher", ttl_seconds=600)
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number

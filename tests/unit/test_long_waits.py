@@ -34,15 +34,15 @@ def test_a_writer_without_a_ticket_says_what_the_batcher_waits_for(caplog: pytes
         writer = buffer.writer("w0")
         assert writer.take("gsm8k", timeout_seconds=0.05) == []
         assert str(Waiting(kind=Wait.NO_BATCHER)) in told(caplog)[0]
-        buffer.role(LeaderStore).lease("batcher", ttl_seconds=60.0)
-        waits.says(buffer.role(Member), Waiting(kind=Wait.NO_TRAINER))
+        buffer.store.role(LeaderStore).lease("batcher", ttl_seconds=60.0)
+        waits.says(buffer.store.role(Member), Waiting(kind=Wait.NO_TRAINER))
         writer.take("gsm8k", timeout_seconds=0.05)
         assert str(Waiting(kind=Wait.NO_TRAINER)) in told(caplog)[1]
 
 
 def test_a_reader_of_a_run_whose_batcher_was_killed_is_told_that_there_is_none() -> None:
     with rlbuffer.connect("memory://", run="math") as buffer:
-        store = buffer.role(EveryRole)
+        store = buffer.store.role(EveryRole)
         store.open_run()
         store.lease("batcher", ttl_seconds=0.001)
         time.sleep(0.01)
@@ -53,7 +53,7 @@ def test_a_reader_of_a_run_whose_batcher_was_killed_is_told_that_there_is_none()
 
 def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
     with rlbuffer.connect("memory://", run="math") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
         for rank in (1, 0):
             looks = iter((False, True))
             assert list(buffer.reader(rank, 2).steps(until=lambda looks=looks: next(looks))) == []
@@ -62,7 +62,7 @@ def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptu
 
 def test_a_long_wait_is_told_again_only_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     with rlbuffer.connect("memory://", run="math") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
         wait = LongWait(buffer.store)
         for _ in range(3):
             wait.look("step 1")

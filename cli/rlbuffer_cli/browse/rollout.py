@@ -76,8 +76,8 @@ class OneRollout(Look):
 
     def read(self) -> GroupDetail:
         """The group, with the tokenizer and the trainer's file read beside it."""
-        buffer = self.looking.buffer
-        detail, _ = self.looking.run.group(self.group_id), buffer.texts.lacks
+        run = self.looking.run
+        detail, _ = run.group(self.group_id), run.texts.lacks
         rollouts = [m.rollout for m in detail.tree() if m.rollout is not None and not m.rollout.further]
         self.kept = {r.rollout_id: self.looking.kept.of(detail.view.group_id, r) for r in rollouts}
         return detail
@@ -89,7 +89,7 @@ class OneRollout(Look):
         self.drawn = drawn = member.main
         rollout = drawn.rollout
         tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
-        texts = self.looking.buffer.texts
+        texts = self.looking.run.texts
         has_text = rollout is not None and rollout.text is not None and not texts.has_pieces(rollout)
         is_text = has_text and self.number == 1
         text.display, tokens.display = is_text, not is_text

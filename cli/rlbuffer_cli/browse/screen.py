@@ -237,9 +237,8 @@ class Look(Screen[None]):
         from rlbuffer_cli.web.pages import file_name, one_of, write_page
 
         def write() -> str:
-            buffer, file = self.looking.buffer, file_name(name)
-            detail = self.looking.run.group(name)
-            write_page([one_of(detail, name)], file, title=f"{name} of run {buffer.run}", buffer=buffer)
+            run, file = self.looking.run, file_name(name)
+            write_page([one_of(run.group(name), name)], file, title=f"{name} of run {run.buffer.run}", run=run)
             return str(Path(file).resolve())
 
         try:

@@ -209,7 +209,7 @@ def apply(given: options.Given, timeout: float, yes: bool) -> int:
         what = f'{plural(len(forgotten), "setting")} of run "{name}" back to the default: {", ".join(forgotten)}'
         if forgotten and not options.is_wanted(f"takes {what} (not named in {loaded.file})", yes=yes):
             return 1
-        state = buffer.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
+        state = buffer.store.role(OperatorStore).ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
             state = SettingsState.STORED

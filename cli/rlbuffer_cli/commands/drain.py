@@ -39,12 +39,12 @@ def command(undo: bool, timeout: float | None, given: options.Given) -> int:
 
     with open_run(given) as buffer:
         if undo:
-            was_draining = buffer.role(OperatorStore).ask_undrain()
+            was_draining = buffer.store.role(OperatorStore).ask_undrain()
             record = {"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}
             text = "gives tickets again" if was_draining else "was not draining"
             answer(record, f'run "{buffer.run}" {text}')
             return 0
-        buffer.role(OperatorStore).ask_drain()
+        buffer.store.role(OperatorStore).ask_drain()
         return _wait(buffer, timeout)
 
 

@@ -30,13 +30,15 @@ def command(where: str, yes: bool, given: options.Given) -> int:
     """
     from rlbuffer.client.filters import parse
     from rlbuffer.client.operations import choose
+    from rlbuffer.client.texts import Texts, tokenizer_directory
     from rlbuffer.store.operator import OperatorStore
 
     if not parse(where).terms:
         raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
     with open_run(given) as buffer:
-        name, store = buffer.run, buffer.role(OperatorStore)
-        chosen = choose(store, where, text_of=buffer.texts.decoded)
+        name, store = buffer.run, buffer.store.role(OperatorStore)
+        texts = Texts(tokenizer_directory(buffer.settings))
+        chosen = choose(store, where, text_of=texts.decoded)
         sums = {"groups": len(chosen.drops), "rollouts": chosen.rollouts, "tokens": chosen.tokens}
         envs = chosen.envs()
         named = ", ".join(f"{env} {groups}" for env, (groups, _, _) in envs.items())

@@ -102,7 +102,7 @@ def _run_of(env: str, given: options.Given) -> Iterator[tuple[OperatorStore, str
         raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")
     with open_run(given) as buffer:
         _check_known(buffer, env)
-        yield buffer.role(OperatorStore), buffer.run
+        yield buffer.store.role(OperatorStore), buffer.run
 
 
 def _check_known(buffer: Buffer, env: str) -> None:

@@ -95,8 +95,10 @@ class Found(NamedTuple):
 def _of_server(buffer: Buffer, where: str, gone: list[str]) -> Found:
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
+    from rlbuffer.client.texts import Texts, tokenizer_directory
 
-    details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
+    texts = Texts(tokenizer_directory(buffer.settings))
+    details = list_details(buffer.store, where=where, limit=2**31, text_of=texts.decoded)
     return Found(buffer.run, export_groups(buffer, where, gone), details)
 
 
@@ -143,8 +145,10 @@ def _write(path: Path, found: Found, buffer: Buffer | None, where: str, gone: li
     lines = (f"{line_of(group)}\n" for group in pushed())
     if path.suffix == ".html":
         from rlbuffer_cli.web.pages import write_page
+        from rlbuffer_cli.whole_run import WholeRun
 
-        write_page(shown(), str(path), title=f"run {found.run}: groups {where}".rstrip(), buffer=buffer)
+        run = None if buffer is None else WholeRun(buffer)
+        write_page(shown(), str(path), title=f"run {found.run}: groups {where}".rstrip(), run=run)
     elif path.suffix == ".parquet":
         from rlbuffer.archive.groups import write_groups
 

@@ -96,7 +96,7 @@ def command(
     with open_run(given) as buffer:
         run = WholeRun(buffer, archive)
         if tokenizer is not None:
-            buffer.texts = _texts(tokenizer)
+            run.texts = _texts(tokenizer)
         if html is not None:
             return _page(run, None if is_table else what, where, limit or printed.LISTED_GROUPS, html)
         if web is not None:
@@ -143,7 +143,7 @@ def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: s
     title = f"{identifier} of run {name}" if identifier else f"run {name}: groups {where}".rstrip()
     details = [one_of(run.group(identifier), identifier)] if identifier else run.details(where, limit)
     try:
-        write_page(details, file, title=title, buffer=run.buffer)
+        write_page(details, file, title=title, run=run)
     except BrokenPipeError:
         raise  # the reader has left
     except OSError as error:

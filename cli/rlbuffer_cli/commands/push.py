@@ -242,7 +242,7 @@ def _version(value: str | None) -> int | str | None:
 
 def newest_version(buffer: Buffer, adapter: str) -> int:
     """The newest policy version of the run that may have sampled: the one of its last step, where none is announced."""
-    return max(0, buffer.policy().current(adapter).version, 0 if adapter else buffer.store.meta().step)
+    return max(0, buffer.policy.current(adapter).version, 0 if adapter else buffer.store.meta().step)
 
 
 def _as_sampled_by(versions: Mapping[str, Any] | None, groups: Iterator[Group]) -> Iterator[Group]:

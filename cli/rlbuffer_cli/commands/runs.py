@@ -125,7 +125,7 @@ def dump_run(file: Path, force: bool, given: options.Given) -> int:
     if file.exists() and not force:
         raise DumpError(f"{file} exists: use another name, or --force")
     with open_run(given) as buffer:
-        dumped = dump(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
+        dumped = dump(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
     answer(
         {"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)},
         f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, '
@@ -157,7 +157,7 @@ def restore_run(file: Path, given: options.Given) -> int:
         raise click.UsageError(f"{file} holds run {name!r}, and --run is {given.run!r}: a run keeps its name")
     loaded = replace(given, run=name).load()
     with connected(loaded, "restore") as buffer:
-        restored = restore(buffer.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
+        restored = restore(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
         address = buffer.store.server()["address"]
     # The options that were typed here must be typed there: without them, verify looks at another server.
     answer(
@@ -207,7 +207,7 @@ def _take_back(
     from rlbuffer.store.operator import OperatorStore
 
     with open_run(given) as buffer:
-        store = buffer.role(OperatorStore)
+        store = buffer.store.role(OperatorStore)
         lost = "" if yes else _lost(store, buffer.settings, step, with_pool=with_pool, force=force)
         if lost and not options.is_wanted(lost, yes=yes):
             return 1
@@ -267,6 +267,6 @@ def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
             )
         if not options.is_wanted(f'removes run "{name}" ({content}) for good', yes=yes):
             return 1
-        keys = buffer.role(OperatorStore).delete_run()
+        keys = buffer.store.role(OperatorStore).delete_run()
     say(f'run "{name}" ({content}) is gone: {plural(keys, "key")} removed')
     return 0

@@ -54,8 +54,11 @@ def command(name: str | None, given: options.Given, env: str | None, replica: in
 
 def _tell_run(loaded: Loaded, key: str, why: ConfigError) -> None:
     """A run that is there hears why this worker does not begin."""
+    from rlbuffer.store.worker import WorkerStore
     from rlbuffer.worker.heartbeat import telling_why
 
     settings = loaded.settings
-    with open_existing(of_run(loaded, settings.run)) as buffer, telling_why(buffer, key, settings.worker[key]):
-        raise why
+    with open_existing(of_run(loaded, settings.run)) as buffer:
+        store = buffer.store.role(WorkerStore)
+        with telling_why(store, key, settings.worker[key]):
+            raise why

@@ -22,7 +22,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
@@ -49,6 +48,7 @@ from rlbuffer_cli.plots import Curve
 from rlbuffer_cli.table import Column, View
 from rlbuffer_cli.tables import MEMBERS
 from rlbuffer_cli.text import MINUS, WIDE, moment
+from rlbuffer_cli.whole_run import WholeRun
 
 LENSES = NAMES[:7]
 STDOUT = "-"
@@ -185,21 +185,21 @@ def policy(forms: str) -> str:
 
 
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
-def sources_of(buffer: Buffer) -> Sources:
+def sources_of(run: WholeRun) -> Sources:
     """Everything that pages of this run know besides the groups: its tokenizer, and what its trainer keeps here."""
-    return Sources(texts=buffer.texts, kept=KeptValues(buffer.settings.output_dir).of)
+    return Sources(texts=run.texts, kept=KeptValues(run.buffer.settings.output_dir).of)
 
 
-def write_page(details: Iterable[GroupDetail], file: str, *, title: str, buffer: Buffer | None = None) -> None:
+def write_page(details: Iterable[GroupDetail], file: str, *, title: str, run: WholeRun | None = None) -> None:
     """Writes groups as one page to `file`, ``-`` for stdout, a group at a time. A file is there whole or not at all.
 
-    `buffer`: the run, where its server is known.
+    `run`: where its server is known.
 
     Raises:
         OSError: the file cannot be written.
     """
-    sources = Sources(texts=Texts()) if buffer is None else sources_of(buffer)
-    at = "" if buffer is None else moment(buffer.store.now())
+    sources = Sources(texts=Texts()) if run is None else sources_of(run)
+    at = "" if run is None else moment(run.buffer.store.now())
     groups = (shown_group(detail, sources, is_whole=True) for detail in details)
     pieces = page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
     if file == STDOUT:

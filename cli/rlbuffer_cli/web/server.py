@@ -50,7 +50,7 @@ class Pages(AskedServer):
         super().__init__((HOST, port), Handler)
         run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
         self.run = run
-        self.sources: Sources = sources_of(run.buffer)
+        self.sources: Sources = sources_of(run)
         self.token = secrets.token_urlsafe(SECRET_BYTES)
 
     @property

@@ -143,7 +143,7 @@ class Reports:
         """
         while self._unsent:
             try:
-                self._session.buffer.add_record(self._unsent[0])
+                self._session.reader.add_record(self._unsent[0])
             except (ServerUnreachable, ServerRefused):
                 return
             self._unsent.popleft()

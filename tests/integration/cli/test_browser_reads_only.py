@@ -80,7 +80,7 @@ def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     with rlbuffer.connect(redis_url, run=run_name) as buffer:
-        buffer.writer("w").push(rlbuffer.make_group(env="math", group_id="math.4711"))
+        buffer.writer("w").push(rlbuffer.testing.make_group(env="math", group_id="math.4711"))
     words = ["inspect", "--redis", redis_url, "--run", run_name]
     drawn = typed(words, tmp_path, until=b"math.4711", keys=b"q")
     assert b"\x1b[?1049h" in drawn, "the browser has a screen of its own"

@@ -35,7 +35,7 @@ def call(url: str, typed: Call) -> Call:
 @pytest.fixture
 def buffer(url: str) -> Iterator[Buffer]:
     with rlbuffer.connect(url, run="math") as opened:
-        opened.role(Member).open_run()
+        opened.store.role(Member).open_run()
         yield opened
 
 
@@ -43,9 +43,9 @@ def test_the_run_opened_last_is_shown_unless_one_was_named(
     url: str, buffer: Buffer, call: Call, tmp_path: Path
 ) -> None:
     with rlbuffer.connect(url, run="default") as older:
-        older.role(Member).open_run()
+        older.store.role(Member).open_run()
     with rlbuffer.connect(url, run="newest") as newest:
-        newest.role(Member).open_run()
+        newest.store.role(Member).open_run()
         code, out, err = call("inspect")
         assert (code, out.startswith('run "newest" on ')) == (0, True)
         assert err == 'showing run "newest", the one opened last (--run chooses another)\n'
@@ -58,7 +58,7 @@ def test_the_run_opened_last_is_shown_unless_one_was_named(
 
 
 def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call: Call) -> None:
-    buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
+    buffer.store.role(Member).heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
     code, out, _ = call("alive", "worker", "vcopy")
     assert (code, out.startswith("worker vcopy was last seen 0.")) == (0, True)
     code, out, _ = call("alive", "worker", "vcopy", "--within", "0")

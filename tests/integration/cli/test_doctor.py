@@ -112,7 +112,7 @@ def follows_another(place: Place) -> None:
 def holds_a_run_of_another_schema(place: Place) -> None:
     server = place.server()
     with rlbuffer.connect(server.url, run="old") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
     with redis.Redis(port=server.port) as client:
         client.hset(Keys("old").meta, "schema", SCHEMA - 1)
     place.arguments += ["--run", "old"]
@@ -195,7 +195,7 @@ def test_a_sound_run_has_no_failure_under_the_user_of_any_role(place: Place, cal
     server = place.server(aclfile=str(users))
     host = server.url.removeprefix("redis://")
     with rlbuffer.connect(f"redis://operator:CHANGE-operator@{host}", run="math") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
     place.monkeypatch.setenv("RLBUFFER_REDIS_PASSWORD", f"CHANGE-{user}")
     code, out, err = call("--redis", f"redis://{user}@{host}", "--run", "math", "--json")
     runs = [record for record in map(json.loads, out.splitlines()) if record["check"] == "run"]
@@ -207,7 +207,7 @@ def test_a_sound_host_and_server_have_no_trouble(place: Place, call: Call) -> No
     server = place.server()
     place.config(GOOD)
     with rlbuffer.connect(server.url, run="math") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
     code, out, err = call(*place.arguments, "--run", "math")
     lines = [line.split(maxsplit=2) for line in out.splitlines()]
     assert (code, err, out.splitlines()[-1]) == (0, "", "0 failures, 0 warnings")
@@ -289,7 +289,7 @@ def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(pla
     place.monkeypatch.setattr("rlbuffer.checks.server.FIRST_STEP_SECONDS", 0.0)
     server = place.server()
     with rlbuffer.connect(server.url, run="math") as buffer:
-        store = buffer.role(EveryRole)
+        store = buffer.store.role(EveryRole)
         store.open_run()
         named = (*place.arguments, "--run", "math")
         assert "warning  run" not in call(*named)[1]  # nobody works: nothing is to go on

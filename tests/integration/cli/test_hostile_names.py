@@ -27,7 +27,7 @@ def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
 
 def spoil(buffer: rlbuffer.Buffer) -> None:
     """Writes everything that a worker may write, with :data:`EVIL` wherever a text may stand."""
-    store = buffer.role(EveryRole)
+    store = buffer.store.role(EveryRole)
     writer = buffer.writer("w")
     group = make_group(env="a", size=2, group_id="a.0")
     rollouts = tuple(

@@ -253,7 +253,7 @@ def versions_of(buffer: rlbuffer.Buffer, count: int) -> list[set[int]]:
 
 def at_version(buffer: rlbuffer.Buffer, version: int) -> None:
     buffer.reader().start()
-    buffer.policy().announce(version, location="", size=0, checksum="")
+    buffer.policy.announce(version, location="", size=0, checksum="")
 
 
 def test_versions_that_the_run_has_not_made_or_left_behind_are_said_at_push(

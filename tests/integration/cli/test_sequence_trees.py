@@ -186,7 +186,8 @@ ORDER = {"a.0/0", "a.0/1", "├─", "└─"}
 
 
 def test_pages_mark_what_is_shared_and_a_name_does_nothing_there(buffer: rlbuffer.Buffer, inspect: Inspect) -> None:
-    seen, sources = WholeRun(buffer), sources_of(buffer)
+    seen = WholeRun(buffer)
+    sources = sources_of(seen)
 
     def page(name: str, **query: str) -> str:
         pieces = route(seen, sources, name, query)

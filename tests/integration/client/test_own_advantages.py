@@ -63,5 +63,5 @@ def test_the_advantage_that_trains_is_shown_by_samples_views_archive_and_filters
 def test_a_pack_outside_of_any_run_shows_it_too() -> None:
     rollout = make_group(env="a", size=1, seed=1).rollouts[0]
     own = replace(rollout, columns={"advantages": np.full(rollout.length, 0.75, np.float32)})
-    packed = rlbuffer.pack([own, rollout], [0.25, 0.25], row_tokens=512)
+    packed = rlbuffer.packing.pack([own, rollout], [0.25, 0.25], row_tokens=512)
     assert [sample.advantage for sample in packed.samples] == [0.75, 0.25]

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,9 @@ def worker(url: str, env: str) -> Callable[[threading.Event], None]:
             writer = buffer.writer(f"worker-{env}")
             while not stop.is_set():
                 for ticket in writer.take(env, 2, timeout_seconds=0.2):
-                    version = buffer.policy().current().version
+                    version = buffer.policy.version
                     rollouts = [completion(rng, version) for _ in range(4)]
-                    group = rlbuffer.Group(ticket.group_id, env, f"prompt-{ticket.number}", rollouts, 4, answer="42")
-                    assert writer.push(group).status == "stored"
+                    assert writer.push(ticket, rollouts, answer="42").status == "stored"
 
     return work
 
@@ -80,7 +80,7 @@ def completion(rng: np.random.Generator, version: int) -> rlbuffer.Rollout:
 
 
 def train(buffer: rlbuffer.Buffer, steps: int, *, start: int | None = None) -> list[rlbuffer.Step]:
-    reader, policy, done = buffer.reader(timeout_seconds=20), buffer.policy(), []
+    reader, policy, done = buffer.reader(timeout_seconds=20), buffer.policy, []
     for step in reader.steps(start):
         for micro_batch in step:
             assert micro_batch.input_ids.shape == micro_batch.targets.shape
@@ -106,7 +106,7 @@ def test_a_worker_and_a_trainer_of_ten_lines_train_ten_accounted_steps(url: str)
         assert len({sample.rollout_id for sample in samples}) == len(samples) == 160
         assert {sample.env for sample in samples} == {"a", "b"}
         assert {sample.answer for sample in samples} == {"42"}
-        assert buffer.policy().wait(10, timeout_seconds=5).location == "/weights/10"
+        assert buffer.policy.wait(10, timeout_seconds=5).location == "/weights/10"
         assert sum(env.trained[0] for env in buffer.ledger().envs.values()) == 160
         assert buffer.step(10).header.digest == steps[-1].digest
         assert {view.state for view in buffer.groups("state=trained", limit=5)} == {"trained"}
@@ -121,7 +121,7 @@ def test_so_many_steps_are_committed_ahead_of_the_trainer_and_no_more(url: str, 
     with rlbuffer.connect(url) as buffer, running(batcher(url, config)):
         writer = buffer.writer("w")
         for seed in range(6):
-            writer.push(rlbuffer.make_group(seed=seed))
+            writer.push(rlbuffer.testing.make_group(seed=seed))
         steps = buffer.reader(timeout_seconds=20).steps()
         next(steps)
         wait_until(lambda: buffer.store.meta().step == ahead)
@@ -143,7 +143,7 @@ def test_steps_are_acknowledged_and_checkpointed_by_number_too(url: str) -> None
     with rlbuffer.connect(url) as buffer, running(batcher(url, config)):
         writer = buffer.writer("w")
         for seed in range(4):
-            writer.push(rlbuffer.make_group(seed=seed))
+            writer.push(rlbuffer.testing.make_group(seed=seed))
         reader = buffer.reader(timeout_seconds=20)
         first = next(reader.steps())
         reader.trained(1)
@@ -162,7 +162,7 @@ def test_a_reader_begins_again_where_it_is_told(url: str) -> None:
     with rlbuffer.connect(url) as buffer, running(batcher(url, config)):
         writer = buffer.writer("w")
         for seed in range(4):
-            writer.push(rlbuffer.make_group(seed=seed))
+            writer.push(rlbuffer.testing.make_group(seed=seed))
         reader = buffer.reader(timeout_seconds=20)
         steps = reader.steps()
         digests = [next(steps).digest for _ in range(3)]
@@ -173,20 +173,20 @@ def test_a_reader_begins_again_where_it_is_told(url: str) -> None:
 def test_a_trainer_may_announce_its_first_weights_before_it_reads(url: str) -> None:
     with rlbuffer.connect(url) as buffer:
         reader = buffer.reader()
-        assert buffer.policy().announce(0, location="/weights/0", size=3, checksum="abc")
+        assert buffer.policy.announce(0, location="/weights/0", size=3, checksum="abc")
         assert reader.attempt == buffer.store.trainer().number
-        assert buffer.policy().current() == rlbuffer.PolicyVersion(
+        assert buffer.policy.current() == rlbuffer.PolicyVersion(
             version=0, location="/weights/0", size=3, checksum="abc"
         )
-        assert not buffer.policy().announce(0, location="/other", size=3, checksum="abc")
+        assert not buffer.policy.announce(0, location="/other", size=3, checksum="abc")
 
 
 def test_a_version_is_announced_by_a_trainer_and_waited_for_by_anybody(url: str) -> None:
     with rlbuffer.connect(url) as buffer:
         with pytest.raises(RlbufferError, match=r"reader\.start"):
-            buffer.policy().announce(0, location="", size=0, checksum="")
+            buffer.policy.announce(0, location="", size=0, checksum="")
         with pytest.raises(BatchTimeout, match=r"version 3 .* -1"):
-            buffer.policy().wait(3, timeout_seconds=0.0)
+            buffer.policy.wait(3, timeout_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,31 @@ def test_a_wrong_mapping_is_a_config_error(url: str) -> None:
         rlbuffer.connect(url, config={"batcher": {"row_tokens": 64, "max_age": -1}})
 
 
+def test_a_ticket_and_its_rollouts_are_the_group_that_has_its_names(url: str) -> None:
+    rng, ticket = np.random.default_rng(0), rlbuffer.Ticket(env="a", number=7, group_id="a.7")
+    rollouts = [completion(rng, 0) for _ in range(2)]
+    with rlbuffer.connect(url) as buffer:
+        writer = buffer.writer("w-3")
+        writer.push(ticket, rollouts)
+        writer.push(replace(ticket, group_id="a.8"), iter(rollouts), prompt_id="2 + 2", planned_size=3, answer="4")
+        plain, named = (buffer.group(name) for name in ("a.7", "a.8"))
+        assert (plain.view.prompt_id, plain.view.env, plain.view.state) == ("7", "a", "ready")
+        assert (plain.view.worker, len(plain.members)) == ("w-3", 2)
+        assert (named.view.prompt_id, named.view.state, named.answer) == ("2 + 2", "forming", "4")
+
+
 def test_what_is_no_group_or_no_env_is_refused_at_the_writer(url: str) -> None:
     with rlbuffer.connect(url) as buffer:
         writer = buffer.writer("w")
-        with pytest.raises(InvalidRollout, match=r"^push: expected a Group, got Rollout$"):
-            writer.push(rlbuffer.make_group().rollouts[0])  # type: ignore[arg-type]
+        rollouts, ticket = rlbuffer.testing.make_group().rollouts, rlbuffer.Ticket(env="a", number=0, group_id="a.0")
+        with pytest.raises(InvalidRollout, match=r"^push: expected a Group, got a value of type Rollout$"):
+            writer.push(rollouts[0])  # type: ignore[arg-type]
+        with pytest.raises(InvalidRollout, match=r"^push: ticket a\.0 comes without rollouts"):
+            writer.push(ticket)  # type: ignore[call-overload]
+        with pytest.raises(InvalidRollout, match=r"^push: rollouts and fields go with a Ticket, got a value of type"):
+            writer.push(rlbuffer.testing.make_group(), rollouts)  # type: ignore[call-overload]
+        with pytest.raises(InvalidRollout, match=r"^push: 'answers' is no field of a Group: prompt_id, "):
+            writer.push(ticket, rollouts, answers="42")
         with pytest.raises(ValueError, match=r"^take: env must be .*, got 'a b'$"):
             writer.take("a b")
         with pytest.raises(ValueError, match=r"^take: n = 0 must be at least 1$"):
@@ -244,7 +264,8 @@ def test_an_argument_of_a_reader_that_cannot_be_meant_is_refused(url: str, argum
     with rlbuffer.connect(url) as buffer:
         with pytest.raises(ValueError, match=f"^reader: {next(iter(arguments))}: "):
             buffer.reader(**arguments)
-        assert buffer.place is None
+        with pytest.raises(rlbuffer.RlbufferError, match="no reader"):
+            buffer.policy.publish(object(), 0)
 
 
 def test_a_reader_takes_numbers_of_numpy_and_waits_without_end_where_told(url: str) -> None:

@@ -71,7 +71,7 @@ def pending(buffer: rlbuffer.Buffer) -> list[str]:
 
 
 def sequence(buffer: rlbuffer.Buffer, writer: rlbuffer.Writer) -> bytes:
-    store = buffer.role(WorkerStore)
+    store = buffer.store.role(WorkerStore)
     return bytes(store.client.hget(store.keys.producer("w", writer.incarnation), "sequence"))
 
 

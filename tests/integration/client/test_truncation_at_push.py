@@ -21,13 +21,13 @@ DROPS = rlbuffer.BatcherConfig(10)
 @pytest.fixture
 def buffer(redis_url: str) -> Iterator[rlbuffer.Buffer]:
     with rlbuffer.connect(redis_url, run=f"cut-{uuid.uuid4().hex[:8]}") as made:
-        made.role(LeaderStore).open_run()
+        made.store.role(LeaderStore).open_run()
         yield made
 
 
 def serve(buffer: rlbuffer.Buffer, config: rlbuffer.BatcherConfig) -> None:
-    buffer.role(LeaderStore).lease("leader", ttl_seconds=30.0)
-    buffer.role(LeaderStore).set_config(config.as_dict(), "digest")
+    buffer.store.role(LeaderStore).lease("leader", ttl_seconds=30.0)
+    buffer.store.role(LeaderStore).set_config(config.as_dict(), "digest")
 
 
 def lengths(buffer: rlbuffer.Buffer) -> list[list[tuple[int, bool]]]:

@@ -35,7 +35,7 @@ PROGRAMS = {
     "reader that waits": "reader = buffer.reader(); reader.start(); behind(lambda: reader.pull(1))",
     "reader that loops": "reader = buffer.reader(); behind(lambda: [step for step in reader.steps()])",
     "reader in the middle of its steps": (
-        "serve(); writer = buffer.writer('w'); writer.push(rlbuffer.make_group(env='a'))\n"
+        "serve(); writer = buffer.writer('w'); writer.push(rlbuffer.testing.make_group(env='a'))\n"
         "steps = buffer.reader().steps(); print(next(steps).number)"
     ),
     "writer that takes": "writer = buffer.writer('w'); behind(lambda: writer.take('a'))",

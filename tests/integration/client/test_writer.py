@@ -56,7 +56,7 @@ class Failing:
 
 
 def test_a_server_that_goes_away_while_the_missing_pushes_are_sent_is_waited_for(buffer: rlbuffer.Buffer) -> None:
-    store = stands_in(Failing(buffer.role(WorkerStore), "push"), buffer)
+    store = stands_in(Failing(buffer.store.role(WorkerStore), "push"), buffer)
     writer = buffer.writer("w")
     for seed in range(4):
         writer.push(group(seed))
@@ -70,7 +70,7 @@ def test_a_server_that_goes_away_while_the_missing_pushes_are_sent_is_waited_for
 
 
 def test_a_full_server_gives_no_tickets_and_ends_no_worker(buffer: rlbuffer.Buffer) -> None:
-    store = stands_in(Failing(buffer.role(WorkerStore), "take_tickets"), buffer)
+    store = stands_in(Failing(buffer.store.role(WorkerStore), "take_tickets"), buffer)
     store.errors = dict.fromkeys(range(1, 99), ServerRefused("memory limit"))
     writer = buffer.writer("w")
     assert writer.take("a", timeout_seconds=0.1) == []
@@ -81,7 +81,7 @@ def test_the_end_of_an_env_is_said_however_long_the_server_takes_no_writes(
     buffer: rlbuffer.Buffer, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer, "LAST_DELAY_SECONDS", 0.01)
-    store = stands_in(Failing(buffer.role(WorkerStore), "say_done"), buffer)
+    store = stands_in(Failing(buffer.store.role(WorkerStore), "say_done"), buffer)
     heard: list[RlbufferError] = []
     writer = buffer.writer("w", on_retry=heard.append)
     writer.push(group(1))
@@ -110,8 +110,8 @@ class ForgetfulStore:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_push_that_was_given_up_does_not_cost_the_next_group(buffer: rlbuffer.Buffer, again: bool) -> None:
-    epoch = buffer.role(Member).open_run().epoch
-    store = ForgetfulStore(buffer.role(WorkerStore))
+    epoch = buffer.store.role(Member).open_run().epoch
+    store = ForgetfulStore(buffer.store.role(WorkerStore))
     writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
     store.loses_reply = True
     with pytest.raises(ServerUnreachable, match="the answer was lost"):
@@ -125,7 +125,7 @@ def test_a_push_that_was_given_up_does_not_cost_the_next_group(buffer: rlbuffer.
 
 
 def test_nothing_is_left_under_the_name_of_a_run_that_was_deleted(buffer: rlbuffer.Buffer) -> None:
-    store = buffer.role(EveryRole)
+    store = buffer.store.role(EveryRole)
     store.open_run()
     store.lease("me", ttl_seconds=60)
     keys, client = store.keys, store.client  # type: ignore[attr-defined]
@@ -140,8 +140,8 @@ def test_nothing_is_left_under_the_name_of_a_run_that_was_deleted(buffer: rlbuff
 
 def test_a_group_whose_push_another_thread_has_settled_is_pushed_again(buffer: rlbuffer.Buffer) -> None:
     """A repeated call is recognized only where no other came between; what it stores again drops as a duplicate."""
-    epoch = buffer.role(Member).open_run().epoch
-    store = ForgetfulStore(buffer.role(WorkerStore))
+    epoch = buffer.store.role(Member).open_run().epoch
+    store = ForgetfulStore(buffer.store.role(WorkerStore))
     writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
     store.loses_reply = True
     with pytest.raises(ServerUnreachable, match="the answer was lost"):
@@ -185,8 +185,8 @@ def test_a_forked_process_pushes_under_an_incarnation_of_its_own(redis_url: str,
         goes_on.wait(30.0)
 
     with rlbuffer.connect(redis_url, run=f"writer-{uuid.uuid4().hex[:8]}") as buffer:
-        store = ForgetfulStore(buffer.role(WorkerStore))
-        writer = rlbuffer.Writer(store, "w", epoch=buffer.role(Member).open_run().epoch, on_retry=hold_the_lock)  # type: ignore[arg-type]
+        store = ForgetfulStore(buffer.store.role(WorkerStore))
+        writer = rlbuffer.Writer(store, "w", epoch=buffer.store.role(Member).open_run().epoch, on_retry=hold_the_lock)  # type: ignore[arg-type]
         writer.push(group(0))
         store.loses_reply = is_busy
         pushing = threading.Thread(target=writer.push, args=(group(1),))

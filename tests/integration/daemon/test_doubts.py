@@ -153,7 +153,7 @@ def test_a_rollout_without_the_reference_beside_one_that_has_it_is_masked_and_na
 
 def test_a_token_that_the_trainers_model_does_not_have_is_dropped_before_any_rank_sees_it(served: Served) -> None:
     run = served.run
-    within = rlbuffer.make_group(lengths=[8, 8])
+    within = rlbuffer.testing.make_group(lengths=[8, 8])
     vocabulary = 1 + max(int(r.tokens.max()) for r in within.rollouts)
     reader = start(run, vocabulary=vocabulary)
     beyond = run.push("a.0", lengths=[60, 60])

@@ -87,8 +87,8 @@ def test_the_command_pauses_and_resumes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with rlbuffer.connect(run="r", config={"home": str(home)}) as buffer:
-        buffer.role(Member).open_run()
-        buffer.heartbeat("worker", "math-0", {"env": "math"})
+        buffer.store.role(Member).open_run()
+        buffer.store.role(Member).heartbeat("worker", "math-0", {"env": "math"})
         for action in ("pause", "pause", "resume", "resume"):
             assert main(["env", action, "math", "--home", str(home), "--run", "r"]) == 0
             assert buffer.store.paused() == (frozenset({"math"}) if action == "pause" else frozenset())

@@ -42,7 +42,7 @@ class Together:
     def _work(self, buffer: rlbuffer.Buffer) -> None:
         writer, number = buffer.writer("w"), 0
         while not self.stop.wait(0.02):
-            version = buffer.policy().current().version
+            version = buffer.policy.version
             if version < 0:
                 continue
             for ticket in writer.take("a", 1, timeout_seconds=0.0):

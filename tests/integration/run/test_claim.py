@@ -20,7 +20,7 @@ from rlbuffer.store.member import Member
 @pytest.fixture
 def store(redis_url: str, run_name: str) -> Iterator[Member]:
     with rlbuffer.connect(redis_url, run=run_name) as buffer:
-        yield buffer.role(Member)
+        yield buffer.store.role(Member)
 
 
 OTHER = {"pid": os.getppid(), "host": "a.example", "space": visible_from(), "started": 1.0}

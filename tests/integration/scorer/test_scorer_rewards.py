@@ -189,7 +189,7 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
     stage = stages("judged")
     stage.writer.push(unscored(1))
     (entry,) = stage.buffer.store.read_pool()
-    real, seen = stage.buffer.role(ScorerStore).read_payloads, []
+    real, seen = stage.buffer.store.role(ScorerStore).read_payloads, []
 
     def slow(refs: Any) -> Any:
         seen.append(refs)
@@ -197,13 +197,13 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
             eventually(lambda: not stage.waiting_groups())
         return real(refs)
 
-    stage.buffer.role(ScorerStore).read_payloads = slow
+    stage.buffer.store.role(ScorerStore).read_payloads = slow
     stage.start("first")
     eventually(lambda: seen)
     stage.start("second")
     assert [line.group_id for line in eventually(lambda: stage.told("late"))] == ["a.1"]
     stage.finish()
-    del stage.buffer.role(ScorerStore).read_payloads
+    del stage.buffer.store.role(ScorerStore).read_payloads
     assert stage.raised is None
     assert len(stage.told("scored")) == 1
     (scored,) = stage.buffer.store.read_pool()
@@ -219,7 +219,7 @@ def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
     eventually(lambda: stage.told("ready"))
     stage.writer.push(unscored(1))
     eventually(lambda: stage.told("scored"))
-    stage.buffer.role(OperatorStore).rewind(0)
+    stage.buffer.store.role(OperatorStore).rewind(0)
     writer = stage.buffer.writer("w2")
     writer.push(unscored(2))
     eventually(lambda: len(stage.told("scored")) == 2)
@@ -230,7 +230,7 @@ def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
 
 def test_a_scorer_reads_on_once_a_pool_that_took_no_push_any_more_is_removed(stages: Any):
     stage = stages("judged")
-    store = stage.buffer.role(ScorerStore)
+    store = stage.buffer.store.role(ScorerStore)
     real, seen = store.read_pool, []
 
     def noted(*args: Any, **options: Any) -> Any:

@@ -30,7 +30,7 @@ def test_a_run_lives_on_a_server_without_its_operators_commands(
         leading = threading.Thread(target=daemon.run, args=(stop,))
         leading.start()
         try:
-            buffer.writer("worker-0").push(rlbuffer.make_group())
+            buffer.writer("worker-0").push(rlbuffer.testing.make_group())
             step = next(buffer.reader(0, 1, timeout_seconds=60.0).steps())
         finally:
             stop.set()

@@ -99,7 +99,9 @@ def test_a_step_that_trains_nothing_has_a_loss_of_0_and_leaves_the_weights(monke
     (rollout,) = make_group(size=1, lengths=[8]).rollouts
     nothing = replace(rollout, loss_mask=np.zeros(8, bool))
     model = tiny()
-    loss = example(monkeypatch, "plain_loop").loss_of(model, rlbuffer.pack([nothing], [1.0], row_tokens=16).to("cpu"))
+    loss = example(monkeypatch, "plain_loop").loss_of(
+        model, rlbuffer.packing.pack([nothing], [1.0], row_tokens=16).to("cpu")
+    )
     loss.backward()
     assert loss.item() == 0.0
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -141,7 +143,7 @@ def test_an_examples_packed_row_has_the_logprobs_of_its_rollouts_alone(
     torch.manual_seed(0)
     model = model_from_config({**config, "vocab_size": 256}).eval()
     rollouts = make_group(lengths=[20, 5, 13, 9]).rollouts
-    micro_batch = rlbuffer.pack(rollouts, [1.0, -1.0, 0.5, -0.5], row_tokens=64, pad_to_multiple_of=8)
+    micro_batch = rlbuffer.packing.pack(rollouts, [1.0, -1.0, 0.5, -0.5], row_tokens=64, pad_to_multiple_of=8)
     given: list[torch.Tensor] = []
     hook = model.register_forward_hook(lambda model, inputs, output: given.append(output.logits.detach()[0]))
     trains(monkeypatch, tmp_path, model, micro_batch)
@@ -184,7 +186,7 @@ def assert_trained_as_alone(
     assert len(samples) == len(rollouts)
     alone = [
         replace(
-            rlbuffer.pack([rollouts[sample.group_id, sample.rollout_id]], [sample.advantage], row_tokens=64),
+            rlbuffer.packing.pack([rollouts[sample.group_id, sample.rollout_id]], [sample.advantage], row_tokens=64),
             normalizers=batches[0].normalizers,
         ).to("cpu")
         for sample in samples
@@ -271,7 +273,7 @@ def test_images_stand_in_tokens_of_the_context_alone(monkeypatch: pytest.MonkeyP
     make, expected = SEEN[case]
     beside = SEEN["several"]
     rollouts = [beside[0](images.IMAGE), make(images.IMAGE)]  # so that a micro-batch has images in any case
-    mb = rlbuffer.pack(rollouts, [1.0, 1.0], row_tokens=64).to("cpu")
+    mb = rlbuffer.packing.pack(rollouts, [1.0, 1.0], row_tokens=64).to("cpu")
     places = [piece.nonzero()[:, 0].tolist() for piece in mb.unpack(images.places_of(mb))]
     assert places == [*beside[1], *expected]
     assert torch.isfinite(images.loss_of(images.Sees(tiny(), 3), mb))
@@ -281,7 +283,7 @@ def test_images_stand_in_tokens_of_the_context_alone(monkeypatch: pytest.MonkeyP
 def test_images_that_are_not_as_many_as_their_places_are_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     images = example(monkeypatch, "images")
     rollout = of_turns(count, ([1, images.IMAGE, images.IMAGE], False), ([images.IMAGE], True))
-    mb = rlbuffer.pack([rollout], [1.0], row_tokens=64).to("cpu")
+    mb = rlbuffer.packing.pack([rollout], [1.0], row_tokens=64).to("cpu")
     with pytest.raises(ValueError, match=f"has {count} images, and 2 tokens {images.IMAGE} in its context"):
         images.places_of(mb)
 

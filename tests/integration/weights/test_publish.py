@@ -1,4 +1,4 @@
-"""`policy().publish`: what a trainer of one's own gives its workers, from any rank and any wrapper."""
+"""`policy.publish`: what a trainer of one's own gives its workers, from any rank and any wrapper."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model() -> PreTrainedModel:
 def test_the_first_version_is_there_before_the_first_step_and_no_version_is_written_twice(
     buffer: Buffer, tmp_path: Path
 ) -> None:
-    reader, policy, ours = buffer.reader(), buffer.policy(), model()
+    reader, policy, ours = buffer.reader(), buffer.policy, model()
     assert policy.publish(ours, reader.step)
     current = policy.current()
     assert (current.version, current.location) == (0, str(next((tmp_path / "runs" / "own" / "weights").iterdir())))
@@ -70,16 +70,16 @@ def test_weights_come_to_a_version_that_a_reader_has_announced_without_them(buff
     reader.start()
     reader.announce(rlbuffer.PolicyVersion(version=0))  # what `steps()` does where nobody has
     with pytest.raises(WeightsError, match="was announced without weights"):
-        open_weights(buffer.policy().current())
-    assert buffer.policy().publish(model(), 0)
-    assert open_weights(buffer.policy().current()).is_dir()
+        open_weights(buffer.policy.current())
+    assert buffer.policy.publish(model(), 0)
+    assert open_weights(buffer.policy.current()).is_dir()
 
 
 def test_only_rank_0_writes(buffer: Buffer, tmp_path: Path) -> None:
     buffer.reader(1, 2)
-    assert not buffer.policy().publish(model(), 0, tmp_path / "weights")
+    assert not buffer.policy.publish(model(), 0, tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
-    assert buffer.policy().current().version == -1
+    assert buffer.policy.version == -1
 
 
 @pytest.mark.usefixtures("alone")
@@ -97,8 +97,8 @@ def test_a_wrapped_model_is_published_as_the_model_inside(buffer: Buffer, wrappe
     buffer.reader()
     ours = model()
     expected = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    assert buffer.policy().publish(wrapped(ours), 0)
-    state = load_state(open_weights(buffer.policy().current()))
+    assert buffer.policy.publish(wrapped(ours), 0)
+    state = load_state(open_weights(buffer.policy.current()))
     assert state.keys() | {"lm_head.weight"} == expected.keys()  # tied to the embedding
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
@@ -110,8 +110,8 @@ def test_weights_are_published_as_the_library_saves_them_and_load_again(
     """The library's models stack experts and rename parts; engines know the names of published checkpoints."""
     model = made(config)
     buffer.reader()
-    assert buffer.policy().publish(model, 0)
-    policy = buffer.policy().current()
+    assert buffer.policy.publish(model, 0)
+    policy = buffer.policy.current()
     directory = Path(policy.location)
     model.save_pretrained(tmp_path)
     assert names_and_shapes(directory) == names_and_shapes(tmp_path)
@@ -134,16 +134,16 @@ def test_weights_are_published_as_the_library_saves_them_and_load_again(
 
 def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> None:
     with pytest.raises(RlbufferError) as unread:
-        buffer.policy().publish(model(), 0)
+        buffer.policy.publish(model(), 0)
     assert "buffer.reader(" in str(unread.value)
     buffer.reader()
     with pytest.raises(WeightsError) as other:
-        buffer.policy().publish(torch.nn.Linear(2, 2), 0)
+        buffer.policy.publish(torch.nn.Linear(2, 2), 0)
     assert "Linear" in str(other.value)
     classifier = AutoModelForSequenceClassification.from_config(model().config)
     for headless in (classifier, model().model):
         with pytest.raises(WeightsError, match="cannot be published: nothing can be sampled from it"):
-            buffer.policy().publish(headless, 0)
+            buffer.policy.publish(headless, 0)
     assert buffer.store.trainer().number == 0
 
 

@@ -143,14 +143,14 @@ def test_a_broken_model_is_refused_with_its_tensor_and_nothing_is_left(
     model = made(CONFIGS.get(case, QWEN3))
     change(model)
     with pytest.raises(WeightsError) as refused:
-        buffer.policy().publish(model, 0, tmp_path / "weights")
+        buffer.policy.publish(model, 0, tmp_path / "weights")
     told = str(refused.value)
     print(f"| {case} | {told} |")
     assert told.startswith("the model cannot be published: ")
     assert tensor in told
     assert reason in told
     assert not (tmp_path / "weights").exists()
-    assert buffer.policy().current().version == -1
+    assert buffer.policy.version == -1
 
 
 @pytest.mark.usefixtures("alone")
@@ -159,7 +159,7 @@ def test_a_shared_model_is_refused_alike(buffer: Buffer, tmp_path: Path) -> None
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     model.get_parameter(f"{Q}.weight").to_local().data.fill_(float("nan"))
     with pytest.raises(WeightsError, match=f"not finite: {Q}.weight"):
-        buffer.policy().publish(model, 0, tmp_path / "weights")
+        buffer.policy.publish(model, 0, tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 
 
@@ -174,8 +174,8 @@ def test_a_model_of_which_parts_are_shared_is_published_whole(buffer: Buffer, tm
     else:
         layer = model.get_submodule(Q)
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
-    assert buffer.policy().publish(model, 0)
-    state = load_state(Path(buffer.policy().current().location))
+    assert buffer.policy.publish(model, 0)
+    state = load_state(Path(buffer.policy.current().location))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
     assert state.keys() | {"lm_head.weight"} == expected.keys()
 
@@ -183,8 +183,8 @@ def test_a_model_of_which_parts_are_shared_is_published_whole(buffer: Buffer, tm
 @pytest.mark.usefixtures("alone")
 def test_a_shared_models_config_names_the_class_that_engines_know(buffer: Buffer) -> None:
     model = made(QWEN3)
-    assert buffer.policy().publish(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), 0)
-    config = read_config(Path(buffer.policy().current().location))
+    assert buffer.policy.publish(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), 0)
+    config = read_config(Path(buffer.policy.current().location))
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
@@ -192,8 +192,8 @@ def test_a_model_with_compiled_layers_is_published_under_its_own_names(buffer: B
     model = made(QWEN3)
     expected = set(model.state_dict()) - {"lm_head.weight"}
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    assert buffer.policy().publish(model, 0)
-    assert set(load_state(Path(buffer.policy().current().location))) == expected
+    assert buffer.policy.publish(model, 0)
+    assert set(load_state(Path(buffer.policy.current().location))) == expected
 
 
 def factors(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:

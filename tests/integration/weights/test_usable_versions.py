@@ -49,8 +49,8 @@ def loaded(name: str | Path) -> PreTrainedModel:
 
 
 def published(buffer: Buffer, model: PreTrainedModel, version: int = 0, **options: object) -> Path:
-    assert buffer.policy().publish(model, version, **options)  # type: ignore[arg-type]
-    return Path(buffer.policy().current().location)
+    assert buffer.policy.publish(model, version, **options)  # type: ignore[arg-type]
+    return Path(buffer.policy.current().location)
 
 
 def must_be_usable(directory: Path, like: PreTrainedModel) -> None:
@@ -67,7 +67,7 @@ def test_a_version_of_ones_own_loop_opens_as_the_model_that_it_was_loaded_from(b
     directory = published(buffer, model)
     assert files_of(directory) == WEIGHTS | COMPANIONS
     must_be_usable(directory, model)
-    policy = buffer.policy().current()
+    policy = buffer.policy.current()
     listed = {file.name for file in parse_list((directory / "files.json").read_bytes(), name=directory.name)}
     assert listed == files_of(directory) - {"files.json"}
     check(directory, policy)
@@ -121,8 +121,8 @@ def test_the_settings_or_the_loop_say_where_a_tokenizer_is(tmp_path: Path) -> No
         assert files_of(directory) == WEIGHTS | OF_THE_TOKENIZER | {"generation_config.json", "modeling_own.py"}
         assert AutoTokenizer.from_pretrained(directory).chat_template == other
         with pytest.raises(WeightsError, match="nowhere' is no directory"):
-            buffer.policy().publish(model, 2, tokenizer=tmp_path / "nowhere")
-        assert buffer.policy().current().version == 1
+            buffer.policy.publish(model, 2, tokenizer=tmp_path / "nowhere")
+        assert buffer.policy.version == 1
 
 
 def test_a_file_is_written_once_and_the_models_own_is_left_alone(buffer: Buffer, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_another_host_downloads_all_of_a_version_and_its_tokenizer_once(buffer: 
         with torch.no_grad():
             model.model.norm.weight += 1
         directory = published(buffer, model, version)
-        policy = buffer.policy().current()
+        policy = buffer.policy.current()
         with FileServer(make_app(directory.parent), "127.0.0.1:0") as server:
             away = PolicyVersion(
                 version=version, location=f"{server.url}/{directory.name}", size=policy.size, checksum=policy.checksum

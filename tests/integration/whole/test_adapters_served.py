@@ -32,7 +32,7 @@ class Trainer:
         self.optimizer_steps = Counter[str]()
 
     def announce(self, adapter: str, version: int) -> None:
-        self.buffer.policy().announce(version, location="", size=0, checksum="", adapter=adapter)
+        self.buffer.policy.announce(version, location="", size=0, checksum="", adapter=adapter)
 
     def train(self, steps: Iterator[rlbuffer.Step]) -> rlbuffer.Step:
         step = next(steps)
@@ -74,8 +74,8 @@ def test_a_trainer_of_ones_own_steps_each_optimizer_when_its_adapter_is_ready(se
     second = trainer.train(steps)
     assert told(second) == {"x": (4, 32, 1, True), "y": (4, 32, 0, False)}
     assert trainer.optimizer_steps == {"x": 1}
-    assert trainer.buffer.policy().current("x").version == 1
-    assert trainer.buffer.policy().wait(1, timeout_seconds=5, adapter="x").adapter == "x"
+    assert trainer.buffer.policy.current("x").version == 1
+    assert trainer.buffer.policy.wait(1, timeout_seconds=5, adapter="x").adapter == "x"
     push(run, "x2", "x", version=0)
     push(run, "all", version=2)
     third = trainer.train(steps)

@@ -232,7 +232,7 @@ def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
                 node.kill()
             groups = 0
             while not tries:  # a third of them lie with the control keys
-                assert writer.push(rlbuffer.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
+                assert writer.push(rlbuffer.testing.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
                 groups += 1
         assert len(tries) >= 7
         assert len(run.pool()) == groups

@@ -25,6 +25,7 @@ from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.worker import WorkerStore
+from rlbuffer.testing import make_group
 
 ROOT = Path(__file__).parents[3]
 ROLES = ("operator", "worker", "scorer", "trainer", "viewer")
@@ -74,16 +75,16 @@ def test_every_role_can_do_its_work_with_the_users_of_the_deploy_folder(secured:
 def test_who_may_load_no_script_goes_on_when_the_leader_has_loaded_them(secured: UrlOf) -> None:
     """A server that starts again has none of them."""
     with rlbuffer.connect(secured("operator"), run="math") as operator:
-        operator.role(Member).open_run()
+        operator.store.role(Member).open_run()
         with rlbuffer.connect(secured("worker"), run="math") as worker:
             client = worker.store.connection.client
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.script_load("while true do end")
             said: list[str] = []
             writer = worker.writer("w", on_retry=lambda error: said.append(str(error)))
-            leader = threading.Timer(1.0, operator.role(LeaderStore).load_scripts)
+            leader = threading.Timer(1.0, operator.store.role(LeaderStore).load_scripts)
             leader.start()
-            assert writer.push(rlbuffer.make_group(env="a")).entry_id
+            assert writer.push(make_group(env="a")).entry_id
             leader.join()  # the push needs but two of the scripts that it loads
     assert (
         "refused: it has not the script of this move. The leading batcher (`rlbuffer serve`) loads them all" in said[0]
@@ -91,23 +92,23 @@ def test_who_may_load_no_script_goes_on_when_the_leader_has_loaded_them(secured:
 
 
 FORBIDDEN = [
-    ("viewer", lambda b: b.writer("w").push(rlbuffer.make_group())),
-    ("viewer", lambda b: b.role(OperatorStore).pause("a")),
+    ("viewer", lambda b: b.writer("w").push(make_group())),
+    ("viewer", lambda b: b.store.role(OperatorStore).pause("a")),
     ("viewer", lambda b: b.store.connection.client.set("rlb:math:g:x", 1)),
     ("viewer", lambda b: b.store.connection.client.evalsha("0" * 40, 0)),
     ("worker", lambda b: b.store.connection.client.hset(b.store.keys.meta, "step", 0)),
     ("worker", lambda b: b.store.connection.client.delete(b.store.keys.pool)),
     ("worker", lambda b: b.store.connection.client.zadd(b.store.keys.garbage, {"x": 0})),
     ("worker", lambda b: b.store.connection.client.hgetall("rlb:math:g:x")),
-    ("worker", lambda b: b.role(OperatorStore).pause("a")),
-    ("worker", lambda b: b.role(LeaderStore).lease("thief", ttl_seconds=1)),
-    ("worker", lambda b: b.role(TrainerStore).announce(1, rlbuffer.PolicyVersion(version=9))),
-    ("worker", lambda b: b.role(OperatorStore).rewind(0, force=True)),
-    ("trainer", lambda b: b.role(OperatorStore).pause("a")),
-    ("trainer", lambda b: b.role(LeaderStore).lease("thief", ttl_seconds=1)),
+    ("worker", lambda b: b.store.role(OperatorStore).pause("a")),
+    ("worker", lambda b: b.store.role(LeaderStore).lease("thief", ttl_seconds=1)),
+    ("worker", lambda b: b.store.role(TrainerStore).announce(1, rlbuffer.PolicyVersion(version=9))),
+    ("worker", lambda b: b.store.role(OperatorStore).rewind(0, force=True)),
+    ("trainer", lambda b: b.store.role(OperatorStore).pause("a")),
+    ("trainer", lambda b: b.store.role(LeaderStore).lease("thief", ttl_seconds=1)),
     (
         "trainer",
-        lambda b: b.role(WorkerStore).push(rlbuffer.make_group(), producer="w", incarnation="u", sequence=1, epoch=1),
+        lambda b: b.store.role(WorkerStore).push(make_group(), producer="w", incarnation="u", sequence=1, epoch=1),
     ),
     *((role, lambda b: b.store.connection.client.get("somebody-elses")) for role in ROLES),
     *((role, lambda b: b.store.connection.client.keys("*")) for role in ROLES),
@@ -120,8 +121,8 @@ FORBIDDEN = [
 @pytest.mark.server
 def test_nobody_can_do_what_is_not_its_work(secured: UrlOf) -> None:
     with rlbuffer.connect(secured("operator"), run="math") as operator:
-        operator.role(Member).open_run()
-        operator.role(LeaderStore).load_scripts()
+        operator.store.role(Member).open_run()
+        operator.store.role(LeaderStore).load_scripts()
         before = operator.store.meta()
         for role, act in FORBIDDEN:
             with (
@@ -144,12 +145,12 @@ def test_telemetry_that_a_user_may_not_write_is_a_warning_and_ends_nobody(
     secured: UrlOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rlbuffer.connect(secured("operator"), run="math") as operator:
-        operator.role(Member).open_run()
+        operator.store.role(Member).open_run()
         with rlbuffer.connect(secured("viewer"), run="math") as buffer:
             for _ in range(3):
-                buffer.heartbeat("worker", "w", {})
-                buffer.role(TrainerStore).count_damaged(1, ["a/0"])
-                buffer.role(WorkerStore).count_lost(1)
+                buffer.store.role(Member).heartbeat("worker", "w", {})
+                buffer.store.role(TrainerStore).count_damaged(1, ["a/0"])
+                buffer.store.role(WorkerStore).count_lost(1)
         refused = [record.getMessage().split(",")[0] for record in caplog.records if record.levelname == "WARNING"]
         assert refused == [
             f"not written to {{rlb:math}}:{key}" for key in ("workers", "ledger", "ledger")

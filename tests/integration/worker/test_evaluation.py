@@ -80,7 +80,7 @@ async def nothing_held() -> Any:
 @pytest.fixture
 def buffer() -> Any:
     with connect("memory://") as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
         yield buffer
 
 
@@ -148,7 +148,7 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
 
 
 def test_a_claim_expires_and_is_the_owners_alone_until_then(buffer: Buffer) -> None:
-    store = buffer.role(EveryRole)
+    store = buffer.store.role(EveryRole)
     assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=600)
     assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=0.05)
     store.release_evaluation("math", 4, owner="b")
@@ -159,7 +159,7 @@ def test_a_claim_expires_and_is_the_owners_alone_until_then(buffer: Buffer) -> N
 
 def test_the_first_of_two_results_counts(buffer: Buffer) -> None:
     for reward in (0.25, 0.75):
-        buffer.role(WorkerStore).add_evaluation("math", 4, {"reward/mean": reward})
+        buffer.store.role(WorkerStore).add_evaluation("math", 4, {"reward/mean": reward})
     assert [r["reward/mean"] for r in evaluations(buffer.store)] == [0.25]
 
 
@@ -184,7 +184,7 @@ def test_an_evaluation_whose_prompts_do_not_come_is_given_up(buffer: Buffer, mon
     over.set()
     assert len(events) == 1
     assert all(part in events[0]["text"] for part in ("eval/held_out", "version 4", "0.15 s", "timeout_seconds"))
-    assert buffer.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
+    assert buffer.store.role(WorkerStore).claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
 
 
 def test_rollouts_that_run_out_of_time_are_wrong_however_many_there_are(buffer: Buffer) -> None:
@@ -469,7 +469,7 @@ def test_a_server_that_takes_no_claim_costs_the_evaluation_and_nothing_else(
     def refuse(*_: Any, **__: Any) -> bool:
         raise ServerRefused("memory limit")
 
-    monkeypatch.setattr(buffer.role(WorkerStore), "claim_evaluation", refuse)
+    monkeypatch.setattr(buffer.store.role(WorkerStore), "claim_evaluation", refuse)
     events = evaluated(buffer, Greedy(4), 20.0)
     assert ["memory limit" in e["text"] for e in events] == [True]
 

@@ -51,7 +51,7 @@ def lives(*names: str, deterministic: bool = False, seed: int = 0) -> None:
     over.set()
     settings = RunSettings(deterministic=deterministic, seed=seed)
     with connect("memory://", config=settings) as buffer:
-        buffer.role(Member).open_run()
+        buffer.store.role(Member).open_run()
         for name in names:
             run_worker(buffer, name, WorkerSettings(env="vcopy", sampler=f"{__name__}:Seeded"), stop=over)
 
