@@ -6,6 +6,7 @@ temperature would be another policy than the one that trains.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -52,13 +53,34 @@ class AgentRequest:
     takes_one_call: bool = False
     """An answer may have one tool call at most."""
 
-    def body(self, messages: tuple[Message, ...] | None = None) -> dict[str, Any]:
-        """The body of a request that renders it, or other messages in its place."""
+    def body(self) -> dict[str, Any]:
+        """The body of a request that renders it."""
         return {
-            "messages": [dict(message) for message in (self.messages if messages is None else messages)],
+            "messages": [renderable(message) for message in self.messages],
             **({"tools": [dict(tool) for tool in self.tools]} if self.tools else {}),
             **self.template,
         }
+
+
+def parsed_arguments(call: Message) -> dict[str, Any]:
+    """The arguments of a call as an object; what the model wrote is under ``raw`` where it is none."""
+    written = call["function"]["arguments"]
+    try:
+        found = json.loads(written or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"raw": written}
+
+
+def renderable(message: Message) -> dict[str, Any]:
+    """The message whose calls all have an object for arguments, as templates and some dialects want it."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(parsed_arguments(call), ensure_ascii=False)}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def required(condition: object, message: str) -> None:

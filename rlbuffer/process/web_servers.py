@@ -89,18 +89,36 @@ class AskedServer(socketserver.ThreadingTCPServer):
 
 
 # -- asyncio ---------------------------------------------------------------------------------------------------------
-async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
-    """Serves an application of aiohttp, which was not served before, on the running loop."""
+async def listen(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    refuse: Callable[[web.Request, HTTPStatus, str], web.StreamResponse] | None = None,
+    is_shared: bool = False,
+) -> web.AppRunner:
+    """Serves an application of aiohttp, which was not served before, on the running loop.
+
+    Args:
+        refuse: writes the answer to what is refused before a handler has it, in the application's own form.
+        is_shared: other processes listen at the same address; and a handler whose asker hangs up is cancelled.
+    """
     from aiohttp import web
+
+    def refused(request: web.Request, status: HTTPStatus, text: str) -> web.StreamResponse:
+        return refuse(request, status, text) if refuse else web.Response(status=status, text=f"{text}\n")
 
     @web.middleware
     async def guarded(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not may_ask(request.headers.get("Host", ""), host):
-            raise web.HTTPForbidden(text="this machine is asked by the name of another one\n")
-        async with asyncio.timeout(REQUEST_SECONDS):
-            await request.read()
+            return refused(request, HTTPStatus.FORBIDDEN, "this machine is asked by the name of another one")
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return refused(request, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request is too large")
         try:
             return await handler(request)
         except (web.HTTPException, ConnectionError):
@@ -117,7 +135,8 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
         logger=_strangers,
         shutdown_timeout=CLOSE_SECONDS,
         keepalive_timeout=REQUEST_SECONDS,
+        handler_cancellation=is_shared,
     )
     await runner.setup()
-    await web.TCPSite(runner, host or None, port).start()
+    await web.TCPSite(runner, host or None, port, reuse_port=is_shared or None).start()
     return runner

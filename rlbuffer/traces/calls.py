@@ -32,7 +32,9 @@ class Call:
     mask: NDArray[np.bool_]
     """Which of them are trained."""
     version: int | None = None
-    """Policy version; None: the producer does not say."""
+    """Policy version; None: the producer does not say, or `version_spans` do."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Policy version of each range of `tokens`, where a producer knows several."""
     temperature: float = 1.0
     """What it was sampled at, where the logprobs are those of that temperature."""
     role: str = "user"
@@ -136,6 +138,9 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
             trained = np.zeros_like(call.mask)
         elif call.version is not None:
             spans.append(VersionSpan(call.version, len(call.prompt), end))
+        else:
+            at = len(call.prompt)
+            spans += [VersionSpan(span.policy_version, at + span.start, at + span.end) for span in call.version_spans]
         seen.add(id(call))
         tokens += [context, call.tokens]
         mask += [np.zeros(len(context), np.bool_), trained]

@@ -35,7 +35,8 @@ def tokenizer(dropout: float | None = None) -> Tokenizer:
     ] * 9
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=520, special_tokens=[*SPECIAL], initial_alphabet=alphabet)
+        words,
+        trainers.BpeTrainer(vocab_size=520, special_tokens=[*SPECIAL], initial_alphabet=alphabet, show_progress=False),
     )
     if dropout is not None:
         spec = json.loads(made.to_str())

@@ -78,6 +78,19 @@ _LOADS: set[str] = set()
 """Notes of the loads that are under way in this process."""
 
 
+def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
+    """The sampling parameters of a request for one completion, with the logprob of each sampled token alone."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        **NEUTRAL,
+        "logprobs": 0,
+    }
+
+
 class Endpoint:
     """One server. Errors of the network and of the server itself are SamplerUnavailable.
 
@@ -85,10 +98,19 @@ class Endpoint:
         url: ``http://host:port``.
         timeout_seconds: longest that one request may take.
         client: used instead of one of its own.
+        setting: the one that names it.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float, client: httpx.AsyncClient | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        client: httpx.AsyncClient | None = None,
+        setting: str = "sampler_options.servers",
+    ) -> None:
         self.url = url.rstrip("/")
+        self._setting = setting
         self.in_flight = 0
         """Rollouts that are being sampled there."""
         self.version = -1
@@ -127,7 +149,7 @@ class Endpoint:
             SamplerUnavailable: it gives none in time, or stays paused.
             ConfigError: it refuses, or does not answer as the worker needs it: no token ids, no versions.
         """
-        answer = await self._call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
+        answer = await self.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]
         self.model = str(models[0].get("id", ""))
         self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
@@ -141,7 +163,7 @@ class Endpoint:
         try:
             await self.sample(token, n=1, sampling=one, seconds=ENDPOINT_PROBE_SECONDS)
         except RequestFailed as error:  # what it makes of the simplest request, it makes of all
-            raise ConfigError(str(error), setting="sampler_options.servers") from error
+            raise ConfigError(str(error), setting=self._setting) from error
 
     async def sample(
         self,
@@ -153,23 +175,15 @@ class Endpoint:
     ) -> list[Completion]:
         """Samples `n` completions."""
         sampling = fitted(sampling, len(prompt), self.context)
-        parameters = {
-            "n": n,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            **NEUTRAL,
-            "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
-            "logprobs": 0,  # of the sampled token alone
-        }
+        # The stop tokens are those that were asked for, not the model's own.
+        parameters = {**sampling_parameters(sampling), "n": n, "ignore_eos": True}
         body = {"token_ids": prompt.tolist(), "model": self.model, "sampling_params": parameters}
-        answer = await self._call("POST", GENERATE, json=body, seconds=seconds or self._seconds)
+        answer = await self.call("POST", GENERATE, json=body, seconds=seconds or self._seconds)
         try:
             choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
             if len(choices) != n:
                 raise RequestFailed(f"{self.url}: {len(choices)} completions came instead of {n}")
-            return [self._completion(choice, sampling) for choice in choices]
+            return [self.completion(choice, sampling) for choice in choices]
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no completion ({why})") from error
@@ -185,7 +199,7 @@ class Endpoint:
         try:
             await self._change(directory, shapes, version, seed)
         except RequestFailed as error:  # of every load, then
-            raise ConfigError(str(error), setting="sampler_options.servers") from error
+            raise ConfigError(str(error), setting=self._setting) from error
 
     async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int, seed: int) -> None:
         await self._release(resumes=True)
@@ -194,21 +208,21 @@ class Endpoint:
         _LOADS.add(note)
         self._has_paused = True
         try:
-            await self._call("POST", "/pause?mode=keep")
+            await self.call("POST", "/pause?mode=keep")
             await self._label(note)
             method = "rlbuffer_load"
             if is_adapter(directory):
                 method = "rlbuffer_load_adapter"
                 await self._name_adapter(directory)
             body = {"method": method, "args": [str(directory), dict(shapes), seed], "timeout": LOAD_SECONDS}
-            answer = await self._call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
+            answer = await self.call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
             refusals = [text for text in answer.get("results", ()) if text]
             if refusals:
                 if before >= 0:
                     await self._label(str(before))
                 self.version = before
                 raise WeightsError(f"{self.url}: {refusals[0]}")
-            await self._call("POST", "/reset_prefix_cache")
+            await self.call("POST", "/reset_prefix_cache")
             await self._label(str(version))
         finally:
             _LOADS.discard(note)
@@ -217,7 +231,7 @@ class Endpoint:
 
     async def _label(self, label: str) -> None:
         """Says what the weights are: the engine writes it beside every token."""
-        await self._call("POST", "/update_weight_version", json={"new_version": label})
+        await self.call("POST", "/update_weight_version", json={"new_version": label})
 
     # -- paused --------------------------------------------------------------------------------------------------------
     async def _release(self, *, resumes: bool) -> None:
@@ -272,7 +286,7 @@ class Endpoint:
 
     async def _resume(self, seconds: float) -> None:
         try:
-            await self._call("POST", "/resume", seconds=seconds)
+            await self.call("POST", "/resume", seconds=seconds)
         except (SamplerUnavailable, RequestFailed) as error:
             raise SamplerUnavailable(
                 f"{self.url} is paused and cannot be resumed ({error}). It is tried again; if that does not help, "
@@ -290,20 +304,22 @@ class Endpoint:
                     f"{self.url} takes no LoRA adapter ({response.status_code}: {_told(response)}): start vLLM's "
                     "server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1 and a "
                     "--max-lora-rank that is large enough, on the adapter's base model",
-                    setting="sampler_options.servers",
+                    setting=self._setting,
                 )
             self._has_adapter = True
         self.model = ADAPTER_NAME
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
-    async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
+    async def call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
+        """The JSON that it answers. Raises what :func:`rlbuffer.worker.faults.error_of_status` makes of a status, and
+        SamplerUnavailable where no answer comes."""
         response = await self._respond(method, path, json=json, seconds=seconds)
         if response.status_code == HTTPStatus.NOT_FOUND:
             raise ConfigError(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1, "
                 "--enable-scale-out and --worker-extension-cls "
                 "rlbuffer.worker.samplers.vllm_extension.WeightsExtension",
-                setting="sampler_options.servers",
+                setting=self._setting,
             )
         if response.status_code >= HTTPStatus.BAD_REQUEST:
             sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}"
@@ -331,7 +347,12 @@ class Endpoint:
             sentence = f"{self.url}{path} cannot be reached: {reason}"
             raise SamplerUnavailable(sentence) from error
 
-    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+    def completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+        """The completion that a choice of the generate endpoint holds.
+
+        Raises:
+            RequestFailed: it lacks token ids, logprobs or versions.
+        """
         ids = choice.get("token_ids")
         if ids is None:
             raise RequestFailed(

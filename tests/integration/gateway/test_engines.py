@@ -1,0 +1,201 @@
+"""Engines over HTTP: what is sent to them, what of their answers is believed, and what a call does about the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, logprobs_of
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.gateway.engines.base import Answer, Engine, shaped, sound
+from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.request import AgentRequest, Refused
+from rlbuffer.gateway.splice import Template
+from rlbuffer.worker.samplers.base import Sampling
+
+SAMPLING = Sampling(max_new_tokens=500, temperature=0.7)
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+
+
+@pytest.fixture(params=["0.33.0", "0.32.0+cpu"])
+def engine(request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
+    made = FakeEngine(speaks=request.param).start()
+    yield made
+    made.stop()
+
+
+def asking(content: str, **more: Any) -> AgentRequest:
+    return AgentRequest(messages=({"role": "user", "content": content},), **more)
+
+
+def answered(engine: FakeEngine, request: AgentRequest, *, patience: float = 20.0) -> Answer:
+    async def work(served: Engine, template: Template) -> Answer:
+        assert template.is_append_only
+        rendering = await served.render(request, opens=True)
+        answer = await served.generate(request, rendering, rendering.tokens, SAMPLING)
+        return shaped(sound(answer, served.url), request)
+
+    return in_fleet([engine.url], lambda fleet: fleet.ask("r", work), patience=patience)
+
+
+def in_fleet(urls: list[str], work: Callable[[Fleet], Awaitable[Any]], *, patience: float = 20.0) -> Any:
+    async def run() -> Any:
+        fleet = Fleet(urls, timeout_seconds=20.0, patience_seconds=patience)
+        try:
+            await fleet.start()
+            return await work(fleet)
+        finally:
+            await fleet.close()
+
+    return asyncio.run(run())
+
+
+def test_an_answer_has_its_tokens_logprobs_versions_and_message(engine: FakeEngine) -> None:
+    engine.version = "7"
+    answer = answered(engine, asking('call add {"a": 1}', tools=TOOLS))
+    (sample,) = engine.samples
+    assert answer.completion.tokens.tolist() == sample.tokens
+    assert np.array_equal(answer.completion.logprobs, logprobs_of(sample.prompt + sample.tokens, len(sample.prompt)))
+    assert answer.completion.version_spans == ((7, 0, len(sample.tokens)),)
+    assert [call["function"] for call in answer.message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert answer.message["reasoning_content"]
+    assert answer.is_ended
+
+
+def test_tokens_are_drawn_as_the_run_says_whatever_the_models_own_settings_are(engine: FakeEngine) -> None:
+    answered(engine, asking("say hello"))
+    (sample,) = engine.samples
+    expected = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 500, "logprobs": 0, "n": 1}
+    assert {name: sample.parameters[name] for name in expected} == expected
+    assert sample.parameters["skip_special_tokens"] is False  # how tokens become text is the engine's
+
+
+def test_a_stop_text_ends_an_answer_that_nothing_goes_on_from(engine: FakeEngine) -> None:
+    answer = answered(engine, asking("say the answer is a tree", stop=("is a",)))
+    assert (answer.message["content"], answer.stopped_by, answer.is_ended) == ("the answer ", "is a", False)
+
+
+def test_one_call_is_taken_where_the_agent_takes_one(engine: FakeEngine) -> None:
+    calls = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("a", "b")]
+    both = "say " + "\n".join(calls)
+    assert len(answered(engine, asking(both)).message["tool_calls"]) == 2
+    assert len(answered(engine, asking(both, takes_one_call=True)).message["tool_calls"]) == 1
+
+
+def spoiled(**changes: Any) -> Callable[[Any], Any]:
+    def spoil(answer: Any) -> Any:
+        answer["choices"][0].update(changes)
+        return answer
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer: [],
+        lambda answer: {"choices": []},
+        lambda answer: {"choices": [answer["choices"][0], answer["choices"][0]]},
+        spoiled(token_ids=[]),
+        spoiled(token_ids=None),
+        spoiled(token_ids=["a"]),
+        spoiled(logprobs=None),
+        spoiled(logprobs={"content": [{"logprob": -9999.0}]}, token_ids=[1]),
+        spoiled(logprobs={"content": [{"logprob": 0.5}]}, token_ids=[1]),
+        spoiled(weight_versions=[]),
+        spoiled(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+        spoiled(weight_versions=[{"version": "default", "start": 0, "end": 1}], token_ids=[1]),
+        spoiled(finish_reason="abort"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_is_asked_for_again_and_then_refused(spoil: Any) -> None:
+    engine = FakeEngine().start()
+    try:
+        left = [1]
+
+        def once(answer: Any) -> Any:
+            return spoil(answer) if left and len(engine.samples) and left.pop() else answer
+
+        engine.spoil = once
+        assert answered(engine, asking("say hello")).message["content"] == "hello"
+        engine.spoil = lambda answer: spoil(answer) if len(engine.samples) > 2 else answer
+        with pytest.raises(Refused) as caught:
+            answered(engine, asking("say hello"), patience=1.0)
+        assert caught.value.status in (400, 503)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_call_waits_for_an_engine_that_takes_nothing_now(engine: FakeEngine, status: int) -> None:
+    async def work(fleet: Fleet) -> int:
+        async def ask(served: Engine, template: Template) -> int:
+            request = asking("say hello")
+            rendering = await served.render(request, opens=True)
+            return len((await served.generate(request, rendering, rendering.tokens, SAMPLING)).completion.tokens)
+
+        engine.status = status
+        asyncio.get_running_loop().call_later(0.5, setattr, engine, "status", 200)
+        return await fleet.ask("r", ask)
+
+    assert in_fleet([engine.url], work) > 0
+
+
+def test_a_call_ends_with_a_refusal_that_may_pass_when_its_patience_is_over(engine: FakeEngine) -> None:
+    async def work(fleet: Fleet) -> Any:
+        async def ask(served: Engine, template: Template) -> Any:
+            rendering = await served.render(asking("say hello"), opens=True)
+            return await served.generate(asking("say hello"), rendering, rendering.tokens, SAMPLING)
+
+        engine.status = 503
+        begun = time.monotonic()
+        with pytest.raises(Refused) as caught:
+            await fleet.ask("r", ask)
+        assert time.monotonic() - begun < 10
+        return caught.value
+
+    refused = in_fleet([engine.url], work, patience=1.0)
+    assert (refused.status, refused.code, refused.retry_seconds > 0) == (503, "engine_unavailable", True)
+
+
+def test_an_engine_that_is_away_is_left_to_the_others_and_used_when_it_is_back() -> None:
+    first, second = FakeEngine().start(), FakeEngine().start()
+    port = int(second.url.rpartition(":")[2])
+    second.stop()
+
+    async def work(fleet: Fleet) -> set[str]:
+        async def ask(served: Engine, template: Template) -> str:
+            await served.render(asking("x"), opens=True)
+            return served.url
+
+        assert {await fleet.ask(f"r{i}", ask) for i in range(8)} == {first.url}
+        back = FakeEngine().start(port)
+        try:
+            seen = set[str]()
+            while len(seen) < 2:
+                seen |= {await fleet.ask(f"r{i}", ask) for i in range(8)}
+                await asyncio.sleep(0.2)
+            assert await fleet.ask("one", ask) == await fleet.ask("one", ask)
+            return seen
+        finally:
+            await asyncio.to_thread(back.stop)
+
+    try:
+        assert in_fleet([first.url, second.url], work) == {first.url, second.url}
+    finally:
+        first.stop()
+
+
+def test_a_server_without_the_endpoints_is_refused_with_what_to_start_it_with() -> None:
+    engine = FakeEngine(speaks="0.33.0", status=404).start()
+    try:
+        with pytest.raises(ConfigError, match="--enable-scale-out") as caught:
+            in_fleet([engine.url], lambda fleet: fleet.ask("r", None))  # type: ignore[arg-type]
+        assert caught.value.setting == "gateway.engines"
+    finally:
+        engine.stop()

@@ -1,0 +1,201 @@
+"""A server of vLLM's kind over a model of no weights: it renders, samples behind token ids, and parses.
+
+What it writes is told by the last message; the logprob of each token is computed from all tokens before it, so that
+whoever has a sequence can compute it again. It speaks as 0.33 does, or as 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from chat_templates import FAMILIES, Family, decoded, encoded
+
+WORDS = ("a", "tree", "the", "answer", "is", "user", "look_up", "think", "of", "name")
+QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")
+CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.S)
+THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n*", re.S)
+
+
+def logprobs_of(tokens: Sequence[int], start: int) -> np.ndarray:
+    """[T - start] float32: of each token from `start` on, by all before it."""
+    state, found = 0, []
+    for place, token in enumerate(tokens):
+        state = zlib.crc32(struct.pack("<i", int(token)), state)
+        if place >= start:
+            found.append(-0.01 - (state % 4096) / 512)
+    return np.array(found, np.float32)
+
+
+@dataclass
+class Sample:
+    """One answer of the engine."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: np.ndarray
+    spans: list[tuple[int, int, int]]
+    parameters: dict[str, Any]
+
+
+@dataclass
+class FakeEngine:
+    """Its settings may be changed at any time, from any thread."""
+
+    family: Family = QWEN3
+    speaks: str = "0.33.0"
+    context: int = 8192
+    version: str = "0"
+    delay: float = 0.0
+    status: int = 200
+    """What it answers to be asked for an answer."""
+    spoil: Any = None
+    """Changes an answer before it is sent."""
+    holds: bool = False
+    """Answers wait."""
+    samples: list[Sample] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of the requests to render."""
+    url: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    # -- serving -----------------------------------------------------------------------------------------------------
+    def start(self, port: int = 0) -> FakeEngine:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(port), self._loop).result()
+        return self
+
+    async def _listen(self, port: int) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions/render", self._render)
+        app.router.add_post("/v1/chat/completions/derender", self._derender)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def stop(self) -> None:
+        self.holds = False
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # -- vLLM --------------------------------------------------------------------------------------------------------
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.speaks})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}]})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        tokens = encoded(self.family.text(body["messages"], body.get("tools") or [], body["add_generation_prompt"]))
+        context = {"tools": body.get("tools"), "tool_choice": "auto", "include_reasoning": True}
+        parameters = {"temperature": 0.3, "top_p": 0.5, "top_k": 20, "skip_special_tokens": False, "max_tokens": 7}
+        given = {"request_id": "r", "token_ids": tokens.tolist(), "model": "tiny", "sampling_params": parameters}
+        return web.json_response(given | ({"parse_context": context} if self.speaks >= "0.33" else {}))
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        prompt, parameters = body["token_ids"], body["sampling_params"]
+        text = self._written(decoded(prompt))
+        tokens = [
+            *encoded(text, dropout=0.3).tolist(),
+            *encoded(self.family.end({}) if text is not None else "").tolist(),
+        ]
+        finish, stop_reason = "stop", None
+        for stop in parameters.get("stop") or ():
+            for end in range(1, len(tokens)):
+                if stop in decoded(tokens[:end]):
+                    tokens, stop_reason = tokens[:end], stop
+                    break
+        if len(tokens) > parameters["max_tokens"]:
+            tokens, finish, stop_reason = tokens[: parameters["max_tokens"]], "length", None
+        before = self.version
+        await asyncio.sleep(self.delay)
+        while self.holds:
+            await asyncio.sleep(0.01)
+        after, half = self.version, max(1, len(tokens) // 2)
+        spans = [(before, 0, half), (after, half, len(tokens))] if before != after and len(tokens) > 1 else []
+        spans = spans or [(after, 0, len(tokens))]
+        logprobs = logprobs_of([*prompt, *tokens], len(prompt))
+        numbers = [(int(v) if v.isdigit() else -1, a, b) for v, a, b in spans]
+        if len(prompt) > 1:  # a probe is of one token
+            self.samples.append(Sample(list(prompt), tokens, logprobs, numbers, parameters))
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "stop_reason": stop_reason,
+            "token_ids": tokens,
+            "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+            "logprobs": {"content": [{"token": "", "logprob": float(value)} for value in logprobs]},
+        }
+        if body.get("output_mode") == "derender":
+            choice["message"] = self.parsed(tokens)
+        answer: Any = {"request_id": body.get("request_id", ""), "choices": [choice]}
+        return web.json_response(self.spoil(answer) if self.spoil else answer)
+
+    async def _derender(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        choice = body["generate_response"]["choices"][0]
+        return web.json_response({"choices": [{"message": self.parsed(choice["token_ids"])}]})
+
+    def parsed(self, tokens: Sequence[int]) -> dict[str, Any]:
+        text = decoded(tokens).replace(self.family.end({}), "")
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        if thought := THOUGHT.match(text):
+            message["reasoning"], text = thought[1], text[thought.end() :]
+        calls = []
+        for found in CALL.findall(text):
+            call = json.loads(found)
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            calls.append({"id": f"call-{self._random.getrandbits(64):x}", "type": "function", "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        message["content"] = re.split(r"\n?<tool_call>", text)[0] or None
+        return message
+
+    # -- the policy --------------------------------------------------------------------------------------------------
+    def _written(self, prompt: str) -> str:
+        """What it writes: ``say X``, ``call NAME {...}``, ``empty``, else words."""
+        turns = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.S)
+        asked = turns[-1] if turns else ""
+        thought = f"<think>\n{self._words(3)}\n</think>\n\n"
+        if asked == "empty":
+            return ""
+        if said := re.match(r"say (.*)", asked, re.S):
+            return thought + said[1]
+        if call := re.match(r"call (\w+) (.*)", asked, re.S):
+            return thought + self._call(call[1], json.loads(call[2]))
+        if "<tools>" in prompt and "tool_response" not in asked and self._random.random() < 0.6:
+            return thought + "I look\n" + self._call("look_up", {"word": self._words(1)})
+        return thought + self._words(6)
+
+    def _words(self, count: int) -> str:
+        return " ".join(self._random.choice(WORDS) for _ in range(count))
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
