@@ -54,14 +54,14 @@ PRINTED: Mapping[str, str] = MappingProxyType(
         "faint": "dim",
         "line": "dim",
         "accent": "bold magenta",
-        "forming": "yellow",
+        "forming": "dim",
         "ready": "blue",
-        "packed": "cyan",
+        "packed": "yellow",
         "trained": "green",
         "dropped": "red",
-        "e1": "magenta",
-        "e2": "blue",
-        "e3": "cyan",
+        "e1": "bold magenta",
+        "e2": "magenta",
+        "e3": "dim magenta",
         "e4": "dim",
         "hot": "red",
         "plus": "blue",
@@ -72,10 +72,16 @@ PRINTED: Mapping[str, str] = MappingProxyType(
 SIGNS: Mapping[str, str] = MappingProxyType(
     {"forming": "◌", "ready": "●", "packed": "◆", "trained": "✓", "dropped": "✕"}
 )
-BLOCKS = "▁▂▃▄▅▆▇█"
+BLOCKS = "▁▂▃▄▅▆▇"
+"""The highest leaves a line between two rows."""
 FACT_WIDTH, MOST_ACROSS = 20, 140
 UNCUT = 10_000
 """Columns of what is no terminal."""
+
+
+def background() -> str:
+    """`light` where the terminal says that its background is, as some do (COLORFGBG); else `dark`."""
+    return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
 
 
 def themed(kind: str) -> Theme:
@@ -101,6 +107,16 @@ def console(stream: TextIO | None = None) -> Console:
         emoji=False,
         _environ=environ,
     )
+
+
+def screen() -> tuple[Console, bool]:
+    """A console for a screen of its own, and whether that has the palette's background: with fewer than 256 colours
+    it has the terminal's."""
+    target = console()
+    is_ours = target.color_system in ("256", "truecolor")
+    if is_ours:
+        target.push_theme(themed(background()))
+    return target, is_ours
 
 
 def show(*views: RenderableType) -> None:
@@ -129,7 +145,7 @@ def spark(values: Sequence[float], low: float, high: float, *, cells: int = 16) 
 
     Example:
         >>> spark([0.0, 0.5, 1.0], 0.0, 1.0)
-        '▁▅█'
+        '▁▄▇'
     """
     span, top = (high - low) or 1.0, len(BLOCKS) - 1
     return "".join(BLOCKS[min(top, max(0, round((v - low) / span * top + 1e-9)))] for v in thinned(list(values), cells))
@@ -140,7 +156,7 @@ def strip(values: Sequence[float], low: float = 0.0, high: float = 1.0, *, cells
 
     Example:
         >>> strip([0.0, 1.0, 1.0, 1.0]).plain
-        '▂······╷·▆'
+        '▂······╷·▅'
     """
     if not values:
         return Text()
@@ -152,9 +168,14 @@ def strip(values: Sequence[float], low: float = 0.0, high: float = 1.0, *, cells
     drawn = Text()
     for at, count in enumerate(counts):
         style = "accent" if at == mean else "label" if count else "line"
-        block = BLOCKS[max(1, round(count / len(values) * 8)) - 1] if count else "╷" if at == mean else "·"
+        block = _block(count / len(values)) if count else "╷" if at == mean else "·"
         drawn.append(block, style)
     return drawn
+
+
+def _block(part: float) -> str:
+    """A share above 0 as the height of a cell."""
+    return BLOCKS[max(1, round(part * len(BLOCKS))) - 1]
 
 
 def _cell(value: float, low: float, span: float, cells: int) -> int:
@@ -191,11 +212,11 @@ def signed(value: float, most: float, *, cells: int = 8) -> Text:
 
     Example:
         >>> signed(-1.0, 2.0).plain, signed(2.0, 2.0).plain
-        ('  ██│    ', '    │████')
+        ('  ▇▇│    ', '    │▇▇▇▇')
     """
     half = cells // 2
     full = min(half, round(abs(value) / (most or 1.0) * half))
-    left, right = ("█" * full if value < 0 else "", "█" * full if value > 0 else "")
+    left, right = (BLOCKS[-1] * full if value < 0 else "", BLOCKS[-1] * full if value > 0 else "")
     return Text.assemble((left.rjust(half), "minus"), ("│", "line"), (right.ljust(half), "plus"))
 
 
@@ -204,7 +225,7 @@ def ages(counts: Mapping[int, int], top: int) -> Text:
 
     Example:
         >>> ages({0: 4, 2: 8}, 8).plain
-        '▄·█ 0-2'
+        '▄·▇ 0-2'
     """
     if not counts:
         return Text()
@@ -213,15 +234,29 @@ def ages(counts: Mapping[int, int], top: int) -> Text:
     drawn = Text()
     for age in range(first, oldest + 1):
         count = counts.get(age, 0)
-        drawn.append(BLOCKS[max(1, round(count / (top or 1) * 8)) - 1] if count else "·", "label" if count else "line")
+        drawn.append(_block(count / (top or 1)) if count else "·", "label" if count else "line")
     return drawn.append(f" {youngest}" + (f"-{oldest}" if oldest > youngest else ""), "faint")
 
 
-def pairs(*facts: tuple[str, Any]) -> list[Text]:
+def pairs(facts: Mapping[str, Any]) -> dict[str, Text]:
     """Numbers with their names, those that are known."""
-    return [
-        Text.assemble((f"{name} ", "faint"), plain(value, "bold")) for name, value in facts if value not in (None, "")
-    ]
+    return {
+        name: Text.assemble((f"{name} ", "faint"), plain(value, "bold"))
+        for name, value in facts.items()
+        if value not in (None, "")
+    }
+
+
+def across(facts: Sequence[Text], width: int) -> Text:
+    """Facts in one line of `width` columns, the first of them that have room: in cells of one width where all have."""
+    cell, line = min(FACT_WIDTH, width // max(1, len(facts))), Text(no_wrap=True, overflow="ellipsis")
+    is_even = all(fact.cell_len + 2 <= cell for fact in facts)
+    for fact in facts:
+        if line.cell_len + fact.cell_len > width:
+            break
+        line.append_text(fact).append(" " * (cell - fact.cell_len if is_even else 2))
+    line.rstrip()
+    return line
 
 
 class Facts:

@@ -176,9 +176,11 @@ def chart(
     height: int = 16,
     is_ascii: bool = False,
     steps: tuple[int, int] | None = None,
+    form: str = ".4g",
 ) -> list[str]:
     """Curves over one another with their axes, in `height` lines; then a line for each with its mark, its last value
-    and its range. `steps`: first and last of the axis, where several charts shall have the same."""
+    and its range. `steps`: first and last of the axis, where several charts shall have the same; `form`: of the values
+    at the axis."""
     import plotext
 
     plotext.clear_figure()
@@ -191,7 +193,7 @@ def chart(
     plotext.xlim(first, max(last, first + 1))
     plotext.ylim(low, high)
     plotext.xticks([first, last], [f"step {first}", str(last)])
-    plotext.yticks([low, high], [f"{low:.4g}", f"{high:.4g}"])
+    plotext.yticks([low, high], [f"{low:{form}}", f"{high:{form}}"])
     marks = [MARKS[n % len(MARKS)] for n in range(len(curves))]
     for curve, mark in zip(curves, marks, strict=True):
         xs, ys = zip(*curve.points, strict=True)

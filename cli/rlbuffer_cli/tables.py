@@ -22,7 +22,7 @@ from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
 from rlbuffer_cli.table import Column, Target, View, bar, figure
 from rlbuffer_cli.text import WIDE, as_json, cut, time_of, utc
-from rlbuffer_cli.view import run_view
+from rlbuffer_cli.view import run_head
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
@@ -127,7 +127,7 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
 
 
 def _head_of_groups(run: Any, items: Sequence[GroupRow], width: int) -> Sequence[RenderableType]:
-    return [run_view(read_run_state(run.buffer.store, history=READ_RECORDS), with_processes=False)]
+    return run_head(read_run_state(run.buffer.store, history=READ_RECORDS), width)
 
 
 def _legend_of_groups(rows: Sequence[GroupRow]) -> str:

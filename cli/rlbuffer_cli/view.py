@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rlbuffer.client.lessons import last_steps, mean_reward
-from rlbuffer.records.waiting import Wait
+from rlbuffer.records.waiting import Cause, Trouble, Wait
 from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
@@ -27,7 +27,7 @@ from rlbuffer.store.history import Committed, Dropped
 from rlbuffer_cli import look
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, env_rows, process_rows
 from rlbuffer_cli.table import Printed
-from rlbuffer_cli.text import moment
+from rlbuffer_cli.text import WIDE, moment
 
 LEAST_WINDOW_SECONDS, MOST_WINDOW_SECONDS = 60.0, 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
@@ -40,14 +40,21 @@ SLOW_SHARE, SLOW_PASS_SECONDS = 1.25, 0.01
 Of an even number the faster one of the two in the middle counts: of two ranks the slow one is not the middle."""
 
 
-def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_processes: bool = True) -> Group:
+def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
     """The whole run: what must be cured, what it waits for, how far it is, its envs, its processes.
 
-    `trained`: the trainer's records, where they can be read here; the last ones count. Without processes it is the
-    head of another table, and problems take a line each.
+    `trained`: the trainer's records, where they can be read here; the last ones count.
     """
-    processes = process_rows(state) if with_processes else []
-    parts: list[RenderableType] = [head(state, trained, is_brief=not with_processes)]
+    server, processes = state.server, process_rows(state)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (f'run "{printable(state.run)}"', "accent"),
+            (f" on {server.address} ({' '.join(filter(None, [server.name, server.version]))})", "faint"),
+        ),
+        *alerts(state),
+        look.Facts(figures(state).values()),
+        look.Facts([*states(state).values(), *account(state)]),
+    ]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
     else:
@@ -57,28 +64,31 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = (), *, with_proces
     if processes:
         parts += [Text(), Printed(PROCESSES, processes[:SHOWN_PROCESSES])]
     if len(processes) > SHOWN_PROCESSES:
-        parts.append(Text(f"and {len(processes) - SHOWN_PROCESSES:,} more: rlbuffer inspect processes", "faint"))
+        parts.append(more_processes(len(processes) - SHOWN_PROCESSES))
     return Group(*parts)
 
 
-def head(state: RunState, trained: Sequence[StepRecord] = (), *, is_brief: bool = False) -> Group:
-    """Everything but the tables; `is_brief`: with a line for each of the first problems."""
-    server = state.server
-    title = Text.assemble(
-        (f'run "{printable(state.run)}"', "accent"),
-        (f" on {server.address} ({' '.join(filter(None, [server.name, server.version]))})", "faint"),
-    )
-    return Group(
-        title,
-        *alerts(state, is_brief=is_brief),
-        look.Facts(figures(state, trained)),
-        look.Facts(states(state)),
-    )
+def run_head(state: RunState, width: int) -> list[RenderableType]:
+    """The run above another table, in lines of `width` columns: the first ones matter most."""
+    parts: list[RenderableType] = [
+        *alerts(state, is_brief=True),
+        look.across(list(figures(state, is_brief=True).values()), width),
+        look.across(list(states(state, is_brief=True).values()), width),
+    ]
+    if state.envs:
+        parts += [*([Text()] if width >= WIDE else []), Printed(ENVS, env_rows(state)), *_said_before(state)]
+    said = list(notes(state))
+    return [*parts, Text(), *said] if said else parts
+
+
+def more_processes(count: int) -> Text:
+    """Stands under a table of processes that has no room for so many of them."""
+    return Text(f"and {count:,} more: rlbuffer inspect processes", "faint")
 
 
 def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
-    """What somebody must cure, then what each process waits for; `is_brief`: a line for each of the first problems."""
-    server = state.server
+    """What somebody must cure, then what the run waits for; `is_brief`: a line for each of the first problems."""
+    server, waiting = state.server, state.waiting
     if not server.memory_limit and server.name != "memory":
         yield bad(f"server memory: no limit (maxmemory 0), {server.memory / 2**20:,.0f} MiB used: set one")
     if state.retired_early:
@@ -87,21 +97,35 @@ def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
         yield bad(f"{plural(state.damaged, 'rollout')} damaged, {plural(state.lost, 'push', 'pushes')} lost")
     if state.error:
         yield bad(f"the batcher failed: {state.error}")
-    for problem in state.problems[: SHOWN_PROBLEMS if is_brief else None]:
+    # Of an env without a worker the sentence of what is waited for says the same.
+    said = None if waiting is None or waiting.cause != Cause.NO_WORKER else (Trouble.NO_WORKER, waiting.env)
+    problems = [problem for problem in state.problems if problem.key != said]
+    for problem in problems[: SHOWN_PROBLEMS if is_brief else None]:
         line = bad(str(problem))
         line.no_wrap, line.overflow = is_brief, "ellipsis"
         yield line
-    if is_brief and state.problems:
-        more = max(0, len(state.problems) - SHOWN_PROBLEMS)
+    if is_brief and problems:
+        more = max(0, len(problems) - SHOWN_PROBLEMS)
         yield bad(f"{f'{more} more, and what' if more else 'What'} cures them: rlbuffer inspect problems")
-    leader = state.leader
-    waits = [("batcher", 0.0 if leader is None or leader.is_fresh else leader.seconds_ago, state.waiting)]
-    waits += [(rank.title, 0.0, rank.waiting) for rank in state.of_kind("rank") if rank.is_fresh]
-    for who, ago, waiting in waits:
-        if waiting is not None:
-            said = f"{who}{f' ({duration(ago)} ago)' if ago else ''}: {waiting}"
-            part = look.meter(waiting.done, cells=16).append(" ") if waiting.done else ""
-            yield Text.assemble(("● ", "trained"), part, printable(said)) if waiting.is_normal else bad(said)
+    yield from _sentences(state)
+
+
+def _sentences(state: RunState) -> Iterator[Text]:
+    """What the run waits for, or does; then the ranks that wait for something that somebody must cure."""
+    leader, waiting = state.leader, state.waiting
+    if waiting is None:
+        if state.is_led:
+            yield Text.assemble(("● ", "trained"), (f"Step {state.step + 1} is being made.", "bold"))
+    else:
+        is_old = leader is not None and not leader.is_fresh
+        ago = f" (said {duration(leader.seconds_ago)} ago)" if leader is not None and is_old else ""
+        sentence = f"{waiting}{ago}"
+        part = look.meter(waiting.done, cells=16).append(" ") if waiting.done else ""
+        whole = Text.assemble(("● ", "trained"), part, (printable(sentence), "bold"))
+        yield whole if waiting.is_normal else bad(sentence)
+    for rank in state.of_kind("rank"):
+        if rank.is_fresh and rank.waiting is not None and not rank.waiting.is_normal:
+            yield bad(f"{rank.title}: {rank.waiting}")
 
 
 def bad(sentence: str) -> Text:
@@ -109,54 +133,70 @@ def bad(sentence: str) -> Text:
     return Text.assemble(("✕ ", "dropped"), (printable(sentence), "bold"))
 
 
-def figures(state: RunState, trained: Sequence[StepRecord] = ()) -> list[Text]:
-    """The run in numbers."""
+def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
+    """The run in numbers, by name; `is_brief`: those of one line, without how they went."""
     server, pace = state.server, pace_of(state) if state.history else None
     reward = mean_reward(last_steps(state.history))
     rewards = [r["reward"] for r in last_steps(state.history)[::-1] if r.get("reward") is not None]
-    shown = None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards))
+    shown = None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards, is_brief=is_brief))
     limit = f" of {server.memory_limit / 2**20:,.0f}" if server.memory_limit else ""
     share = f" ({percent(server.memory_share)})" if server.memory_share is not None else ""
     versions = [p.version for p in state.of_kind("worker") if p.is_alive and p.version >= 0]
     behind = state.policy_version - min(versions) if versions and state.policy_version >= 0 else 0
-    return look.pairs(
-        ("step", str(state.step)),
-        ("trained", f"step {state.trained_step}"),
-        ("policy", f"v{state.policy_version}" if state.policy_version >= 0 else "none announced"),
-        ("ranks", state.world_size or None),
-        ("reward", shown),
-        ("pushed", f"{amount(state.rollouts_per_second)}/s"),
-        ("steps", pace and f"{60 * pace.steps / pace.window_seconds:.1f}/min"),
-        ("packed", pace and f"{amount(pace.tokens / pace.window_seconds)} tok/s"),
-        ("age", f"{pace.newest['age']:.1f} max {pace.newest['max_age']}" if pace and pace.newest else None),
-        ("memory", f"{server.memory / 2**20:,.0f}{limit} MiB{share}"),
-        ("workers behind", plural(behind, "version") if behind > 0 else None),
-    )
+    known = {
+        "step": str(state.step),
+        "trained": None if is_brief else f"step {state.trained_step}",
+        "policy": f"v{state.policy_version}" if state.policy_version >= 0 else "none announced",
+        "ranks": None if is_brief else state.world_size or None,
+        "reward": shown,
+        "pushed": f"{amount(state.rollouts_per_second)}/s",
+        "steps": None if is_brief else pace and f"{60 * pace.steps / pace.window_seconds:.1f}/min",
+        "packed": None if is_brief else pace and f"{amount(pace.tokens / pace.window_seconds)} tok/s",
+        "age": f"{pace.newest['age']:.1f} max {pace.newest['max_age']}" if pace and pace.newest else None,
+        "memory": None if is_brief else f"{server.memory / 2**20:,.0f}{limit} MiB{share}",
+        "workers behind": plural(behind, "version") if behind > 0 and not is_brief else None,
+    }
+    return look.pairs(known)
 
 
-def _trend(values: Sequence[float]) -> Text:
-    """How they went and between which values; nothing of a single one."""
+def _trend(values: Sequence[float], *, is_brief: bool = False) -> Text:
+    """How they went, and between which values; nothing of a single one."""
     if len(values) < 2:
         return Text()
     low, high = min(values), max(values)
-    return Text.assemble(" ", (look.spark(values, low, high), "accent"), (f" {low:.3f} to {high:.3f}", "faint"))
+    between = "" if is_brief else f" {low:.3f} to {high:.3f}"
+    cells = 8 if is_brief else 16
+    return Text.assemble(" ", (look.spark(values, low, high, cells=cells), "accent"), (between, "faint"))
 
 
-def states(state: RunState) -> list[Text]:
-    """Where the run's rollouts are."""
+def states(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
+    """Where the run's rollouts are, by state: groups of those in the pool. `is_brief`: numbers alone."""
     total = state.total
+    numbers = {"packed": total.packed.rollouts, "trained": total.trained.rollouts}
+    numbers["dropped"] = sum(each.rollouts for each in total.dropped.values())
     groups = {
         name: [getattr(env, f"groups_{name}") for env in state.envs if getattr(env, f"groups_{name}") is not None]
         for name in ("forming", "ready")
     }
-    numbers = {name: plural(sum(known), "group") for name, known in groups.items() if known}
-    numbers |= {"packed": f"{total.packed.rollouts:,}", "trained": f"{total.trained.rollouts:,}"}
-    numbers["dropped"] = f"{sum(each.rollouts for each in total.dropped.values()):,}"
-    of_all = look.pairs(("of pushed", f"{total.pushed.rollouts:,}"), ("pending", f"{total.pending.rollouts:,}"))
-    return [
-        *(Text.assemble((look.state(name).plain, name), " ", (number, "bold")) for name, number in numbers.items()),
-        *of_all,
-    ]
+    counts = {name: sum(known) for name, known in groups.items() if known}
+    shown = {name: f"{count:,}" if is_brief else plural(count, "group") for name, count in counts.items()}
+    shown |= {name: f"{number:,}" for name, number in numbers.items()}
+    return {
+        name: Text.assemble((look.state(name).plain, name), " ", (number, "bold")) for name, number in shown.items()
+    }
+
+
+def _account(state: RunState) -> list[Text]:
+    total = state.total
+    known = {"of pushed": f"{total.pushed.rollouts:,}", "pending": f"{total.pending.rollouts:,}"}
+    return list(look.pairs(known).values())
+
+
+def account(state: RunState) -> list[Text]:
+    """Rollouts that were pushed, and those that no step has."""
+    total = state.total
+    known = {"of pushed": f"{total.pushed.rollouts:,}", "pending": f"{total.pending.rollouts:,}"}
+    return list(look.pairs(known).values())
 
 
 def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]:
@@ -247,14 +287,16 @@ def _learned(record: StepRecord) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def progress(records: Sequence[StepRecord], planned: int, elapsed: float) -> Text:
-    """How many of the planned steps are trained, and how long the others take at the pace of these `records`."""
-    step = records[-1].step
-    left = elapsed / len(records) * (planned - step)
+def progress(records: Sequence[StepRecord], planned: int) -> Text:
+    """How many of the planned steps are trained, and how long the others take at the pace of the last `records`."""
+    step, recent = records[-1].step, records[-RECENT_STEPS:]
+    if not planned:
+        return Text(f"step {step}", "bold")
+    left = sum(record.seconds.get("total", 0.0) for record in recent) / len(recent) * (planned - step)
     return Text.assemble(
         (f"step {step} of {planned} ", "bold"),
         look.meter(step / planned, cells=24),
-        f" {percent(step / planned)}   {duration(elapsed)}" + (f", {duration(left)} left" if left > 0 else ""),
+        f" {percent(step / planned)}" + (f"   {duration(left)} left" if left > 0 else ""),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live, named
-from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.heartbeats import FRESH_SECONDS, SUPERVISOR
 from rlbuffer.store.member import Member
 
 CLAIM_LOOK_SECONDS = 0.5
@@ -30,7 +30,7 @@ class Claim(Heartbeats):
         """
         silent = float("inf")
         while not stop.is_set():
-            beat = self._store.heartbeats("batcher").get("run")
+            beat = self._store.heartbeats("batcher").get(SUPERVISOR)
             if beat is None or beat["seconds_ago"] > FRESH_SECONDS or not may_live(beat):
                 return
             if beat["seconds_ago"] < silent and silent < float("inf"):
@@ -55,4 +55,4 @@ class Claim(Heartbeats):
         """Nothing is held but the name."""
 
     def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
-        return self._store.heartbeat("batcher", "run", record)
+        return self._store.heartbeat("batcher", SUPERVISOR, record)

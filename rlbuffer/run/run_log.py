@@ -12,6 +12,8 @@ from rlbuffer.process.files import append_lines
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
+LOG_FILE = "run.log"
+"""In the run's folder."""
 ERROR = "Error: "
 """The line of a process that ends by an error begins so; what follows it belongs to it."""
 

@@ -38,7 +38,7 @@ from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.run import members
 from rlbuffer.run.child import Child, send, signal_name
 from rlbuffer.run.claim import Claim
-from rlbuffer.run.run_log import RunLog, Say
+from rlbuffer.run.run_log import LOG_FILE, RunLog, Say
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.operator import OperatorStore
@@ -74,7 +74,7 @@ class Supervisor:
     ) -> None:
         self.settings = settings
         self._on_fall = on_fall
-        self.log = RunLog(settings.run_dir / "run.log", say)
+        self.log = RunLog(settings.run_dir / LOG_FILE, say)
         self._origin = origin
         self._json = to_json(settings)
         self._context: ForkServerContext | None = None

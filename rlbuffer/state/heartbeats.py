@@ -24,8 +24,8 @@ SHOWN_SILENT_SECONDS = 12.0
 DEAD_SECONDS = 15.0
 """A batcher without a lease that was last seen later than this may be taking over."""
 KINDS = ("batcher", "worker", "scorer", "rank")
-LEADER = "leader"
-"""Name of the batcher that leads; `rlbuffer run` has a heartbeat of this kind, too."""
+LEADER, SUPERVISOR = "leader", "run"
+"""Names of the batcher that leads, and of `rlbuffer run`, which has a heartbeat of this kind, too."""
 
 Beat = Mapping[str, Any]
 
@@ -109,8 +109,14 @@ class Process:
 
     @property
     def title(self) -> str:
-        """``worker NAME``, ``rank N``; ``batcher`` for the one that leads."""
-        return self.kind if (self.kind, self.name) == ("batcher", LEADER) else f"{self.kind} {self.name}"
+        """``worker NAME``, ``rank N``; ``batcher`` for the one that leads, ``supervisor`` for `rlbuffer run`."""
+        own = {LEADER: "batcher", SUPERVISOR: "supervisor"} if self.kind == "batcher" else {}
+        return own.get(self.name, f"{self.kind} {self.name}")
+
+    @property
+    def is_supervisor(self) -> bool:
+        """It is `rlbuffer run`, or `demo`."""
+        return self.kind == "batcher" and self.name == SUPERVISOR
 
     @property
     def is_fresh(self) -> bool:

@@ -21,7 +21,7 @@ from rlbuffer_cli.view import rank_line, run_view
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
     own = [0.4, 0.4, 0.8, 0.4]
     ranks = [{"forward": seconds / 2, "backward": seconds / 2, "exchange": 1.0} for seconds in own]
-    assert rank_line(ranks) == "0 ▅ 0.40 s  1 ▅ 0.40 s  2 █ 0.80 s slow  3 ▅ 0.40 s"
+    assert rank_line(ranks) == "0 ▄ 0.40 s  1 ▄ 0.40 s  2 ▇ 0.80 s slow  3 ▄ 0.40 s"
     assert "slow" not in rank_line([{"forward": 0.001}, {"forward": 0.001}, {"forward": 0.002}])  # chance
 
 
@@ -71,7 +71,7 @@ def test_envs_keep_their_reward_on_a_narrow_terminal(name: str) -> None:
 
 
 def test_facts_take_the_room_that_there_is() -> None:
-    facts = look.pairs(*((name, "1,234 of 9") for name in ("step", "done", "left", "late")))
+    facts = look.pairs(dict.fromkeys(("step", "done", "left", "late"), "1,234 of 9")).values()
     assert len(lines_of(look.Facts(facts), 78)) == 1
     assert len(lines_of(look.Facts(facts), 74)) == 2
 

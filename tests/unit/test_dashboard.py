@@ -62,7 +62,7 @@ def state(envs: Sequence[str] = ("math", "code")) -> RunState:
 
 
 def whole(**changes: object) -> Dashboard:
-    given = {"title": 'rlbuffer run "larger"', "seconds": 67.0, "planned": 120, "state": state(), "log": LOG}
+    given = {"title": "rlbuffer run", "run": "larger", "seconds": 67.0, "planned": 120, "state": state(), "log": LOG}
     return Dashboard(**{**given, "records": records(31), **changes})  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def test_it_fits_the_screen_and_keeps_the_sentence_the_progress_and_the_log(size
     assert len(lines) <= size[1]
     assert max(map(len, lines)) <= size[0]
     text = " ".join(" ".join(lines).split())
-    for part in ('run "larger"', "Step 33 is 25% full", "step 31 of 120", "26%", "was killed by SIGKILL"):
+    for part in ("larger rlbuffer run", "Step 33 is 25% full", "step 31 of 120", "26%", "was killed by SIGKILL"):
         assert part in text
     assert [line.strip() for line in lines[-4:]] == [line[: size[0]] for line in LOG]
 
@@ -96,7 +96,7 @@ def test_the_curve_takes_the_room_that_is_left() -> None:
     assert curve(60) == curve(80), "but no more than a curve needs"
     ends = [line for line in lines_of(whole(), 140, 40) if line.startswith("reward")]
     assert len(ends) == 1
-    assert f"{records(31)[-1].reward:.4g} at step 31" in ends[0]
+    assert ends[0].startswith(f"reward {records(31)[-1].reward:.3f} ")
 
 
 def test_one_env_needs_no_table_and_many_problems_leave_the_log_in_place() -> None:

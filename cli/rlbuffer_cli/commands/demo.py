@@ -86,10 +86,11 @@ def command(
             is_time_up.set()
             stop.set()
 
-    title = f'rlbuffer demo · run "{settings.run}"'
     with (
         stop_on_signals(stop),
-        supervised(loaded, display, stop, relay, title=title, clock=False, on_step=on_step, tick=tick) as ended,
+        supervised(
+            loaded, display, stop, relay, title="rlbuffer demo", clock=False, on_step=on_step, tick=tick
+        ) as ended,
     ):
         code = ended.code
         if is_time_up.is_set():

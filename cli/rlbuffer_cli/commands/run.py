@@ -37,7 +37,7 @@ def command(given: options.Given, display: str) -> int:
     starting("loading torch")
     from rlbuffer_cli.live import supervised
 
-    with stop_on_signals(stop), supervised(loaded, display, stop, _relay, title=f'rlbuffer run "{run}"') as ended:
+    with stop_on_signals(stop), supervised(loaded, display, stop, _relay, title="rlbuffer run") as ended:
         code = ended.code
     name, where = options.program(), given.again(run)
     say(f"next: {name} inspect {where}   {name} verify {where}", err=True)

@@ -72,11 +72,11 @@ def command(given: options.Given, resume: bool, fresh: bool, replace_config: boo
             from rlbuffer_cli import live
 
             opening = f'run "{settings.run}": connecting to the server ...'
-            watch = live.Watch(settings, opening=opening, asks=None, from_end=True)
+            watch = live.Watch(settings, title="rlbuffer serve", opening=opening, asks=None, from_end=True)
             ready = watch.may_ask
-            drawn = views.enter_context(live.shown(watch, keep=False))
+            views.enter_context(live.shown(watch))
             views.enter_context(watch)
-            write = functools.partial(live.say, drawn)
+            write = watch.say
         views.enter_context(options.writing(shown, write))
         if shown in ("rich", "plain"):
             views.enter_context(heard(ROOT.name, functools.partial(_take, loaded, began, ready), logging.INFO))

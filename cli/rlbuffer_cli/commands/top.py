@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import click
 
-from rlbuffer.errors import ServerRefused, ServerUnreachable
 from rlbuffer_cli import options
 from rlbuffer_cli.options import show_json
-from rlbuffer_cli.session import open_run
+from rlbuffer_cli.session import open_existing, open_run
 from rlbuffer_cli.starting import is_drawable
 
 
@@ -33,40 +33,58 @@ def command(given: options.Given, once: bool, every: float) -> int:
     Example:
       rlbuffer top --once
     """
-    from rich.console import Group, RenderableType
-    from rich.text import Text
-
+    if not (once or options.is_json()) and is_drawable(sys.stdout):
+        return _draw(given, every)
     from rlbuffer.client.run_state import read_run_state
     from rlbuffer.state.step_record import StepRecord
     from rlbuffer_cli import look
-    from rlbuffer_cli.live import MetricsTail, shown
+    from rlbuffer_cli.live import MetricsTail
     from rlbuffer_cli.plots import METRICS_FILE
     from rlbuffer_cli.run_tables import READ_RECORDS
-    from rlbuffer_cli.view import bad, run_view
+    from rlbuffer_cli.view import run_view
 
-    is_drawn = not (once or options.is_json()) and is_drawable(sys.stdout)
     with open_run(given) as buffer, suppress(KeyboardInterrupt):
         tail, trained = MetricsTail(buffer.settings.output_dir / METRICS_FILE), list[StepRecord]()
-        with shown(Text("looking ..."), is_whole=True) if is_drawn else nullcontext() as live:
-            view: RenderableType = ""
-            while True:
-                trouble = ""
-                try:
-                    state = read_run_state(buffer.store, history=0 if options.is_json() else READ_RECORDS)
-                    trained += tail.new()
-                    view = run_view(state, trained)
-                except (ServerRefused, ServerUnreachable) as error:
-                    if live is None:
-                        raise
-                    trouble = str(error).splitlines()[0]
-                if options.is_json():
-                    show_json(state.as_object())
-                elif live is None:
-                    look.show(view, *([] if once else [""]))
-                else:
-                    live.update(Group(*([bad(trouble)] if trouble else []), view))
-                if once:
-                    break
-                sys.stdout.flush()
-                time.sleep(every)
+        while True:
+            state = read_run_state(buffer.store, history=0 if options.is_json() else READ_RECORDS)
+            trained += tail.new()
+            if options.is_json():
+                show_json(state.as_object())
+            else:
+                look.show(run_view(state, trained), *([] if once else [""]))
+            if once:
+                break
+            sys.stdout.flush()
+            time.sleep(every)
+    return 0
+
+
+def _draw(given: options.Given, every: float) -> int:
+    """The dashboard, until `q` or ctrl-C."""
+    from rlbuffer.run.run_log import LOG_FILE
+    from rlbuffer_cli.live import Watch, shown
+
+    loaded = given.load()
+    with open_existing(loaded) as buffer:
+        settings = buffer.settings
+    planned = 0 if loaded.place("trainer.steps") == "default" else None
+    over = threading.Event()
+
+    def take(key: str) -> None:
+        if key == "q":
+            over.set()
+
+    keys = {"T": "light, dark", "q": "quit", "rlbuffer inspect": "browse"}
+    log = settings.run_dir / LOG_FILE
+    watch = Watch(
+        settings,
+        title="rlbuffer top",
+        opening="looking ...",
+        every=every,
+        planned=planned,
+        keys=keys,
+        log_file=log,
+    )
+    with suppress(KeyboardInterrupt), shown(watch, take=take), watch:
+        over.wait()
     return 0

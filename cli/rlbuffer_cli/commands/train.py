@@ -65,15 +65,16 @@ def command(given: options.Given, fake_data: bool, debug_samples: int, max_resta
             from rlbuffer_cli import live
 
             first = "the steps are made up" if fake_data else "the first step comes once the batcher has committed it"
-            watch = live.Watch(settings, opening=f"starting the ranks; {first}", asks=not fake_data, from_end=True)
-            drawn = views.enter_context(live.shown(watch))
+            opening = f"starting the ranks; {first}"
+            watch = live.Watch(settings, title="rlbuffer train", opening=opening, asks=not fake_data, from_end=True)
+            views.enter_context(live.shown(watch))
             views.enter_context(watch)
 
             def say_last(text: str) -> None:
                 views.close()
                 say(text, err=True)
 
-            tell = {"display": "none", "say": lambda text: live.say(drawn, text), "say_last": say_last}
+            tell = {"display": "none", "say": watch.say, "say_last": say_last}
         code = launch(
             settings,
             world_size=settings.trainer.world_size,

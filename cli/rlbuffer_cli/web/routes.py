@@ -23,7 +23,7 @@ from rlbuffer_cli.sheets import Sheet, read
 from rlbuffer_cli.table import Target, View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
 from rlbuffer_cli.text import time_of
-from rlbuffer_cli.view import alerts, figures, notes, states
+from rlbuffer_cli.view import account, alerts, figures, notes, states
 from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_pair, shown_rollout
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -74,8 +74,8 @@ def _page(
 
 def _standing(state: RunState) -> list[Text]:
     """The run in a line: how far it is, whether it learns, and what it waits for or somebody must cure."""
-    shown = [each for each in figures(state) if each.plain.startswith(("step ", "reward "))]
-    return [*shown, *list(alerts(state))[:1]]
+    known = figures(state)
+    return [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state))[:1]]
 
 
 def link(path: str, **query: str) -> str:
@@ -96,6 +96,8 @@ def href(view: View, item: Any) -> str:
 
 def _overview(run: WholeRun) -> Iterator[str]:
     state = read_run_state(run.buffer.store, history=READ_RECORDS)
+    known = figures(state)
+    memory = known.pop("memory")
     return _page(
         run,
         "overview",
@@ -103,9 +105,9 @@ def _overview(run: WholeRun) -> Iterator[str]:
         "overview",
         state=state,
         alerts=list(alerts(state)),
-        figures=[each for each in figures(state) if not each.plain.startswith("memory ")],
-        states=states(state),
-        notes=[each for each in figures(state) if each.plain.startswith("memory ")] + list(notes(state)),
+        figures=list(known.values()),
+        states=[*states(state).values(), *account(state)],
+        notes=[memory, *notes(state)],
         view=ENVS,
         items=env_rows(state),
         curves=_curves(run),

@@ -73,7 +73,7 @@ def test_the_pool_shows_who_waits_envs_and_groups(run: Run, buffer: rlbuffer.Buf
     fill(run)
 
     async def tour(person: Person) -> None:
-        await person.sees("talk.7", "a.2", "as of", "● batcher: talk is 6 groups short of its share", "? help")
+        await person.sees("talk.7", "a.2", "as of", "● talk is 6 groups short of its share", "? help")
         assert max(len(line) for line in person.lines()) <= size[0]
         await person.press("j", "o")
         assert '"group_id": "a.2"' in await person.sees("a.2: raw", '"schema": "rlbuffer.group/1"')
@@ -278,7 +278,7 @@ def test_steps_are_rows_and_one_step_is_bars_of_its_ranks(run: Run, buffer: rlbu
 
 def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, buffer: rlbuffer.Buffer) -> None:
     async def tour(person: Person) -> None:
-        await person.sees("0 groups", "no env has sent anything yet")
+        await person.sees("0 groups", "no groups yet")
         await person.press("enter", "o", "y", "G", "l")
         await person.sees("[live]")
         run.push("a.0")

@@ -135,7 +135,7 @@ def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.store.heartbeat("worker", "w-0", beat)
 
     async def tour(person: Person) -> None:
-        await person.sees("no env has sent anything yet")
+        await person.sees("no groups yet")
         await person.press("w")
         await person.sees('File "envs.py", line 3, in score', "KeyError: \\x1b[2J")
 

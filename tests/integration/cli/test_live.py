@@ -7,7 +7,8 @@ import os
 import pty
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rich.text import Text
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli import live
+
+ALTERNATE_SCREEN_OFF = "\x1b[?1049l"
 
 
 @contextmanager
@@ -42,19 +45,42 @@ def drawn(terminal: int) -> str:
     return text.decode()
 
 
+def until(terminal: int, holds: Callable[[str], bool]) -> str:
+    """What is drawn until it holds."""
+    text, deadline = "", time.monotonic() + 60
+    while not holds(text):
+        assert time.monotonic() < deadline, text
+        text += drawn(terminal)
+        time.sleep(0.02)
+    return text
+
+
+def drain(terminal: int, over: threading.Event) -> None:
+    while not over.wait(0.01):
+        drawn(terminal)
+
+
 def steps(settings: RunSettings, *numbers: int) -> None:
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     with (settings.output_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"event": "step", "step": n, "reward": 0.5}) + "\n" for n in numbers)
 
 
-def test_what_is_said_stays_above_the_view_and_controls_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_stands_in_the_log_and_stays_when_the_screen_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    watch = live.Watch(RunSettings(home=tmp_path), opening="the opening", asks=False)
     with terminal(monkeypatch) as device:
-        with live.shown("the view", keep=False) as shown:
-            live.say(shown, "said\x1b[2J")
-        text = drawn(device)
-    assert text.index("said\\x1b[2J") < text.rindex("the view")
-    assert "\x1b[2K" in text[text.rindex("the view") :], "the view is taken away"
+        with live.shown(watch):
+            watch.say("said\x1b[2J\nbehind it")
+            print("printed by a library")
+            shown = until(device, lambda text: "printed by a library" in text)
+        end = drawn(device)
+    assert shown.index("said\\x1b[2J") < shown.index("behind it") < shown.index("printed by a library")
+    assert ALTERNATE_SCREEN_OFF in end
+    kept = end[end.index(ALTERNATE_SCREEN_OFF) :]
+    assert kept.index("said\\x1b[2J") < kept.index("behind it") < kept.index("printed by a library")
+    assert "\x1b[2J" not in shown + end
 
 
 def test_a_terminal_that_is_halted_holds_up_nothing_that_is_followed(
@@ -70,14 +96,19 @@ def test_a_terminal_that_is_halted_holds_up_nothing_that_is_followed(
 
     with terminal(monkeypatch) as device:
         watch = live.Watch(settings, asks=False, on_step=on_step)
-        with live.shown("the view") as shown, watch:
-            talker = threading.Thread(target=live.say, args=(shown, "x" * 1_000_000))  # more than a terminal takes
+        talker = threading.Thread(target=sys.stdout.write, args=("x" * 1_000_000,))  # more than a terminal takes
+        with live.shown(watch), watch:
             talker.start()
+            watch.say("x" * 1_000_000)
             steps(settings, 1, 2, 2, 3)
             assert is_there.wait(60)
             assert talker.is_alive()
-            while talker.is_alive():
-                drawn(device)
+            over = threading.Event()
+            reader = threading.Thread(target=drain, args=(device, over))
+            reader.start()
+        talker.join()
+        over.set()
+        reader.join()
     assert [record.step for record in watch.records] == [1, 2, 3]
 
 
@@ -95,11 +126,11 @@ def test_made_up_steps_wait_for_no_batcher_and_those_of_before_are_left_out(tmp_
 def test_a_view_that_a_terminal_has_no_room_for_says_what_it_leaves_out(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with terminal(monkeypatch) as screen:
+    with terminal(monkeypatch) as device:
         monkeypatch.setattr(Console, "size", ConsoleDimensions(80, 24))
-        with live.shown(Text("\n".join(f"<{n}>" for n in range(count))), is_whole=True, keep=False) as shown:
+        with live.Screen(Text("\n".join(f"<{n}>" for n in range(count)))) as shown:
             shown.refresh()
-            lines = drawn(screen)
+            lines = drawn(device)
     seen = sum(f"<{n}>" in lines for n in range(count))
     assert seen == (count if count <= 24 else 23)
     assert (f"{count - 23} lines more" in lines) == (count > 24)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import waits
 from looks import lines_of
+from rich.console import Group
 from store_runs import Run
 from terminals import typed
 
@@ -18,7 +19,7 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.state.text import duration
 from rlbuffer_cli.main import main
-from rlbuffer_cli.view import pace_of, run_view
+from rlbuffer_cli.view import pace_of, run_head, run_view
 
 TRAINED = {"event": "step", "step": 1, "seconds": {"wait": 0.5, "total": 1.0}}
 RANKS = {"ranks": [{"forward": 0.1, "backward": 0.1}, {"forward": 0.4, "backward": 0.1}]}
@@ -64,7 +65,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0].startswith(f'run "{busy.store.run}" on ')
-    assert f"● batcher: {SHORT}" in lines
+    assert f"● {SHORT}" in lines
     assert any(line.startswith("✕ ") and "no\\x1bne" in line for line in lines)
     said = " ".join(out.split())
     for fact in ("trained step 0", "pushed 15/s", "reward 0.", " MiB", "✕ dropped 2", "33% of all so far"):
@@ -73,7 +74,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert "batcher 1 step ahead of the trainer" in named["lag"]
     assert named["trainer"].endswith("waited 50% of the last step for data: workers are slower than the trainer")
     assert "2 stale in " in named["drops"]
-    assert "1 █ 0.50 s slow" in named["ranks"]
+    assert "1 ▇ 0.50 s slow" in named["ranks"]
     assert any(line.startswith("worker inf-1") and "no\\x1bne" in line for line in lines)
     assert any(line.startswith("rank 0") and "step 0" in line for line in lines)
 
@@ -126,7 +127,7 @@ def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(run: Run) -> N
         trouble = {"kind": "env_fails", "count": 2, "detail": "KeyError: 'x' (envs.py:3 in score) " * 5}
         run.store.heartbeat("worker", f"w-{at}", {"env": f"env{at}", "problems": [trouble]})
     state = read_run_state(run.store)
-    head = lines_of(run_view(state, with_processes=False), 80)
+    head = lines_of(Group(*run_head(state, 80)), 80)
     assert len([line for line in head[:9] if line.startswith("✕ env")]) == 3
     assert [line for line in head if "4 more" in line and line.endswith("rlbuffer inspect problems")]
     assert (
