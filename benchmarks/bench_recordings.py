@@ -60,7 +60,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "closing": {"micro_batches_per_rank": 6, "fill_timeout_seconds": 30.0, "advantage": "length_penalty"},
 }
 """Name -> settings."""
-COMMON = {"group_timeout_seconds": 60.0, "spill_after_seconds": 20.0, "env_dead_after_seconds": 30.0}
+COMMON = {"step_groups": 0, "group_timeout_seconds": 60.0, "spill_after_seconds": 20.0, "env_dead_after_seconds": 30.0}
 
 
 class Workload:

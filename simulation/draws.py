@@ -196,7 +196,7 @@ def _batcher(dice: random.Random) -> BatcherConfig:
     return BatcherConfig(
         row_tokens=48,
         micro_batches_per_rank=2,
-        step_groups=dice.choice((2, 3)) if closing == "groups" else None,
+        step_groups=dice.choice((2, 3)) if closing == "groups" else 0,
         step_rollouts=dice.choice((5, 8)) if closing == "rollouts" else None,
         **{name: dice.choice(choices) for name, choices in BATCHER.items()},
     )

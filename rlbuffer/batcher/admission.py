@@ -135,7 +135,7 @@ def allow(
 def waits_for_scorers(known: Situation, env: str, step: int) -> bool:
     """True when some groups of the env wait for a scorer, and so many are here that one more would wait there, too, and
     then another one: it gets no ticket for being waited for, and is not silent because it sends nothing."""
-    most = max(START_TICKETS, known.config.step_groups or 0)
+    most = max(START_TICKETS, known.config.step_groups)
     return any(known.pool.env(env).needs.values()) and known.pool.kept(env, known.steps(step), known.published) >= most
 
 

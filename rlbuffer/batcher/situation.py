@@ -149,7 +149,7 @@ class Situation:
         return Limits(
             rows=world_size * config.micro_batches_per_rank * config.rows_per_micro_batch,
             row_tokens=config.row_tokens,
-            groups=config.step_groups,
+            groups=config.step_groups or None,
             rollouts=config.step_rollouts,
             flat=config.flat if isinstance(config.flat, float) else None,
             used=config.replay_fraction,

@@ -155,7 +155,10 @@ def deterministic(c: Context) -> Iterator[Finding]:
     must: dict[str, Any] = {"batcher.max_age": 0, "batcher.lookahead": 0}
     must |= {f"batcher.envs.{env}.max_age": 0 for env in batcher.envs}
     must |= {"batcher.fill_timeout_seconds": None, "batcher.max_age_seconds": None}  # they go by the clock
-    must |= {f"worker.{name}.groups_in_flight": batcher.step_groups for name in workers}
+    if not batcher.step_groups:
+        text = "deterministic = true: batcher.step_groups = 0 must be as many groups as the worker samples at once"
+        yield failure(text, "batcher.step_groups", "deterministic")
+    must |= {f"worker.{name}.groups_in_flight": batcher.step_groups for name in workers if batcher.step_groups}
     must |= {f"worker.{name}.replicas": 1 for name in workers}
     values = dict(c.loaded.values())
     for name, value in must.items():

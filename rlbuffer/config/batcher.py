@@ -8,7 +8,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from rlbuffer.config.fractions import budgets_at
@@ -47,6 +47,8 @@ ADAPTER_BATCH_SIZE = 64
 Estimator = Annotated[str, AfterValidator(_estimator)]
 Adapter = Annotated[str, Field(min_length=1, max_length=128)]
 Cost = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Groups = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(lambda value: 0 if value is None else value)]
+"""Number of groups, 0 for no limit. A run that an older checkout began has None for that."""
 _RECORD = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -90,9 +92,9 @@ class BatcherConfig(NoTruth):
     rows_per_micro_batch: Count = 1
     """Rows of one forward pass."""
     step_rollouts: Count | None = None
-    """Close a step at this many rollouts instead of by capacity."""
-    step_groups: Count | None = None
-    """Close a step at this many groups instead of by capacity."""
+    """Close a step at this many rollouts, in place of a number of groups."""
+    step_groups: Groups = 32
+    """Close a step at this many groups. 0: by capacity alone, when its rows are full; so it is with `step_rollouts`."""
     close_fill: Share = 0.95
     """Share of the capacity at which a step with every env near its share closes at once. 0-1."""
     lookahead: Age = 1
@@ -155,10 +157,14 @@ class BatcherConfig(NoTruth):
     whole one. Not set: no trained token has an advantage, no column `advantages` brings one, and the trainer's loss
     needs one (`kl_beta` and `columns` of ``[trainer.loss]`` say that it does not)."""
 
+    def __post_init__(self) -> None:
+        if self.step_rollouts is not None:
+            object.__setattr__(self, "step_groups", 0)  # its default is not meant then
+
     @field_validator("step_groups")
     @classmethod
-    def _one_end(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("step_rollouts") is not None:
+    def _one_end(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("step_rollouts") is not None:
             raise ValueError("cannot stand beside batcher.step_rollouts: set one of the two")
         return value
 

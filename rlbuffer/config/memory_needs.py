@@ -67,7 +67,7 @@ def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
     columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
     is known when the first step is there.
     """
-    if config.step_rollouts is not None or config.step_groups is not None:
+    if config.step_rollouts is not None or config.step_groups:
         return None
     rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
     return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)

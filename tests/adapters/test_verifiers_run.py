@@ -20,6 +20,7 @@ run = "tiny"
 
 [batcher]
 row_tokens = 1024
+step_groups = 0
 max_age = 4
 
 [model.config]

@@ -23,6 +23,7 @@ appendfsync = "no"
 [batcher]
 row_tokens = 1024
 micro_batches_per_rank = 2
+step_groups = 0
 max_age = 1
 budgets = { slow = 0.5, middle = 0.3, fast = 0.2 }
 

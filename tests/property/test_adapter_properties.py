@@ -33,6 +33,7 @@ def test_adapters_with_supply_are_never_more_than_one_group_apart(unit: str, see
     members = {name: int(rng.integers(1, 6)) for name in NAMES[1:]}
     config = BatcherConfig(
         row_tokens=200,
+        step_groups=0,
         micro_batches_per_rank=int(rng.integers(1, 4)),
         rows_per_micro_batch=2,
         budgets={"a": 0.6, "b": 0.4},
@@ -115,7 +116,7 @@ ADAPTED = st.builds(
     BatcherConfig,
     row_tokens=st.just(100),
     micro_batches_per_rank=st.integers(1, 2),
-    step_groups=st.sampled_from([None, None, 2, 3]),
+    step_groups=st.sampled_from([0, 0, 2, 3]),
     max_age=st.integers(0, 2),
     budgets=st.sampled_from([{"e0": 0.5, "e1": 0.5}, {"e0": 0.7, "e1": 0.3}]),
     unit=st.sampled_from(["tokens", "rollouts", "groups"]),

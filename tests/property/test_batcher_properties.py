@@ -33,6 +33,7 @@ def test_shares_hold_within_one_group_over_200_random_steps(unit: str, seed: int
     budgets = {f"e{i}": float(f) * 0.999999 for i, f in enumerate(fractions)}
     config = BatcherConfig(
         row_tokens=1000,
+        step_groups=0,
         micro_batches_per_rank=int(rng.integers(1, 5)),
         budgets=budgets,
         unit=unit,  # type: ignore[arg-type]
@@ -74,7 +75,7 @@ CONFIGS = st.builds(
     BatcherConfig,
     row_tokens=st.just(100),
     micro_batches_per_rank=st.integers(1, 2),
-    step_groups=st.sampled_from([None, None, 2]),
+    step_groups=st.sampled_from([0, 0, 2]),
     max_age=st.integers(0, 3),
     min_group_size=st.integers(1, 4),
     max_age_seconds=st.sampled_from([None, 150.0]),
@@ -88,7 +89,7 @@ RULES = st.builds(
     BatcherConfig,
     row_tokens=st.just(100),
     micro_batches_per_rank=st.integers(1, 2),
-    step_groups=st.sampled_from([None, 2]),
+    step_groups=st.sampled_from([0, 2]),
     max_age=st.integers(0, 3),
     min_group_size=st.integers(1, 2),
     max_age_seconds=st.sampled_from([None, 150.0]),
@@ -300,7 +301,7 @@ FAST_AND_SLOW = {
     "c": EnvSpeed(seconds=0.5, workers=2, length=30),
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "rows": {"micro_batches_per_rank": 3},
+    "rows": {"micro_batches_per_rank": 3, "step_groups": 0},
     "groups": {"step_groups": 16},
     "rollouts": {"step_rollouts": 64},
 }
@@ -379,7 +380,7 @@ def test_the_window_throws_little_away(order: Any, max_age: int, least: float, m
 
 @pytest.mark.parametrize(("order", "max_age"), [("newest_first", 0), ("oldest_first", 1), ("newest_first", 2)])
 def test_the_env_that_others_wait_for_does_not_make_them_waste_their_work(order: Any, max_age: int) -> None:
-    config = BatcherConfig(row_tokens=4096, max_age=max_age, budgets={"fast": 0.7, "slow": 0.3}, order=order)
+    config = BatcherConfig(4096, step_groups=0, max_age=max_age, budgets={"fast": 0.7, "slow": 0.3}, order=order)
     envs = {
         "fast": EnvSpeed(seconds=1, workers=16, size=16, length=20),
         "slow": EnvSpeed(seconds=2, workers=8, size=16, length=12),

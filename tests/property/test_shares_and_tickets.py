@@ -13,6 +13,7 @@ from closed_loop import EnvSpeed, simulate
 from rlbuffer.config.batcher import BatcherConfig
 
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
+SIZES = [{"step_groups": 32}, {"micro_batches_per_rank": 3, "step_groups": 0}]
 LENGTHS = {"a": 100, "b": 60, "c": 200}
 SPEEDS = list(itertools.permutations((1.0, 1 / 3, 1 / 10)))
 """Seconds per group of a, b and c: 1 : 3 : 10 in every order."""
@@ -29,7 +30,7 @@ def envs_of(seconds: tuple[float, ...], *, scale: float = 4.0) -> dict[str, EnvS
 def test_three_envs_of_unequal_speed_keep_their_shares_and_fill_the_steps(
     seconds: tuple[float, ...], max_age: int
 ) -> None:
-    config = BatcherConfig(row_tokens=2048, micro_batches_per_rank=3, max_age=max_age, budgets=SHARES)
+    config = BatcherConfig(row_tokens=2048, micro_batches_per_rank=3, step_groups=0, max_age=max_age, budgets=SHARES)
     outcome = simulate(config, envs_of(seconds), steps=20, seed=max_age)
     assert (outcome.stuck, outcome.steps) == ("", 20)
     assert outcome.drift <= outcome.largest  # after each of the 20 steps
@@ -72,7 +73,7 @@ def test_on_policy_in_tokens_only_the_doubt_about_sizes_is_wasted() -> None:
 @pytest.mark.parametrize("seconds", SPEEDS[:3], ids=["fast-last", "fast-middle", "slow-middle"])
 def test_on_policy_rows_waste_at_most_one_group_per_env_and_step(seconds: tuple[float, ...]) -> None:
     """But once in some hundred steps: how long the groups on their way turn out, nobody can know."""
-    config = BatcherConfig(**STRICT, micro_batches_per_rank=3, budgets=SHARES)
+    config = BatcherConfig(**STRICT, micro_batches_per_rank=3, step_groups=0, budgets=SHARES)
     outcome = simulate(config, envs_of(seconds), steps=30)
     assert outcome.stuck == ""
     assert max(outcome.stale.values(), default=0) <= 2
@@ -81,7 +82,7 @@ def test_on_policy_rows_waste_at_most_one_group_per_env_and_step(seconds: tuple[
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("size", [{"step_groups": 32}, {"micro_batches_per_rank": 3}], ids=["groups", "rows"])
+@pytest.mark.parametrize("size", SIZES, ids=["groups", "rows"])
 def test_one_step_off_policy_slow_generation_wastes_less_than_a_fifth(size: dict[str, int], lookahead: int) -> None:
     config = BatcherConfig(row_tokens=2048, max_age=1, lookahead=lookahead, budgets=SHARES, **size)
     outcome = simulate(config, envs_of(SPEEDS[lookahead], scale=20.0), steps=20, seed=lookahead)
@@ -90,7 +91,7 @@ def test_one_step_off_policy_slow_generation_wastes_less_than_a_fifth(size: dict
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 2])
-@pytest.mark.parametrize("size", [{"step_groups": 32}, {"micro_batches_per_rank": 3}], ids=["groups", "rows"])
+@pytest.mark.parametrize("size", SIZES, ids=["groups", "rows"])
 def test_no_worker_idles_while_its_env_is_short(size: dict[str, int], max_age: int) -> None:
     config = BatcherConfig(row_tokens=2048, max_age=max_age, budgets=SHARES, **size)
     outcome = simulate(config, envs_of(SPEEDS[max_age]), steps=20, seed=max_age)

@@ -14,7 +14,7 @@ RNG = np.random.default_rng(0)
 
 
 def batcher(state=None, **settings):
-    return Batcher(BatcherConfig(**({"row_tokens": 100} | settings)), state)
+    return Batcher(BatcherConfig(**({"row_tokens": 100, "step_groups": 0} | settings)), state)
 
 
 def put(

@@ -30,6 +30,7 @@ appendfsync = "no"
 
 [batcher]
 row_tokens = 1024
+step_groups = 0
 micro_batches_per_rank = {micro_batches}
 max_age = 4
 order = "oldest_first"

@@ -3,7 +3,8 @@ import pytest
 from batcher_calls import ask, batcher, drops_of, pending_tokens, put
 
 from rlbuffer.batcher.admission import ANY_ENV
-from rlbuffer.config.batcher import EnvConfig
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.records.waiting import Wait, Waiting
@@ -62,6 +63,18 @@ def test_groups_or_rollouts_fix_the_size_instead(settings, closed_by, groups):
         put(made, f"g{n}", lengths=(90,) * 4)
     plan = ask(made).plan
     assert (plan.closed_by, len(plan.group_ids)) == (closed_by, groups)
+
+
+@pytest.mark.parametrize("length", [5, 90])
+def test_a_step_of_the_default_settings_is_32_groups_however_long_they_are(length):
+    made = Batcher(BatcherConfig(100))
+    for n in range(31):
+        put(made, f"g{n}", lengths=(length,) * 4)
+    assert ask(made).plan is None
+    put(made, "g31", lengths=(length,) * 4)
+    put(made, "g32", lengths=(length,) * 4)
+    plan = ask(made).plan
+    assert (plan.closed_by, len(plan.group_ids)) == ("groups", 32)
 
 
 def test_asking_moves_nothing_until_it_is_committed():

@@ -19,7 +19,6 @@ AT_LEAST_ONE = (
     "min_group_size",
     "max_uses",
     "step_rollouts",
-    "step_groups",
 )
 SECONDS = (
     *("group_timeout_seconds", "spill_after_seconds", "env_dead_after_seconds", "max_age_seconds"),
@@ -35,7 +34,7 @@ def config(**settings: Any) -> BatcherConfig:
     ("setting", "values"),
     [
         *((name, (0, -1, True, "x", 2**60)) for name in AT_LEAST_ONE),
-        *((name, (-1, 0.5, 2**60)) for name in ("lookahead", "max_age")),
+        *((name, (-1, 0.5, 2**60)) for name in ("lookahead", "max_age", "step_groups")),
         *((name, (-0.01, 1.01, float("nan"))) for name in ("close_fill", "replay_fraction")),
         *((name, (0.0, float("inf"), float("nan"), 1e308)) for name in SECONDS),
         *((name, ("none of these",)) for name in ("spillover", "oversized", "on_dead_env", "truncated", "unit")),
@@ -86,9 +85,10 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
 @pytest.mark.parametrize(
     "settings",
     [
-        dict.fromkeys(AT_LEAST_ONE[:-1], 1),
+        dict.fromkeys(AT_LEAST_ONE, 1),
         {"max_uses": 4},
         {"step_groups": 1},
+        {"step_groups": 0, "step_rollouts": 8},
         {"lookahead": 0, "max_age": 0},
         {"close_fill": 0.0, "replay_fraction": 1.0},
         {"close_fill": 1.0, "replay_fraction": 0.0},
@@ -123,6 +123,17 @@ def test_settings_survive_the_record_that_the_run_keeps_of_them() -> None:
         max_age_seconds=60.0,
     )
     assert BatcherConfig(**msgpack.unpackb(msgpack.packb(made.as_dict()))) == made
+
+
+@pytest.mark.parametrize("settings", [{"step_rollouts": 8}, {"step_groups": 0}, {}, {"step_groups": 7}])
+def test_the_size_of_a_step_survives_the_record_too(settings: dict[str, int]) -> None:
+    made = config(**settings)
+    assert BatcherConfig(**made.as_dict()) == made
+    assert dataclasses.replace(made, max_age=9).step_groups == made.step_groups
+
+
+def test_a_run_of_an_older_checkout_that_closed_by_capacity_does_so_still() -> None:
+    assert config(step_groups=None) == config(step_groups=0)
 
 
 @pytest.mark.parametrize(("step", "fraction"), [(1, 0.2), (10, 0.2), (11, 0.25), (14, 0.4), (20, 0.1), (99, 0.1)])

@@ -45,7 +45,7 @@ def test_steps_at_once_are_lookahead_and_the_largest_max_age_and_three(config: B
 
 
 def test_a_full_step_takes_its_rows_at_nine_bytes_a_token_and_one_rollout_a_row() -> None:
-    config = BatcherConfig(1000, micro_batches_per_rank=2, rows_per_micro_batch=3)
+    config = BatcherConfig(1000, micro_batches_per_rank=2, rows_per_micro_batch=3, step_groups=0)
     assert memory_needs.capacity_bytes(config, 4) == 4 * 2 * 3 * (9 * 1000 + memory_needs.ROLLOUT_BYTES)
 
 

@@ -21,7 +21,8 @@ FLAT = [0.5] * 4
 
 
 def made(*, needs=True, **settings):
-    return Batcher(BatcherConfig(**({"row_tokens": 100, "max_age": 99} | settings)), needs_advantage=needs)
+    config = BatcherConfig(**({"row_tokens": 100, "step_groups": 0, "max_age": 99} | settings))
+    return Batcher(config, needs_advantage=needs)
 
 
 def group_of(rewards, *, columns=(), named=None, loss_tokens=None, truncated=(), lengths=None):

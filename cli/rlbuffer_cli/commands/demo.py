@@ -109,7 +109,7 @@ def _settings(given: options.Given, steps: int | None, seed: int, deterministic:
         if deterministic:
             one = {"vcopy": {"env": "vcopy", "group_size": 16, "groups_in_flight": 16}}
             instead = {"deterministic": True, "batcher.max_age": 0, "batcher.lookahead": 0, "batcher.budgets": {}}
-            instead |= {"worker": one, "trainer.reports.check_ranks": True}
+            instead |= {"batcher.step_groups": 16, "worker": one, "trainer.reports.check_ranks": True}
             flags |= {name: ("--deterministic", value) for name, value in instead.items()}
         if given.config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.

@@ -152,7 +152,7 @@ def has_an_old_server_program(place: Place) -> None:
 
 def needs_more_memory_than_there_is(place: Place) -> None:
     place.server(maxmemory="8mb")
-    place.config(f"[batcher]\nrow_tokens = 200000\n{GOOD}")
+    place.config(f"[batcher]\nrow_tokens = 200000\nstep_groups = 0\n{GOOD}")
 
 
 TROUBLES = [
