@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -38,6 +39,43 @@ def test_every_command_and_option_on_a_page_exists(page: str) -> None:
         options = [option for word in words if word.startswith("--") for option in word.split("=")[0].split("|")]
         unknown += [f"{name} {option}" for option in options if option.strip(".,;:)") not in known]
     assert unknown == []
+
+
+FENCE = re.compile(r"^( *)```\w*.*?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+TYPED = re.compile(r"^(?:\$ )?(?:\S*bin/)?rlbuffer (.+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_in_a_block_of_a_page_can_be_parsed(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments are there and of their kind, its choices exist. Those of tests/e2e/test_pages.py are run, too."""
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for _, block in FENCE.findall((ROOT / page).read_text(encoding="utf-8")):
+        for line in TYPED.findall(block):
+            words = shlex.split(re.split(r" \|\|? | && | > | & |&$", line)[0], comments=True)
+            for file in (word for word in words if re.search(r"\.(toml|jsonl|gz|parquet|dump)$", word)):
+                Path(file.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+                Path(file.lstrip("/")).touch()
+            try:
+                parse(words)
+            except click.UsageError as error:
+                wrong.append(f"{line}: {error.format_message()}")
+    assert wrong == []
+
+
+def parse(words: list[str]) -> None:
+    """Parses the arguments of a command as `rlbuffer` does, and does not call it."""
+    command: click.Command = importlib.import_module(f"rlbuffer_cli.commands.{words[0]}").command
+    ctx = None
+    for at, name in enumerate(words, 1):
+        ctx = command.make_context(name, words[at:], parent=ctx)
+        if not isinstance(command, click.Group):
+            return
+        found = command.get_command(ctx, words[at])
+        assert found is not None, f"{name} has no command {words[at]}"
+        command = found
 
 
 def test_every_operation_has_its_page() -> None:

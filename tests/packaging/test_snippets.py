@@ -19,7 +19,7 @@ from rlbuffer.checks.loading import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md")]
-FENCE = re.compile(r"^ *```(toml|python)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(toml|python)(?: \S+)?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def snippets(kind: str) -> list[tuple[str, str]]:
