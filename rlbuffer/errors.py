@@ -197,6 +197,31 @@ class BatchTimeout(RlbufferError, TimeoutError):
     exit_code = 5
 
 
+class TicketGone(RlbufferError):
+    """The ticket is not out any more, or its group was begun by another: take another one."""
+
+
+class OpenRolloutUnknown(RlbufferError, LookupError):
+    """There is no such open rollout on the server, or it has another capability."""
+
+
+class OpenRolloutEnded(RlbufferError):
+    """The open rollout has ended: it takes no calls any more."""
+
+    def __init__(self, message: str | None = None, *, end: Any = None) -> None:
+        super().__init__(message)
+        self.end = end
+        """How it ended (:class:`rlbuffer.store.open_rollouts.End`)."""
+
+
+class OtherEnd(OpenRolloutEnded):
+    """The open rollout has ended with another reward or failure."""
+
+
+class OpenRolloutFull(RlbufferError):
+    """The open rollout has as many calls, or as many bytes of them, as one may have."""
+
+
 class EnvDone(RlbufferError):
     """The env has given all its tickets, and none is out: there is nothing more to sample."""
 

@@ -27,6 +27,7 @@ from rlbuffer.daemon.watches import (
     Claims,
     Ends,
     Envs,
+    OpenRollouts,
     Retirement,
     TrainerWord,
     Watch,
@@ -117,6 +118,7 @@ class Leadership:
             Claims(store, pending, self._archive),
             self._wishes,
             Retirement(store, pending, self._archive, self._memory),
+            OpenRollouts(store),
             self._trainer,
             self._envs,
         )

@@ -25,6 +25,8 @@ from rlbuffer.store.records import Attempt, Look, Sources
 _log = logging.getLogger(__name__)
 SWEEP_SECONDS = 5.0
 """Seconds between two sweeps of what scored groups leave behind."""
+FORGET_SECONDS = 60.0
+"""Seconds between two looks for open rollouts that were pushed long ago."""
 GONE_SECONDS = 3.0
 """A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
@@ -144,6 +146,19 @@ class Retirement(Watch):
             return
         if not is_short or self._memory.relieve(look.trainer, look.meta.step, self._archive):
             self._strays.begin()
+
+
+class OpenRollouts(Watch):
+    """Forgets open rollouts that were pushed long ago."""
+
+    def __init__(self, store: LeaderStore) -> None:
+        self._store = store
+        self._looked = time.monotonic()
+
+    def tick(self, look: Look) -> None:
+        if time.monotonic() - self._looked > FORGET_SECONDS:
+            self._looked = time.monotonic()
+            self._store.forget_open_rollouts()
 
 
 class TrainerWord(Watch):

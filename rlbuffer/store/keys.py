@@ -10,7 +10,7 @@ import re
 
 from rlbuffer.errors import ConfigError
 
-SCHEMA = 6
+SCHEMA = 7
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
 """Name of a run that can be there. None begins any more whose name begins with a dash: a command takes that for an
@@ -19,7 +19,13 @@ SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")
 """``<incarnation>.<sequence>`` in a payload's key."""
 RUNS = "rlb:runs"
 """Sorted set: run ->> Unix seconds when it was last opened."""
-HEARTBEATS = {"worker": "workers", "scorer": "scorers", "rank": "ranks", "batcher": "batchers"}
+HEARTBEATS = {
+    "worker": "workers",
+    "scorer": "scorers",
+    "rank": "ranks",
+    "batcher": "batchers",
+    "gateway": "gateways",
+}
 """Kind of a heartbeat -> the hash that holds it."""
 
 
@@ -61,6 +67,15 @@ class Keys:
         self.summary = f"{self.tag}:summary"
         self.records = f"{self.tag}:records"
         self.eval = f"{self.tag}:eval"
+        self.open = f"{self.tag}:open"
+        """Open rollouts, by their deadline."""
+        self.open_ended = f"{self.tag}:open_ended"
+        """Groups of open rollouts that wait for their push, by when the last of them ended."""
+        self.open_pushed = f"{self.tag}:open_pushed"
+        """Groups that were pushed, by when."""
+        self.open_keys = f"{self.tag}:open_keys"
+        """Digest of the key that a caller gave -> the group that it has begun."""
+        self.open_counts = f"{self.tag}:open_counts"
         self.absent = f"{self.tag}:absent"
         """Never there, and among the keys of every script: see :meth:`Session.declared`."""
         self.payload_prefix = f"rlb:{run}:g:"
@@ -87,6 +102,14 @@ class Keys:
     def scoring(self, entry_id: str) -> str:
         """The scorer that adds what a pending push needs."""
         return f"{self.tag}:scoring:{entry_id}"
+
+    def open_group(self, group_id: str) -> str:
+        """A group of open rollouts."""
+        return f"{self.tag}:open_group:{group_id}"
+
+    def open_rollout(self, name: str) -> str:
+        """An open rollout, with its calls; `name` is ``<group_id>/<index>``."""
+        return f"{self.tag}:open_rollout:{name}"
 
     def visits(self, env: str) -> str:
         """The visits of each prompt of an env: how its groups went."""

@@ -26,12 +26,13 @@ from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
 from rlbuffer.store.member import TicketStore
+from rlbuffer.store.open_rollouts import names_of
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups
 from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.session import BLOCK_SECONDS, entries, raise_first, sound, text
+from rlbuffer.store.session import BLOCK_SECONDS, entries, number, raise_first, sound, text
 from rlbuffer.store.step_format import (
     check_numbers,
     encoded_header,
@@ -51,6 +52,11 @@ SCAN_KEYS = 1_000
 """Keys of the server, other runs' too, that one look for payloads passes: nobody else is served for some 0.3 ms."""
 PIN_ROLLOUTS = 5_000
 """Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
+OPEN_KEPT_MS = 3_600_000
+"""Milliseconds that a group of open rollouts is known after its push: whoever ends one again, or begins it again, hears
+the same as before."""
+OPEN_FORGOTTEN = 200
+"""Groups of open rollouts that one call of FORGET forgets."""
 
 
 Place = tuple[int, int]
@@ -381,6 +387,22 @@ class LeaderStore(TicketStore):
             here(partial(forget, names=members))
             swept += len(own)
         return swept
+
+    def forget_open_rollouts(self) -> int:
+        """FORGET: groups of open rollouts that were pushed long ago leave nothing behind. -> groups forgotten."""
+        keys = self.keys
+        before = round(1000 * self.now()) - OPEN_KEPT_MS
+        found = self.look(lambda client: client.zrangebyscore(keys.open_pushed, "-inf", before, 0, OPEN_FORGOTTEN))
+        groups = list(map(text, found))
+        if not groups:
+            return 0
+        counts = self.paged(groups, lambda pipe, group: pipe.hget(keys.open_group(group), "size"))
+        sizes = [number(count) or 0 for count in counts]
+        where, args = [keys.lease, keys.open_pushed, keys.open_keys], [self.token, OPEN_KEPT_MS]
+        for group, size in zip(groups, sizes, strict=True):
+            where += [keys.open_group(group), *map(keys.open_rollout, names_of(group, size))]
+            args += [group, size]
+        return int(self._led("forget", where, args)[1])
 
     # -- strays ----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import redis
 
 from rlbuffer.errors import (
     InvalidRollout,
+    OpenRolloutUnknown,
     ProducerGap,
     PushBroken,
     PushRefused,
@@ -61,24 +62,28 @@ class ProducerStore(Member):
         )
         if error is None:
             return outcomes[0]
-        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        raise self._explained(error, source, group, sequence) from error
+
+    def _explained(self, error: RlbufferError, source: Source, group: Group, sequence: int) -> RlbufferError:
+        """The error of a push that failed: what it says of the push itself where that is the cause."""
         is_strange = isinstance(error, ServerRefused) and not error.is_known
         is_refused = is_strange or isinstance(error, WrongAnswer | ServerUnsuitable)
         if not is_refused:
             is_lost = isinstance(error, ServerUnreachable)
             if not (is_lost and self._answers(source.unnamed(group, sequence))):
-                raise error
+                return error
         size = sum(_sizes(group, payload.encode_push(group)).values())
         if is_refused:
-            raise PushRefused(
+            return PushRefused(
                 f"the push of group {group.group_id} ({size} bytes) failed: {error}", may_pass=is_strange
-            ) from error
-        raise PushBroken(
+            )
+        return PushBroken(
             f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
             f"({size} bytes); the server answers others. If it breaks each "
             "time, push the group in parts, or raise what limits a request: the server's client-query-buffer-limit, or "
             "a proxy's limit"
-        ) from error
+        )
 
     def push_many(
         self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
@@ -88,7 +93,13 @@ class ProducerStore(Member):
         -> what `push` returns, of the first of them, and the error of the one that stopped it; where a connection
         broke, others may be stored. Raises InvalidRollout, ServerUnreachable, ServerRefused before it stores anything.
         """
-        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        return self._push_from(source, pushes, sequence)
+
+    def _push_from(
+        self, source: Source, pushes: Sequence[tuple[Group, str]], sequence: int
+    ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
+        """:meth:`push_many` of a source."""
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
         self._check_sizes(sent)
         outcomes = []
@@ -103,12 +114,11 @@ class ProducerStore(Member):
     def leave_out(self, *, producer: str, incarnation: str, sequence: int, epoch: int) -> str:
         """Takes a sequence for a push that never comes. -> "", or the entry's id when the push is stored all the same.
         Raises as :meth:`push`."""
-        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         keys = self.keys
         # A push that would take the place of what was never there: PUSH notes its sequence, and stores nothing.
-        args = [epoch, sequence, "", "", "", source.suffix(sequence), 0, 0, b"", NEVER_THERE, keys.payload_prefix]
-        where = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
-        reply = self.move("push", where, args, repeat=False)
+        args = [epoch, sequence, "", "", "", source.suffix(sequence), 0, 0, b"", NEVER_THERE, keys.payload_prefix, 0]
+        reply = self.move("push", source.where, args, repeat=False)
         match text(reply[0]):
             case "LATE":
                 return ""
@@ -125,7 +135,7 @@ class ProducerStore(Member):
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
-    def _move_pushes(self, source: _Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
+    def _move_pushes(self, source: Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
         """Makes pushes pending.
 
         -> their outcomes, until one is refused: its error comes out. The script refuses those behind it as a gap, so
@@ -144,7 +154,7 @@ class ProducerStore(Member):
         except RlbufferError as error:
             stop = error
         if source.is_spread:
-            self._settle(batch, replies)
+            self._settle(source, batch, replies)
         for push, reply in zip(batch, replies, strict=False):
             if isinstance(reply, Exception):
                 break
@@ -152,13 +162,13 @@ class ProducerStore(Member):
         if stop is not None:
             raise stop
 
-    def _send(self, source: _Source, batch: Sequence[_Push], replies: list[Any]) -> None:
+    def _send(self, source: Source, batch: Sequence[_Push], replies: list[Any]) -> None:
         """Sends the script of each push, and before it its payload unless that is stored, in one round trip.
 
         `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
         """
-        script, keys = self.script("push"), self.keys
-        names = self.declared((keys.meta, keys.pool, source.key, keys.ledger, keys.garbage))
+        script = self.script("push")
+        names = self.declared(source.where)
         client: Any = self.connection.sender(sum(push.size for push in batch))
         with client.pipeline(transaction=False) as pipe:
             for push in batch:
@@ -177,16 +187,18 @@ class ProducerStore(Member):
             for push in batch:
                 replies.append(script(names, push.args))
 
-    def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
+    def _settle(self, source: Source, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
         The leader does it for a producer that dies before this. A payload that it took for a stray meanwhile, where
         memory is short, is stored again, and the leader makes that one permanent.
         """
+        # Of a group of open rollouts a duplicate may be another gateway's push, whose payload is another one.
+        settled = ("OK",) if source.opened else ("OK", "DUP")
         pending = [
             (push, text(reply[0]))
             for push, reply in zip(batch, replies, strict=False)
-            if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
+            if not isinstance(reply, Exception) and text(reply[0]) in settled and reply[1]
         ]
         self.paged(pending, lambda pipe, one: pipe.persist(one[0].name))
         fresh = [push for push, status in pending if status == "OK"]  # a duplicate's may have been swept for good
@@ -195,7 +207,7 @@ class ProducerStore(Member):
         if gone:
             self._store_payloads(gone)
 
-    def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
+    def _outcome(self, source: Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence
         if status == "LATE":
             return PushStatus.DUPLICATE, ""
@@ -219,11 +231,16 @@ class ProducerStore(Member):
             )
         if status == "GAP":
             raise self._gap(reply, source, sequence)
+        if status == "OPEN":
+            raise OpenRolloutUnknown(
+                f"the open rollouts of group {push.group.group_id} do not wait for a push ({source.key}): one of them "
+                "has not ended, or the server lost it"
+            )
         if status == "GONE":
             raise self.gone(reply, source.epoch)
         raise self.unexpected("push", reply)
 
-    def _gap(self, reply: Sequence[Any], source: _Source, sequence: int) -> ProducerGap:
+    def _gap(self, reply: Sequence[Any], source: Source, sequence: int) -> ProducerGap:
         return ProducerGap(
             f"push {sequence} of producer {source.producer!r} came, but the server's last is {text(reply[1])}: "
             f"it lost acknowledged writes ({source.key})",
@@ -290,13 +307,19 @@ def _fault(push: _Push, replies: Sequence[Any]) -> Exception | None:
     return None
 
 
-class _Source:
-    """The producer of pushes."""
+class Source:
+    """The producer of pushes: a worker or a scorer, by its own key; or a group of open rollouts, which is its own."""
 
-    def __init__(self, keys: Keys, producer: str, incarnation: str, epoch: int, *, is_spread: bool) -> None:
+    def __init__(
+        self, keys: Keys, producer: str, incarnation: str, epoch: int, *, is_spread: bool, opened: Sequence[str] = ()
+    ) -> None:
+        """`opened`: the open rollouts whose push it is; `producer` is their group then."""
         self.keys, self.producer, self.incarnation, self.epoch = keys, producer, incarnation, epoch
-        self.is_spread = is_spread
-        self.key = keys.producer(producer, incarnation)
+        self.is_spread, self.opened = is_spread, len(opened)
+        self.key = keys.open_group(producer) if opened else keys.producer(producer, incarnation)
+        further = (keys.open_ended, keys.open_pushed, keys.open_counts, *map(keys.open_rollout, opened))
+        self.where = (keys.meta, keys.pool, self.key, keys.ledger, keys.garbage, *(further if opened else ()))
+        """Keys of PUSH."""
 
     def suffix(self, sequence: int) -> str:
         """The end of a payload's key, another one for each push."""
@@ -310,7 +333,7 @@ class _Source:
 class _Push:
     """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
 
-    def __init__(self, source: _Source, sequence: int, group: Group, replaces: str = "") -> None:
+    def __init__(self, source: Source, sequence: int, group: Group, replaces: str = "") -> None:
         self.sequence, self.group, self.replaces = sequence, group, replaces
         self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
         self.name = source.keys.payload(group.group_id, self.suffix)
@@ -323,7 +346,7 @@ class _Push:
         self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, push.metadata, replaces, source.keys.payload_prefix]
+        self.args += [self.rollouts, self.tokens, push.metadata, replaces, source.keys.payload_prefix, source.opened]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

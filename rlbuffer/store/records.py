@@ -340,7 +340,7 @@ class Finding:
     """One violated invariant."""
 
     invariant: str
-    """``I1`` ... ``I13`` of docs/explain/protocol.md."""
+    """``I1`` ... ``I14`` of docs/explain/protocol.md."""
     message: str
 
 

@@ -155,7 +155,8 @@ class Viewer(Session):
         """Keys that are written only while the run has a meta."""
         keys = self.keys
         run = keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
-        return *run, keys.restoring
+        opened = keys.open, keys.open_ended, keys.open_pushed, keys.open_keys
+        return *run, *opened, keys.restoring
 
     def _damaged(self, left: Sequence[str]) -> RunDamaged:
         return RunDamaged(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TypeVar
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Report
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.verify.verify import verify
-from rlbuffer.store.worker import WorkerStore
 
 T = TypeVar("T")
 
 
-class EveryRole(WorkerStore, ScorerStore, LeaderStore, TrainerStore, OperatorStore):
+class EveryRole(GatewayStore, ScorerStore, LeaderStore, TrainerStore, OperatorStore):
     """Nothing of its own but what `Buffer.verify` does."""
 
     def verify(self) -> Report:

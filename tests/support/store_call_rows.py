@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from every_role import EveryRole
 from store_runs import Run, plan_of
 
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.store.scorer import ScorerStore
@@ -83,7 +88,13 @@ def _reusable(run: Run) -> None:
 
 
 def _beat(store: EveryRole, run: Run) -> None:
-    kinds = {ScorerStore: "scorer", TrainerStore: "rank", LeaderStore: "batcher", OperatorStore: "batcher"}
+    kinds = {
+        GatewayStore: "gateway",
+        ScorerStore: "scorer",
+        TrainerStore: "rank",
+        LeaderStore: "batcher",
+        OperatorStore: "batcher",
+    }
     store.heartbeat(kinds.get(type(store), "worker"), "w", {"groups": 1})
 
 
@@ -193,6 +204,68 @@ def _strays(run: Run) -> list[str]:
     return [f"{run.store.keys.payload_prefix}{{stray}}"]
 
 
+# -- open rollouts
+KEY = "a key"
+
+
+def _opened(run: Run) -> None:
+    """Two open rollouts, the first with a call."""
+    run.lead()
+    run.store.set_allowances({"a": 4})
+    (number,) = run.store.take_tickets("a", 1, ttl_seconds=60)
+    run.store.begin(KEY, Ticket(env="a", number=number, group_id=f"a.{number}"), size=2, about={"prompt": "7"})
+    _recorded(run.store, run, "r")
+
+
+def _ticketed(run: Run) -> None:
+    run.lead()
+    run.store.set_allowances({"a": 4})
+    run.store.take_tickets("a", 1, ttl_seconds=60)
+
+
+def _lapsed(run: Run) -> None:
+    _opened(run)
+    run.client.zadd(run.store.keys.open, {"a.0/0": 1})
+
+
+def _waiting(run: Run) -> None:
+    _opened(run)
+    for i, capability in enumerate(_capabilities(run)):
+        run.store.end(capability, End(reward=float(i)))
+
+
+def _pushed(run: Run) -> None:
+    _waiting(run)
+    _push_opened(run.store, run)
+    run.client.zadd(run.store.keys.open_pushed, {"a.0": 1})
+
+
+def _capabilities(run: Run) -> tuple[str, ...]:
+    begun = run.store.begun(KEY)
+    return begun.capabilities if begun else ()
+
+
+def _recorded(store: Any, run: Run, request: str) -> Any:
+    capability = _capabilities(run)[0]
+    tokens = np.array([5], np.int32)
+    call = OpenCall(prompt=tokens, tokens=tokens, logprobs=np.zeros(1, np.float32))
+    line = run.store.look_up(capability).line
+    answer = store.record(capability, call, request=request, seen=0, history="h", line=line)
+    return answer.number, answer.call.tokens.tolist()
+
+
+def _begun(store: EveryRole, run: Run) -> Any:
+    begun = store.begin(KEY, Ticket(env="a", number=0, group_id="a.0"), size=2, about={})
+    return begun.group_id, begun.size
+
+
+def _push_opened(store: Any, run: Run) -> Any:
+    waiting = run.store.waiting() or store.opened_before
+    store.opened_before = waiting
+    status, _ = store.push_rollouts(waiting[0], make_group(env="a", size=2, group_id="a.0"))
+    return status if status == "stored" else "stored before"
+
+
 def _visited(run: Run) -> None:
     run.store.note_visits("a", "p", "s")
 
@@ -231,6 +304,30 @@ ROWS: dict[str, Row] = {
     ),
     "note_prompts": Row(call=lambda store, run: store.note_prompts("a", "now")),
     "note_visits": Row(call=lambda store, run: store.note_visits("a", "p", "sm"), prepare=_visited),
+    # -- gateway
+    "begun": Row(call=lambda store, run: store.begun(KEY).size, prepare=_opened),
+    "begin": Row(call=_begun, prepare=_ticketed),
+    "may_sample": Row(call=lambda store, run: store.may_sample()),
+    "look_up": Row(
+        call=lambda store, run: store.look_up(_capabilities(run)[0], request="r", histories=["x", "h"]).history_call,
+        prepare=_opened,
+    ),
+    "read_calls": Row(call=lambda store, run: len(store.read_calls("a.0/0")), prepare=_opened),
+    "record": Row(call=lambda store, run: _recorded(store, run, "s"), prepare=_opened),
+    "heard": Row(call=lambda store, run: store.heard(_capabilities(run)[0], "r", 1), prepare=_opened),
+    "touch": Row(call=lambda store, run: store.touch(_capabilities(run)[0]), prepare=_opened),
+    "end": Row(
+        call=lambda store, run: store.end(_capabilities(run)[0], End(reward=1.0)),
+        prepare=_opened,
+        second={LOST: "same"},
+    ),
+    "fail": Row(call=lambda store, run: store.fail("a.0/0", Failure("stale")), prepare=_opened, second={LOST: False}),
+    "end_abandoned": Row(call=lambda store, run: store.end_abandoned(), prepare=_lapsed, second={LOST: []}),
+    "waiting": Row(call=lambda store, run: [waiting.size for waiting in store.waiting()], prepare=_waiting),
+    "push_rollouts": Row(call=_push_opened, prepare=_waiting, repeats=False, second={LOST: "stored before"}),
+    "forget_open_rollouts": Row(
+        call=lambda store, run: _led(store).forget_open_rollouts(), prepare=_pushed, second={LOST: 0}
+    ),
     # -- scorer
     "claim_scoring": Row(
         call=lambda store, run: len(

@@ -8,13 +8,17 @@
 -- A push may take the place of a pending one: the same rollouts, with what that one needed. The ledger does not move
 -- then, and the payload that is replaced becomes garbage. When that one is no longer pending (another scorer was first,
 -- or it was dropped), nothing becomes pending, and the new payload goes.
+-- A group of open rollouts is its own producer: its only push is sequence 1. In the same move its rollouts count as pushed,
+-- and their calls go. So whichever gateway pushes it, and however often, it is pushed once.
 -- Refused at the memory limit (no allow-oom): a worker can wait.
 --
--- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
+-- KEYS  1 meta  2 pool  3 producer, or open_group  4 ledger  5 garbage
+--       of open rollouts: 6 open_ended  7 open_pushed  8 open_counts  9... open_rollout of each
 -- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload, ''
 --         where the payload lies on another shard
 --       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
+--       12 how many open rollouts it is of, '0' for a worker's or scorer's
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
@@ -23,11 +27,13 @@
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
 --       {'GAP', last}       pushes between `last` and this one are missing here
+--       {'OPEN'}            its open rollouts are not there, or one of them has not ended
 --       {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist); its line of versions began in
 --                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
 local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
-local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix = unpack(ARGV, 1, 11)
+local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix, opened
+  = unpack(ARGV, 1, 12)
 local epoch = redis.call('HGET', meta_key, 'epoch')
 if epoch ~= its_epoch then
   local first = redis.call('HMGET', meta_key, 'line', 'since')
@@ -42,6 +48,8 @@ if sequence <= last then
   return {'DUP', sequence == last and known[2] or ''}
 end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
+local ended_key, pushed_key, counts_key = unpack(KEYS, 6, 8)
+if opened ~= '0' and not redis.call('ZSCORE', ended_key, group) then return {'OPEN'} end
 
 if stored ~= '' and redis.call('EXISTS', stored) == 0 then return {'MISSING'} end
 
@@ -82,5 +90,25 @@ if old then
 else
   redis.pcall('HINCRBY', ledger_key, env .. ':pushed:rollouts', rollouts)
   redis.pcall('HINCRBY', ledger_key, env .. ':pushed:tokens', tokens)
+end
+if opened ~= '0' then
+  local time = redis.call('TIME')
+  local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  redis.call('ZREM', ended_key, group)
+  redis.call('ZADD', pushed_key, string.format('%.0f', now), group)
+  redis.call('HDEL', producer_key, 'about')
+  redis.pcall('HINCRBY', counts_key, env .. ':pushed', opened)
+  local names = {'capability', 'epoch', 'begun', 'heard', 'calls', 'bytes', 'tokens', 'oldest', 'end'}
+  for i = 9, 8 + tonumber(opened) do
+    local values, kept = redis.call('HMGET', KEYS[i], unpack(names)), {'state', 'pushed'}
+    for k = 1, #names do
+      if values[k] then
+        kept[#kept + 1] = names[k]
+        kept[#kept + 1] = values[k]
+      end
+    end
+    redis.call('UNLINK', KEYS[i])
+    redis.call('HSET', KEYS[i], unpack(kept))
+  end
 end
 return {'OK', id}

@@ -25,8 +25,10 @@ TYPES: Mapping[str, str] = MappingProxyType(
             ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends", "prompts"),
             "hash",
         ),
-        **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers"), "hash"),
+        **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "gateways"), "hash"),
+        **dict.fromkeys(("open_group", "open_rollout", "open_keys", "open_counts"), "hash"),
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage"), "zset"),
+        **dict.fromkeys(("open", "open_ended", "open_pushed"), "zset"),
         **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),
         **dict.fromkeys(("state", "scoring", "evaluating"), "string"),
     }
@@ -34,7 +36,9 @@ TYPES: Mapping[str, str] = MappingProxyType(
 """First word of a control key -> its type."""
 EXPIRING = ("scoring", "evaluating")
 """First words of control keys that expire by themselves."""
-COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType({"ledger": amount_of, "numbers": number})
+COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType(
+    {"ledger": amount_of, "numbers": number, "open_counts": number}
+)
 """First word of a hash that counts -> how one of its values is read."""
 
 

@@ -15,6 +15,7 @@ from rlbuffer.state.text import plural
 from rlbuffer.store.records import EnvLedger, PartRollout, Report
 from rlbuffer.store.step_format import step_digest
 from rlbuffer.store.verify.keys import check_control_keys, check_payloads
+from rlbuffer.store.verify.opened import check_open_rollouts
 from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, take_snapshot
 from rlbuffer.store.viewer import Viewer
 
@@ -34,6 +35,7 @@ def verify(store: Viewer) -> Report:
     _check_garbage(shot, findings)
     check_control_keys(store, findings)
     payloads = check_payloads(store, shot, findings)
+    opened = check_open_rollouts(store, findings)
     return Report(
         findings=tuple(findings.found),
         checked={
@@ -42,6 +44,7 @@ def verify(store: Viewer) -> Report:
             + sum(m.sequence == 0 for step in shot.steps for m in step.members),
             "steps": len(shot.steps),
             **payloads,
+            **opened,
         },
     )
 

@@ -31,17 +31,18 @@ from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.checksum import unsealed
 
 TIMES = re.compile(
-    r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
+    r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{32}\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
     "|\xcf\x00\x00\x01.{5}",  # a clock in milliseconds as msgpack
     re.DOTALL | re.ASCII,
 )
-"""Fields that differ between two runs that were prepared alike: clocks, ids that are clocks, digests over those."""
+"""Fields that differ between two runs that were prepared alike: clocks, ids that are clocks, digests over those,
+and what is drawn."""
 PREFIX = f"t{uuid.uuid4().hex[:12]}"
 """Of the names of this process's runs."""
 
 LOOKS = calls_of(Viewer) - {"read_pool", "headers", "wait_step", "read_parts", "read_fields", "sources", "heartbeats"}
 """A viewer's calls are all made of the same few looks: some of them stand for the others."""
-SETTLING = ("push", "push_many")
+SETTLING = ("push", "push_many", "push_rollouts")
 """Calls that in a cluster make further requests, which keep payloads, after the one that has the effect."""
 
 

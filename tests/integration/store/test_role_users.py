@@ -11,6 +11,7 @@ from store_call_rows import ROWS, calls_of
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -26,6 +27,7 @@ TRIED = {"config|get", "rlb:runs"}
 USER_OF: dict[type[Session], str] = {
     Viewer: "viewer",
     WorkerStore: "worker",
+    GatewayStore: "gateway",
     ScorerStore: "scorer",
     LeaderStore: "operator",
     TrainerStore: "trainer",

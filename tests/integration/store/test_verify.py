@@ -40,6 +40,9 @@ def test_healthy_run_has_no_findings(busy):
         "payloads": 14,
         "payloads_decoded": 8,
         "payload_keys_unreferenced": 0,
+        "open_rollouts": 0,
+        "open_rollouts_ended": 0,
+        "open_rollouts_pushed": 0,
     }
 
 

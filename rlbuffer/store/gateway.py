@@ -1,0 +1,355 @@
+"""What a gateway does with a run: it begins open rollouts of tickets, records their calls, ends and pushes them.
+
+No gateway keeps anything of them: each may go on with what another has begun. docs/explain/protocol.md has the moves.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlbuffer.errors import (
+    EpochChanged,
+    NotFound,
+    OpenRolloutEnded,
+    OpenRolloutFull,
+    OpenRolloutUnknown,
+    OtherEnd,
+    TicketGone,
+)
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.states import PushStatus
+from rlbuffer.store.open_rollouts import (
+    MOST_BYTES,
+    MOST_CALL_BYTES,
+    MOST_CALLS,
+    Begun,
+    End,
+    Found,
+    OpenCall,
+    Recorded,
+    WaitingGroup,
+    capabilities_of,
+    digest_of,
+    look_up,
+    name_of,
+    names_of,
+    read_calls,
+    ticket_of,
+    waiting_groups,
+)
+from rlbuffer.store.producer import Source
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, text
+from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
+from rlbuffer.wire import payload
+
+IDLE_SECONDS = 600.0
+"""An open rollout of which nothing was heard for so long is abandoned."""
+GRACE_SECONDS = 60.0
+"""A ticket stays out for so much longer than the deadline of its open rollouts: time to push them."""
+LONGEST_IDLE_SECONDS = LONGEST_TICKET_SECONDS - GRACE_SECONDS
+"""Longest idle limit: a ticket that is out for longer than :data:`LONGEST_TICKET_SECONDS` would be given again."""
+MOST_ROLLOUTS = 512
+"""Rollouts of one group."""
+MOST_KEY = 512
+"""Characters of a caller's key."""
+SAMPLING_SHARE = 0.9
+"""Share of maxmemory from which nothing is sampled: what is open must still be recorded and pushed."""
+SHARE_SECONDS = 1.0
+"""For so long the answer of the server about its memory counts."""
+ABANDONED = "abandoned"
+"""Kind of the failure of an open rollout of which nothing was heard."""
+ABANDONED_AT_ONCE = 64
+"""Open rollouts that one look ends."""
+_GRACE_MS = round(1000 * GRACE_SECONDS)
+_LONGEST_IDLE_MS = round(1000 * LONGEST_IDLE_SECONDS)
+
+
+class GatewayStore(WorkerStore):
+    """A run for a gateway."""
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._has_room, self._asked_at = True, float("-inf")
+
+    # -- begin -----------------------------------------------------------------------------------------------------
+
+    def begun(self, key: str) -> Begun | None:
+        """The group that was begun with this key; None: none was, or it was pushed and forgotten since."""
+        _check_key(key)
+        group = self.look(lambda client: client.hget(self.keys.open_keys, digest_of(key)))
+        return None if group is None else self._begun(key, text(group), is_new=False)
+
+    def begin(
+        self, key: str, ticket: Ticket, *, size: int, about: Mapping[str, Any], idle_seconds: float = IDLE_SECONDS
+    ) -> Begun:
+        """BEGIN: `size` open rollouts for a ticket. Safe to repeat: the same key is answered with the same group.
+
+        The capabilities are made of `key`, which is as secret as they are: draw one where the caller gives none.
+        `about` is what every gateway must know of the group. From here on the ticket needs no renewal.
+
+        Raises:
+            TicketGone: the ticket is not out any more: take another.
+            ServerFull: nothing is begun at the memory limit.
+            RunGone, ServerRefused, ServerUnreachable.
+        """
+        _check_key(key)
+        if not 1 <= size <= MOST_ROLLOUTS:
+            raise ValueError(f"size = {size}: a group has 1 to {MOST_ROLLOUTS} open rollouts")
+        if not 1.0 <= idle_seconds <= LONGEST_IDLE_SECONDS:
+            raise ValueError(f"idle_seconds = {idle_seconds:g}: expected 1 to {LONGEST_IDLE_SECONDS:g}")
+        keys, group = self.keys, ticket.group_id
+        if ticket_of(group) != (ticket.env, ticket.number):
+            raise ValueError(f"ticket {ticket.number} of env {ticket.env} is not of group {group}")
+        salt, data = uuid.uuid4().hex, payload.dumps(dict(about))
+        if len(data) > MOST_CALL_BYTES:
+            raise ValueError(f"about: {len(data)} bytes are above the limit of {MOST_CALL_BYTES}")
+        digests = map(digest_of, capabilities_of(key, salt, group, size))
+        where = [
+            keys.meta,
+            keys.open,
+            keys.open_keys,
+            keys.open_group(group),
+            keys.open_counts,
+            keys.tickets(ticket.env),
+        ]
+        where += map(keys.open_rollout, names_of(group, size))
+        args = [digest_of(key), group, ticket.env, ticket.number, round(1000 * idle_seconds), _GRACE_MS, salt, data]
+        reply = self.move("begin", where, [*args, *digests])
+        status = text(reply[0])
+        if status == "TAKEN":
+            raise TicketGone(
+                f"ticket {ticket.number} of env {ticket.env} is not out any more, or its group was begun by another: "
+                "take another ticket"
+            )
+        if status not in ("OK", "DUP"):
+            raise self.unexpected("begin", reply)
+        # After a lost reply the first of the two answers: its salt is the one that counts.
+        begun = self._begun(key, text(reply[1]), is_new=status == "OK")
+        if begun is None:
+            raise TicketGone(
+                f"group {text(reply[1])} is not on the server any more, which lost it: take another ticket"
+            )
+        return begun
+
+    def _begun(self, key: str, group: str, *, is_new: bool) -> Begun | None:
+        known = self.look(lambda client: client.hmget(self.keys.open_group(group), "size", "salt", "about", "key"))
+        size, salt, about, owner = known
+        if size is None or salt is None or owner != digest_of(key).encode():
+            return None
+        count = number(size) or 0
+        return Begun(
+            group_id=group,
+            size=count,
+            about={} if about is None else payload.loads(about, limit=MOST_CALL_BYTES),
+            capabilities=capabilities_of(key, text(salt), group, count),
+            is_new=is_new,
+        )
+
+    def may_sample(self) -> bool:
+        """False while the server's memory is nearly full: then nothing must be sampled, because what is open needs the
+        rest. Asks the server at most once a second."""
+        if time.monotonic() - self._asked_at > SHARE_SECONDS:
+            facts = self.server()
+            limit = facts["maxmemory"]
+            self._has_room = not limit or facts["used_memory"] < SAMPLING_SHARE * limit
+            self._asked_at = time.monotonic()
+        return self._has_room
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def look_up(self, capability: str, *, request: str = "", histories: Sequence[str] = ()) -> Found:
+        """An open rollout, the newest call of a request, and which of `histories`, the longest first, is known.
+
+        Raises:
+            OpenRolloutUnknown: there is none with that capability.
+        """
+        return look_up(self, capability, request, histories)
+
+    def read_calls(self, name: str, numbers: Iterable[int] | None = None) -> list[OpenCall]:
+        """Calls of an open rollout, by number, else all in order (:func:`~rlbuffer.store.open_rollouts.read_calls`)."""
+        return read_calls(self, name, numbers)
+
+    def record(self, capability: str, call: OpenCall, *, request: str, seen: int, history: str, line: int) -> Recorded:
+        """CALL: `call` is part of its open rollout. Safe to repeat, and never refused for memory.
+
+        It is recorded only while the newest call of `request` is the one that was `seen` (`Found.request_call`); else
+        the one that is there is answered, and is what the agent must hear. `line` is `Found.line`, as it was before
+        anything was sampled.
+
+        Raises:
+            OpenRolloutUnknown, OpenRolloutEnded.
+            OpenRolloutFull: it has :data:`~rlbuffer.store.open_rollouts.MOST_CALLS` calls, or
+                :data:`~rlbuffer.store.open_rollouts.MOST_BYTES` bytes.
+            NotFound: the call that it goes on from is not there.
+            EpochChanged: the run is in another line of versions: look it up again.
+        """
+        data = call.encoded()
+        oldest = min([span.policy_version for span in call.version_spans], default=0)
+        args = [line, request, seen, call.after, history, data, oldest, len(call.tokens), MOST_CALLS, MOST_BYTES]
+        reply = self._call("record", capability, args)
+        match text(reply[0]):
+            case "OK":
+                return Recorded(number=int(reply[1]), is_new=True, call=OpenCall.decoded(data, int(reply[1])))
+            case "DUP":
+                return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
+            case "FULL":
+                calls, size = (text(part) for part in reply[1:])
+                raise OpenRolloutFull(
+                    f"open rollout {name_of(capability)} has {calls} calls of {size} bytes: it may have {MOST_CALLS} "
+                    f"calls and {MOST_BYTES} bytes"
+                )
+            case "MISSING":
+                raise NotFound(f"open rollout {name_of(capability)} has no call {text(reply[1])} to go on from")
+            case "LINE":
+                raise EpochChanged(
+                    f"run {self.run!r} is in another line of versions than open rollout {name_of(capability)} was "
+                    "sampled in: it was rewound, or the server lost steps",
+                    epoch=int(text(reply[1]) or 0),
+                    since=int(text(reply[2]) or 0),
+                )
+        raise self.unexpected("call", reply)
+
+    def heard(self, capability: str, request: str, call: int) -> None:
+        """The agent has the answer of a call: the same request is another call from now on. Nothing happens where the
+        open rollout is not there any more, or has ended."""
+        self._touch(capability, request, call)
+
+    def touch(self, capability: str) -> None:
+        """Something is at work for an open rollout: its deadline is as far away as after a call."""
+        self._touch(capability, "", 0)
+
+    def _touch(self, capability: str, request: str, call: int) -> None:
+        try:
+            self._call("touch", capability, (request, call))
+        except (OpenRolloutUnknown, OpenRolloutEnded):
+            return
+
+    def _call(self, action: str, capability: str, args: Sequence[Any]) -> list[Any]:
+        name, keys = name_of(capability), self.keys
+        env, ticket = ticket_of(name.rpartition("/")[0])
+        where = (keys.meta, keys.open, keys.open_rollout(name), keys.tickets(env), keys.open_counts)
+        reply = self.move("call", where, (action, name, digest_of(capability), env, ticket, _GRACE_MS, *args))
+        match text(reply[0]):
+            case "UNKNOWN":
+                raise OpenRolloutUnknown(f"there is no open rollout {name} with that capability ({where[2]})")
+            case "ENDED":
+                end = End.decoded(reply[1]) if reply[1] else None
+                raise OpenRolloutEnded(f"open rollout {name} has ended with {_shown(end)}", end=end)
+        return reply
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def end(self, capability: str, end: End) -> str:
+        """END. -> ``ended``, or ``same`` where it had this end already.
+
+        Raises:
+            OtherEnd: it has ended with another reward or failure, which stands.
+            OpenRolloutUnknown.
+        """
+        name = name_of(capability)
+        reply = self._end("end", name, end, digest_of(capability))
+        match text(reply[0]):
+            case "OK":
+                return "ended"
+            case "SAME":
+                return "same"
+            case "OTHER":
+                stands = End.decoded(reply[1])
+                raise OtherEnd(
+                    f"open rollout {name} has ended with {_shown(stands)}, not with {_shown(end)}: the first end "
+                    "stands",
+                    end=stands,
+                )
+            case "UNKNOWN":
+                raise OpenRolloutUnknown(
+                    f"there is no open rollout {name} with that capability ({self.keys.open_rollout(name)})"
+                )
+        raise self.unexpected("end", reply)
+
+    def fail(self, name: str, failure: Failure) -> bool:
+        """END of an open rollout by the gateway itself. -> False: it had ended, or is not there."""
+        return text(self._end("end", name, End(failure=failure), "")[0]) == "OK"
+
+    def end_abandoned(self) -> list[str]:
+        """Ends open rollouts of which nothing was heard until their deadline, with the failure ``abandoned``. -> their
+        names."""
+        keys = self.keys
+        now = round(1000 * self.now())
+        # A deadline that is farther off than any can be is of a clock that has been set back since: it is given anew.
+        beyond = f"({now + _LONGEST_IDLE_MS}"
+        late, off = self.piped(
+            lambda pipe: pipe.zrangebyscore(keys.open, "-inf", now, 0, ABANDONED_AT_ONCE).zrangebyscore(
+                keys.open, beyond, "+inf", 0, ABANDONED_AT_ONCE
+            )
+        )
+        end = End(failure=Failure(ABANDONED, "nothing was heard of it until its deadline"))
+        return [
+            name
+            for name in map(text, [*late, *off])
+            if text(self._end("expire", name, end, _LONGEST_IDLE_MS)[0]) == "OK"
+        ]
+
+    def _end(self, action: str, name: str, end: End, word: str | int) -> list[Any]:
+        keys, group = self.keys, name.rpartition("/")[0]
+        env, ticket = ticket_of(group)
+        where = [keys.meta, keys.open, keys.open_rollout(name), keys.open_group(group), keys.open_ended]
+        args = (action, name, end.encoded(), group, env, ticket, _GRACE_MS, word)
+        return self.move("end", (*where, keys.open_counts, keys.tickets(env)), args)
+
+    # -- pushes ----------------------------------------------------------------------------------------------------
+
+    def waiting(self, limit: int = 16) -> list[WaitingGroup]:
+        """Groups whose open rollouts have all ended, the one that has waited for longest first."""
+        return waiting_groups(self, limit)
+
+    def push_rollouts(self, waiting: WaitingGroup, group: Group) -> tuple[PushStatus, str]:
+        """PUSH of a group of open rollouts, whole. -> (``stored`` | ``duplicate``, entry id). Safe to repeat, also by
+        other gateways: in the same move the rollouts count as pushed, and their calls go.
+
+        Raises:
+            ValueError: `group` is not what waits.
+            EpochChanged, RunGone: read what waits again.
+            OpenRolloutUnknown: it does not wait on the server any more.
+            InvalidRollout: it is larger than the server takes: push its rollouts as failures of one token.
+            ServerFull, ServerRefused, ServerUnreachable, PushRefused, PushBroken: as of any push.
+        """
+        if (group.group_id, group.env, group.planned_size, len(group.rollouts)) != (
+            waiting.group_id,
+            waiting.env,
+            waiting.size,
+            waiting.size,
+        ):
+            raise ValueError(
+                f"group {group.group_id} of env {group.env} ({len(group.rollouts)} of {group.planned_size} rollouts) "
+                f"is not the group {waiting.group_id} of {waiting.size} open rollouts"
+            )
+        if waiting.is_void and any(rollout.failure is None for rollout in group.rollouts):
+            raise ValueError(
+                f"group {group.group_id} is of another line of versions: all its rollouts must be failures"
+            )
+        names, is_spread = names_of(waiting.group_id, waiting.size), self.connection.is_cluster
+        # Another name for the payload of each try: two gateways need not make the same bytes of it.
+        source = Source(self.keys, waiting.group_id, uuid.uuid4().hex, waiting.epoch, is_spread=is_spread, opened=names)
+        outcomes, error = self._push_from(source, [(group, "")], 1)
+        if error is None:
+            return outcomes[0]
+        raise self._explained(error, source, group, 1) from error
+
+
+def _check_key(key: str) -> None:
+    if not 1 <= len(key) <= MOST_KEY:
+        raise ValueError(f"key: expected 1 to {MOST_KEY} characters, got {len(key)}")
+
+
+def _shown(end: End | None) -> str:
+    if end is None:
+        return "an end that cannot be read"
+    if end.failure is not None:
+        return f"the failure {end.failure.kind}"
+    rewards = "".join(f", {name} {value:g}" for name, value in sorted(end.rewards.items()))
+    return f"reward {'none' if end.reward is None else format(end.reward, 'g')}{rewards}"

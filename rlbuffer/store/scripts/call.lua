@@ -1,0 +1,57 @@
+#!lua flags=allow-oom
+-- CALL: one call of a policy is part of its open rollout, before its agent hears the answer. Exactly once: a call is
+-- recorded while the newest call of its request is the one that its gateway had seen; else what stands there is answered.
+-- Each call moves the deadline of its rollout, and that of its ticket with it.
+--
+-- KEYS  1 meta   2 open   3 open_rollout   4 tickets of the env   5 open_counts
+-- ARGV  1 action   2 name of the rollout   3 digest of its capability   4 env   5 number of the ticket
+--       6 how long the ticket stays out behind the deadline, ms, then
+--       record  7 line of versions that it was sampled in   8 request   9 newest call of that request, as its gateway
+--               has seen it ('0': none)   10 call that it goes on from ('0': none)   11 history that ends with its answer
+--               12 the call   13 oldest version of a token   14 tokens sampled   15 most calls   16 most bytes
+--               -> {'OK', number}            numbers begin with 1
+--                  {'DUP', number, call}     another is the newest one of this request: this
+--                  {'FULL', calls, bytes}    the rollout has as much already
+--                  {'MISSING', number}       the call that it goes on from is not there
+--                  {'LINE', epoch, line}     the run is in another line of versions, or the rollout was begun in another
+--       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   -> {'OK'}
+-- Reply of both: {'UNKNOWN'}      there is no such rollout, or it has another capability
+--                {'ENDED', end}   it has ended, so
+--                {'GONE'}         the run does not exist
+local meta_key, open_key, rollout_key, tickets_key, counts_key = unpack(KEYS, 1, 5)
+local action, name, capability, env, ticket, grace = unpack(ARGV, 1, 6)
+if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
+local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes', 'oldest')
+if not known[1] or known[2] ~= capability then return {'UNKNOWN'} end
+if known[1] ~= 'open' then return {'ENDED', known[3] or ''} end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local deadline = now + tonumber(known[5])
+
+local calls = ''
+if action == 'record' then
+  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes = unpack(ARGV, 7, 16)
+  local newest = redis.call('HGET', rollout_key, 'r:' .. request)
+  if newest and newest ~= seen then return {'DUP', newest, redis.call('HGET', rollout_key, 'c:' .. newest) or ''} end
+  local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
+  local line = meta[2] or meta[3] or meta[1] or ''
+  if line ~= its_line or tonumber(known[4]) < tonumber(line) then return {'LINE', meta[1] or '', line} end
+  if tonumber(known[6]) >= tonumber(most_calls) or tonumber(known[7]) + #call > tonumber(most_bytes) then
+    return {'FULL', known[6], known[7]}
+  end
+  if after ~= '0' and redis.call('HEXISTS', rollout_key, 'c:' .. after) == 0 then return {'MISSING', after} end
+  if known[8] then oldest = string.format('%.0f', math.min(tonumber(known[8]), tonumber(oldest))) end
+  calls = string.format('%.0f', tonumber(known[6]) + 1)
+  redis.call('HSET', rollout_key, 'calls', calls, 'c:' .. calls, call, 'r:' .. request, calls, 'h:' .. history, calls,
+    'oldest', oldest)
+  redis.call('HINCRBY', rollout_key, 'bytes', #call)
+  redis.call('HINCRBY', rollout_key, 'tokens', tokens)
+  redis.pcall('HINCRBY', counts_key, env .. ':calls', 1)
+  redis.pcall('HINCRBY', counts_key, env .. ':tokens', tokens)
+elseif ARGV[8] ~= '0' then
+  redis.call('HSET', rollout_key, 'a:' .. ARGV[7], ARGV[8])
+end
+redis.call('HSET', rollout_key, 'heard', string.format('%.0f', now))
+redis.call('ZADD', open_key, string.format('%.0f', deadline), name)
+redis.call('ZADD', tickets_key, 'XX', string.format('%.0f', deadline + tonumber(grace)), ticket)
+return {'OK', calls}
