@@ -281,12 +281,12 @@ HEADERS: list[Any] = [
     b"{}",
     b"\xff\xfe",
     b"[" * 100_000,
-    b'{"run": 7, "schema": 6, "step": 0, "server": "x", "keys": 0}',
-    b'{"run": "a", "schema": "6", "step": 0, "server": "x", "keys": 0}',
-    b'{"run": "a", "schema": 6, "step": 1e400, "server": "x", "keys": 0}',
-    b'{"run": "../x", "schema": 6, "step": 0, "server": "x", "keys": 0}',
-    b'{"run": "-x", "schema": 6, "step": 0, "server": "x", "keys": 0}',
-    b'{"run": "a", "schema": 7, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": 7, "schema": 7, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": "7", "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": 7, "step": 1e400, "server": "x", "keys": 0}',
+    b'{"run": "../x", "schema": 7, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "-x", "schema": 7, "step": 0, "server": "x", "keys": 0}',
+    b'{"run": "a", "schema": 8, "step": 0, "server": "x", "keys": 0}',
 ]
 
 
