@@ -31,13 +31,17 @@ def load(
         parts: those that shall run here: their needs must be on this host.
 
     Raises:
-        ConfigError: every mistake in single values; where there is none, every other one.
+        ConfigError: every mistake that was found.
     """
-    loaded = loading.load(config, environ=environ, flags=flags)
-    wrong: dict[str, str] = {}
+    given = loading.read(config, environ=environ, flags=flags)
+    settings, wrong = loading.sound(given)
+    loaded = Loaded(settings=settings, sources=MappingProxyType(given.sources), file=given.file)
+    in_values = [*wrong.values()]
     warnings: dict[str, str] = {}
     kinds = {Level.OK: {}, Level.WARNING: warnings, Level.FAILURE: wrong}
     for finding in found_in(loaded, parts, has_host=bool(parts)):
+        if any(loading.concerns(name, in_values) for name in finding.settings):
+            continue  # it may be there only because that setting was left out
         said = clause(finding.text) + (f". {finding.fix}" if finding.fix else "")
         kinds[finding.level][said] = next(iter(finding.settings), "")
     if wrong:
@@ -58,17 +62,25 @@ def diagnose(config: str | None, flags: Mapping[str, tuple[str, Any]], parts: Pa
     from rlbuffer.checks import server
 
     try:
-        loaded = loading.load(config, flags=flags)
+        given = loading.read(config, flags=flags)
     except ConfigError as error:
         yield replace(
             failure(str(error), error.setting), check="settings", fix="Correct it: nothing else was looked at"
         )
         return
-    where = str(loaded.file) if loaded.file else "no config file (all defaults)"
-    yield replace(ok(f"{where}, {plural(len(loaded.sources), 'setting')} given"), check="settings")
-    findings = list(found_in(loaded, parts, has_host=True))
+    settings, wrong = loading.sound(given)
+    loaded = Loaded(settings=settings, sources=MappingProxyType(given.sources), file=given.file)
+    yield from (replace(failure(text, name), check="settings") for text, name in wrong.items())
+    if not wrong:
+        where = str(loaded.file) if loaded.file else "no config file (all defaults)"
+        yield replace(ok(f"{where}, {plural(len(loaded.sources), 'setting')} given"), check="settings")
+    found_here = found_in(loaded, parts, has_host=True)
+    findings = [one for one in found_here if not any(loading.concerns(name, wrong.values()) for name in one.settings)]
     yield from findings
-    if not any(one.level is Level.FAILURE and one.check in ("home", "server-address") for one in findings):
+    has_place = not any(loading.concerns(name, wrong.values()) for name in ("redis_url", "redis_password_file", "home"))
+    if has_place and not any(
+        one.level is Level.FAILURE and one.check in ("home", "server-address") for one in findings
+    ):
         yield from server.look(Context(loaded=loaded, parts=frozenset(parts)))
 
 

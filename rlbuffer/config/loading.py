@@ -7,10 +7,11 @@ A mistake is one line that begins with its place; all that is wrong with single 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlbuffer.config.explain import free_table_of, meant_by
-from rlbuffer.config.refusal import refusal
+from rlbuffer.config.refusal import refusal, told
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.variables import is_service_link, variable
@@ -107,6 +108,46 @@ def load(
     given = read(config, environ=environ, flags=flags)
     settings = validated(given.data, given.sources)
     return Loaded(settings=settings, sources=MappingProxyType(given.sources), file=given.file)
+
+
+def sound(given: Given) -> tuple[RunSettings, dict[str, str]]:
+    """The settings without those that are wrong by themselves; and a line for each of these -> its name.
+
+    A wrong one counts as not given. A table that cannot be without it counts as not given, too, and nothing more is
+    said of it.
+    """
+    data: dict[str, Any] = copy.deepcopy(given.data)
+    wrong: dict[str, str] = {}
+    while True:
+        try:
+            return RunSettings.model_validate(data), wrong
+        except ValidationError as error:
+            complaints = told(error, located=lambda name: located(given.sources, name), meant=meant_by)
+        before = [*wrong.values()]
+        for text, path in complaints.items():
+            if not concerns(".".join(path), before):
+                wrong[text] = ".".join(path)
+        forgotten = [path for path in complaints.values() if _forget(data, path)]
+        if not forgotten:
+            return RunSettings(), wrong  # what cannot be taken out alone
+
+
+def concerns(name: str, others: Iterable[str]) -> bool:
+    """True for a setting that is one of `others`, or is in the table that one of them is, or is a table that has it."""
+    return any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in others)
+
+
+def _forget(data: dict[str, Any], path: Path_) -> bool:
+    """Takes a value out, or the innermost table of its name that is there. False: nothing of it is there."""
+    for number, part in enumerate(path):
+        inner = data.get(part)
+        if part not in data:
+            return False
+        if number == len(path) - 1 or not isinstance(inner, dict) or path[number + 1] not in inner:
+            del data[part]
+            return True
+        data = inner
+    return False
 
 
 def validated(data: Mapping[str, Any], sources: Mapping[str, str] = MappingProxyType({})) -> RunSettings:

@@ -15,11 +15,27 @@ from rlbuffer.state.text import did_you_mean
 _T = TypeVar("_T")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _IN_WORDS = {
-    "tuple_type": "must be a list",
-    "path_type": "must be a path, as text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     **dict.fromkeys(("dict_type", "mapping_type", "model_type", "dataclass_type"), "must be a table"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    "finite_number": "must be a finite number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "path_type": "must be a path, as text",
+    "string_type": "must be text",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
 }
-"""Kind of pydantic's complaints -> what to say in the words of TOML."""
+"""Kind of pydantic's complaints -> what to say in the words of TOML, with what pydantic knows of it."""
+SHOWN_CHARACTERS = 120
+"""Of a value; what is longer is cut."""
 
 
 def refusal(
@@ -30,7 +46,20 @@ def refusal(
     fields: Sequence[str] = (),
     meant: Callable[[str], str] | None = None,
 ) -> ConfigError:
-    """All of pydantic's complaints, a line each.
+    """All of pydantic's complaints, as one error with a line each. For the arguments see :func:`told`."""
+    complaints = told(error, located=located, section=section, fields=fields, meant=meant)
+    return together({text: ".".join(path) for text, path in complaints.items()})
+
+
+def told(
+    error: ValidationError,
+    *,
+    located: Callable[[str], str] = lambda name: "",
+    section: str = "",
+    fields: Sequence[str] = (),
+    meant: Callable[[str], str] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """All of pydantic's complaints: a line of text -> the parts of the setting's name.
 
     Args:
         error: of a record of settings.
@@ -39,16 +68,17 @@ def refusal(
         fields: the record's, for arguments by position.
         meant: the sentence that follows a name that is no setting; None: the nearest of the fields.
     """
-    lines: dict[str, str] = {}
+    lines: dict[str, tuple[str, ...]] = {}
     meant = meant or (lambda name: did_you_mean(name.rpartition(".")[2], fields))
     for complaint in _complaints(error):
         first, *rest = complaint["loc"] or ("",)
-        path = (fields[first] if isinstance(first, int) and fields else str(first), *map(str, rest))
-        name = ".".join(part for part in (section, *path) if part).removesuffix(".[key]")
+        path = (section, fields[first] if isinstance(first, int) and fields else str(first), *map(str, rest))
+        path = tuple(part for part in path if part not in ("", "[key]"))
+        name = ".".join(path)
         is_unknown = complaint["type"] in _UNKNOWN
         text = f"{name} is not a setting.{meant(name)}" if is_unknown else _sentence(complaint, name)
-        lines.setdefault(f"{located(name)}{text}", name)
-    return together(lines)
+        lines.setdefault(f"{located(name)}{text}", path)
+    return lines
 
 
 def _complaints(error: ValidationError) -> Iterator[Mapping[str, Any]]:
@@ -74,8 +104,12 @@ def _sentence(complaint: Mapping[str, Any], name: str) -> str:
     kind, value = complaint["type"], complaint["input"]
     if kind in ("missing", "missing_argument"):
         return f"{name} is required"
-    message = _IN_WORDS.get(kind) or complaint["msg"].removeprefix("Value error, ")
-    what = f"{name} = {value!r}" if complaint["loc"][-1:] != ("[key]",) else f"{name}: the name {value!r}"
+    words = _IN_WORDS.get(kind)
+    known = {k: f"{v:g}" if isinstance(v, float) else v for k, v in complaint.get("ctx", {}).items()}
+    message = words.format(**known) if words else complaint["msg"].removeprefix("Value error, ")
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 3]}..."
+    what = f"{name} = {shown}" if complaint["loc"][-1:] != ("[key]",) else f"{name}: the name {shown}"
     return f"{what}: {message[:1].lower()}{message[1:]}"
 
 

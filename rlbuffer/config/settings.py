@@ -7,11 +7,12 @@ The batcher's own settings are :class:`rlbuffer.config.batcher.BatcherConfig`. V
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from rlbuffer.config import imports
 from rlbuffer.config.batcher import BatcherConfig
@@ -33,6 +34,18 @@ from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
 
 ROW_TOKENS = 8192
 """Default of `batcher.row_tokens`."""
+
+
+def _run(name: str) -> str:
+    if re.fullmatch(r"[a-z0-9_-][a-z0-9_.-]{0,63}", name) is None:
+        raise ValueError("must be 1 to 64 of the characters a-z, 0-9, _ and -, and dots behind the first")
+    return name
+
+
+def _reward(name: str) -> str:
+    if re.fullmatch(r"reward(s\..+)?", name) is None:
+        raise ValueError("must be reward, or rewards.NAME")
+    return name
 
 
 class ServerSettings(Table):
@@ -148,7 +161,7 @@ class ScoreSettings(Table):
         description="Adds rewards: `package.module:function`, plain or async, which is given a rollout and its group "
         "and answers a number, or {name: number}; empty: none.",
     )
-    gives: tuple[Annotated[str, Field(pattern=r"^reward(s\..+)?$")], ...] = Field(
+    gives: tuple[Annotated[str, AfterValidator(_reward)], ...] = Field(
         (), description="What `reward` adds, of what groups need: reward, rewards.NAME; empty: reward."
     )
     envs: tuple[str, ...] = Field((), description="Only groups of these envs; empty: all.")
@@ -213,7 +226,7 @@ class ArchiveSettings(Table):
 class RunSettings(Table):
     """Everything that ``rlbuffer.toml`` may say."""
 
-    run: str = Field("default", pattern=r"^[a-z0-9_-][a-z0-9_.-]{0,63}$", description="Name of the run on the server.")
+    run: Annotated[str, AfterValidator(_run)] = Field("default", description="Name of the run on the server.")
     redis_url: OptionalText = Field(
         None,
         repr=False,

@@ -31,7 +31,7 @@ class NoTruth:
         if "bool" not in str(fields[info.field_name or ""].annotation):
             for inner in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(inner, bool):
-                    raise ValueError(f"{str(inner).lower()} is no value of this setting")
+                    raise ValueError("must not be true or false")
         return value
 
 
@@ -55,9 +55,15 @@ def _none_for_empty(value: Any) -> Any:
     return bare(value) or None if isinstance(value, str) else value
 
 
-def _gpu(value: int | str) -> int | str:
-    is_gpu = re.fullmatch(r"[A-Za-z0-9./:-]+", value) is not None if isinstance(value, str) else value >= 0
-    if not is_gpu:
+def _name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value) is None:
+        raise ValueError("must be 1 to 64 of the characters A-Z, a-z, 0-9, _, . and -")
+    return value
+
+
+def _gpu(value: Any) -> Any:
+    is_number = isinstance(value, int) and value >= 0
+    if not is_number and not (isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9./:-]+", value)):
         raise ValueError("must be the number of a GPU, from 0 on, or its UUID")
     return value
 
@@ -85,7 +91,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Age = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Names = Annotated[str, AfterValidator(_name)]
 """Name of an env, or that the user gives a worker, a scorer or an evaluation: a part of the names of processes, files
 and metrics."""
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_for_empty)]
@@ -96,7 +102,7 @@ PathText = Annotated[str, BeforeValidator(_as_text)]
 """A path as text; "" where there is none."""
 GivenPath = Annotated[Path, BeforeValidator(_named)]
 """A path that is not empty."""
-Gpu = Annotated[int | str, AfterValidator(_gpu)]
+Gpu = Annotated[int | str, BeforeValidator(_gpu)]
 """A GPU's number, or its UUID."""
 Listen = Annotated[str, AfterValidator(_listen)]
 """HOST:PORT to listen at; empty: nowhere."""

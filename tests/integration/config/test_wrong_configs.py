@@ -12,6 +12,7 @@ from wrong_configs import VALUES, lay_out, written
 
 from rlbuffer.checks.check import EVERYTHING
 from rlbuffer.checks.loading import load
+from rlbuffer.config.explain import known
 from rlbuffer.errors import ConfigError
 
 
@@ -31,20 +32,55 @@ def test_a_wrong_value_is_refused_where_it_stands(
     assert (caught.value.setting, f"rlbuffer.toml:{line}" in str(caught.value)) == (setting, True)
 
 
-def test_all_wrong_values_are_told_at_once_and_then_all_that_cannot_work_together(folder: Path) -> None:
+def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
     values = [("batcher", "max_agee = 1\nclose_fill = 2.0\nmax_uses = 0"), ("trainer", "steps = 0")]
     pairs = [
         ("", 'redis_url = "localhost:6379"'),
         ("worker.a", "gpus = [0]\nreplicas = 2"),
         ("-model.config", ""),
     ]
-    for changes, count in ((values + pairs, 4), (pairs, 3)):
+    for changes, count in ((values, 4), (values + pairs, 7), (pairs, 3)):
         with pytest.raises(ConfigError) as caught:
             load(written(*changes), environ={}, parts=EVERYTHING)
         assert (
             sum(line.startswith("  ") and not line.startswith("    ") for line in str(caught.value).split("\n"))
             == count
         )
+
+
+CONSEQUENCES = [
+    ("worker.a", "env = 3"),  # else: there is no worker
+    ("model.config", "model_type = 3\n[model]\npath = 3"),  # else: one of path and config is needed
+    ("trainer.optimizer", 'schedule = "linear"\nwarmup_updates = -1'),
+    ("batcher", "budgets = { vcopy = 2.0 }\nmin_group_size = 99"),
+]
+
+
+@pytest.mark.parametrize("change", CONSEQUENCES, ids=str)
+def test_nothing_is_told_that_follows_from_another_mistake_alone(folder: Path, change: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(written(change), environ={}, parts=EVERYTHING)
+    mistakes = [text for text in str(caught.value).split("\n") if "rlbuffer.toml" in text]
+    assert len(mistakes) == change[1].count("= 3") + change[1].count("-1") + change[1].count("2.0") + change[1].count(
+        "99"
+    )
+
+
+WRONG = (3.5, "x y", [1.5], {"k": {"l": 1}}, True, -1, float("nan"), "")
+LIBRARY = ("input should", "string should", "unable to parse", "valid ", "validation error", "pydantic")
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_wrong_value_of_any_setting_is_refused_in_our_words(name: str) -> None:
+    dotted = name.replace("NAME", "a")
+    base = {"worker.a.env": ("", "vcopy"), "eval.a.env": ("", "vcopy"), "score.a.model": ("", "initial")}
+    for value in WRONG:
+        try:
+            load(environ={}, flags={**base, dotted: ("--flag", value)})
+        except ConfigError as error:
+            text = str(error)
+            assert all(word in text for word in ("--flag", *dotted.split("."))), text
+            assert not any(word in text.lower() for word in LIBRARY), text
 
 
 CALL = """\
