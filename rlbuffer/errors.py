@@ -27,6 +27,16 @@ def text_of(error: Exception) -> str:
     return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
 
 
+def installed_by(extra: str) -> str:
+    """What to type for the packages of an extra. No package index has rlbuffer: it is installed from a checkout.
+
+    Example:
+        >>> installed_by("train")
+        "pip install '.[train]' in the checkout of rlbuffer"
+    """
+    return f"pip install '.[{extra}]' in the checkout of rlbuffer"
+
+
 def clause(said: object) -> str:
     """What an error or somebody else says, to go on from in a sentence: without the full stop at its end.
 

@@ -119,7 +119,7 @@ def check_sampler(
     name: str, directory: str | Path, *, options: Mapping[str, Any] | None = None, temperature: float = 1.0
 ) -> None:
     """Checks that a sampler does what a worker relies on: with tiny models that are published under `directory`, their
-    logprobs computed again. Takes about a minute of a CPU; needs ``rlbuffer[train]``.
+    logprobs computed again. Takes about a minute of a CPU; needs the extra ``train``.
 
     Args:
         name: as ``sampler`` of a worker, ``package.module:Class``.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.errors import NotFound, RlbufferError
+from rlbuffer.errors import NotFound, RlbufferError, installed_by
 from rlbuffer.process.files import whole_file
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.step_record import scalars
@@ -248,7 +248,7 @@ def write_chart(curves: Sequence[Curve], title: str, file: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise RlbufferError(f"{file} needs the module matplotlib: pip install 'rlbuffer[plot]'") from None
+        raise RlbufferError(f"{file} needs the module matplotlib: {installed_by('plot')}") from None
     # Names are anybody's: none is a formula. A letter that no font has is a box.
     with rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")

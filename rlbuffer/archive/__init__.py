@@ -2,15 +2,15 @@
 
 `schema` says what a file holds, `rows` makes rows of payloads and payloads of rows, `writer` adds files that are there
 whole or not at all, `library` reads them, `check` proves that nothing is missing. Needs pyarrow
-(``pip install rlbuffer[archive]``); nothing else of rlbuffer loads it. Open first: `schema`, then `library`.
+(the extra ``archive``); nothing else of rlbuffer loads it. Open first: `schema`, then `library`.
 """
 
 from importlib.util import find_spec
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 
 if find_spec("pyarrow") is None:
-    raise ConfigError("archives and Parquet files need pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
+    raise ConfigError(f"archives and Parquet files need pyarrow: {installed_by('archive')}", setting="archive.dir")
 
 from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup
 

@@ -26,7 +26,7 @@ from rlbuffer.config.loading import folders_of
 from rlbuffer.config.models import EXAMPLE, NO_MODEL_TYPE, config_of, router_loss, which_model
 from rlbuffer.config.placement import environment_of, gpus_here, python_of
 from rlbuffer.config.settings import INITIAL_MODEL, EvaluationSettings, ModelSettings, WorkerSettings
-from rlbuffer.errors import ConfigError, ServerUnreachable, clause
+from rlbuffer.errors import ConfigError, ServerUnreachable, clause, installed_by
 from rlbuffer.process.file_locks import lacks_locks
 from rlbuffer.process.files import owner_of
 from rlbuffer.state.text import plural
@@ -232,7 +232,7 @@ def packages(c: Context) -> Iterator[Finding]:
         wanted += [("trainer.reports.wandb_project", "wandb", "wandb")] * bool(trainer.reports.wandb_project)
     for setting, module, extra in wanted:
         if not is_installed(module):
-            yield failure(f"{setting} needs the module {module}", setting, fix=f"pip install 'rlbuffer[{extra}]'")
+            yield failure(f"{setting} needs the module {module}", setting, fix=installed_by(extra))
     yield ok(f"rlbuffer {rlbuffer.__version__} on Python {platform.python_version()}")
     there = gpus_here()
     yield ok("there are GPUs; how many is not known" if there is None else f"{plural(there, 'GPU')} here")

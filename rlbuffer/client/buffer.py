@@ -312,7 +312,7 @@ def connect(
     `url` is ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB`` (or
     ``rediss+sentinel://``) for the primary that sentinels name, ``redis+cluster://HOST:PORT,HOST:PORT`` (or
     ``rediss+cluster://``) for a cluster of several shards, or ``memory://`` for a server inside this process (with the
-    real scripts; needs ``rlbuffer[memory]``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
+    real scripts; needs the extra ``memory``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
     `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is the
     path of an ``rlbuffer.toml``, its content as a mapping, or a settings object; its `run` counts unless `run` is
     given.

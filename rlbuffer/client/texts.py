@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.client.spoken import Said, Spoken, marks_in, spoken
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import installed_by
 from rlbuffer.records.rollout import Rollout
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -89,7 +90,7 @@ class Texts:
                 added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer else {}
                 self._special = frozenset(number for number, token in added.items() if token.special)
             except ImportError:
-                self._lacks = "decoding needs the tokenizers package (pip install 'rlbuffer[train]')"
+                self._lacks = f"decoding needs the tokenizers package ({installed_by('train')})"
             except Exception as error:  # the package raises nothing more special for a file that it cannot read
                 self._lacks = f"{file} cannot be loaded: {error}"
         return self._tokenizer

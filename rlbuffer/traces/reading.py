@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
-from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.errors import ConfigError, InvalidRollout, installed_by
 from rlbuffer.process.inputs import Input, opened
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
@@ -246,9 +246,7 @@ def _of_parquet(file: Input) -> Iterator[Record]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise ConfigError(
-            "Parquet files need pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir"
-        ) from None
+        raise ConfigError(f"Parquet files need pyarrow: {installed_by('archive')}", setting="archive.dir") from None
     file.stream.seek(0)
     try:
         number = 0

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import ConfigError, WeightsError, installed_by
 from rlbuffer.process.file_locks import try_lock
 from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.process.variables import secret
@@ -162,7 +162,7 @@ class VersionCache:
             from rlbuffer.weights.download import fetch_file, fetch_list, make_client
         except ImportError as error:
             raise ConfigError(
-                f"weights cannot be downloaded ({error}): pip install 'rlbuffer[weights]'", setting="weights"
+                f"weights cannot be downloaded ({error}): {installed_by('weights')}", setting="weights"
             ) from error
         name = directory.name
         folder = self.directory / f"{TEMPORARY}{name}"

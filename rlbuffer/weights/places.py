@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 from rlbuffer.process.variables import variable
 from rlbuffer.weights.cache import VersionCache, weights_token
 
@@ -21,7 +21,7 @@ def load_serving() -> Any:
         from rlbuffer.weights import serving
     except ImportError as error:
         raise ConfigError(
-            f"weights cannot be served ({error}): pip install 'rlbuffer[weights]'", setting="weights.listen"
+            f"weights cannot be served ({error}): {installed_by('weights')}", setting="weights.listen"
         ) from error
     return serving
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 
 if TYPE_CHECKING:
     import redis
@@ -44,7 +44,7 @@ def memory_client(name: str = "") -> redis.Redis:
     except ImportError as error:
         raise ConfigError(
             f"memory:// needs the extra `memory` ({error.name} is not installed).\n"
-            "  Install it:  pip install 'rlbuffer[memory]'",
+            f"  Install it:  {installed_by('memory')}",
             setting="redis_url",
         ) from error
     with _lock:

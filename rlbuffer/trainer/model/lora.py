@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rlbuffer.config.adapters import adapter_config as adapter_config_at
 from rlbuffer.config.adapters import beyond_lora, wrong_start
 from rlbuffer.config.trainer import LoraSettings
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import ConfigError, WeightsError, installed_by
 from rlbuffer.trainer.model.packed_policy import text_model
 from rlbuffer.weights.fit import require_same
 from rlbuffer.weights.layout import ADAPTER_FILE
@@ -50,7 +50,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
         import peft
     except ImportError as error:
         name = "trainer.lora.path" if settings.path else "trainer.lora.rank"
-        raise ConfigError(f"{name} needs PEFT ({error}): pip install 'rlbuffer[lora]'", setting=name) from error
+        raise ConfigError(f"{name} needs PEFT ({error}): {installed_by('lora')}", setting=name) from error
     why, wrong = wrong_start(settings)
     if why:
         raise ConfigError(why, setting=wrong)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings, to_json
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 from rlbuffer.process.files import append_lines
 from rlbuffer.state.step_record import StepRecord, scalars
 
@@ -111,7 +111,7 @@ def _check_installed(extra: str, setting: str, module: str) -> None:
     for name in (extra, module):
         if sys.modules.get(name) is None and (name in sys.modules or find_spec(name) is None):
             raise ConfigError(
-                f"trainer.reports.{setting} is set, but {extra} is not installed: pip install 'rlbuffer[{extra}]'",
+                f"trainer.reports.{setting} is set, but {extra} is not installed: {installed_by(extra)}",
                 setting=f"trainer.reports.{setting}",
             )
 

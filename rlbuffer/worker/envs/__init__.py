@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from rlbuffer.config.imports import defined_at, place_of, target
 from rlbuffer.config.refusal import refusal
-from rlbuffer.errors import ConfigError, Skip
+from rlbuffer.errors import ConfigError, Skip, installed_by
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.state.text import did_you_mean, no_such_option
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
@@ -149,7 +149,7 @@ def _found(name: str) -> Callable[..., Any]:
         hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
         raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")
     if name in EXTRAS and find_spec(name) is None:
-        raise ConfigError(f"env {name} needs the module {name}: pip install 'rlbuffer[{EXTRAS[name]}]'", setting="env")
+        raise ConfigError(f"env {name} needs the module {name}: {installed_by(EXTRAS[name])}", setting="env")
     try:
         factory = BUILT_IN[name] if name in BUILT_IN else target(ADAPTERS.get(name, name))
     except ImportError as error:

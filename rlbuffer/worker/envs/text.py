@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 
 SETTING = "env_options.tokenizer"
 
@@ -48,7 +48,7 @@ class Text:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
         except ImportError as error:
-            raise ConfigError(f"a tokenizer needs transformers: pip install 'rlbuffer[train]' ({error})") from error
+            raise ConfigError(f"a tokenizer needs transformers: {installed_by('train')} ({error})") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"tokenizer = {str(tokenizer)!r} cannot be loaded: {error}", setting=SETTING) from error
         has_template = bool(getattr(self._tokenizer, "chat_template", None))

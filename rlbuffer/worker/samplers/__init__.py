@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rlbuffer.config.imports import target
 from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, installed_by
 from rlbuffer.state.text import did_you_mean
 from rlbuffer.worker.samplers.base import Completion, Sampler, SamplerTraits, Sampling
 
@@ -61,7 +61,7 @@ def wrong_sampler(
     sampler = _class_of(name)
     traits: SamplerTraits = sampler.traits
     if lacking := [module for module in traits.needs if find_spec(module) is None]:
-        install = f": pip install 'rlbuffer[{traits.extra}]'" if traits.extra else ""
+        install = f": {installed_by(traits.extra)}" if traits.extra else ""
         yield "sampler", f"sampler {name} needs the module {', '.join(lacking)}{install}", True
     if top_p < 1 and temperature != 1 and not traits.nucleus_at_any_temperature:
         why = "its logprobs would be of what the nucleus leaves, and every ratio wrong by its mass"

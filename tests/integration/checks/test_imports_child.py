@@ -27,7 +27,7 @@ WORKERS = {
     'own:waits"\nenv_options = { first = 1, second = 2 }\n#': ("env", ""),
     'own:make"\nenv_options = { sedd = 1 }\n#': ("env_options", ""),
     "vcoppy": ("env", ""),
-    "verifiers": ("env", "rlbuffer[verifiers]"),
+    "verifiers": ("env", ".[verifiers]"),
     'vcopy"\nenv_options = { seed = "x" }\n#': ("env_options.seed", ""),
     f'jsonl"\nenv_options = {{ path = "no.jsonl", {IDS} }}\n#': ("env_options.path", ""),
     f'jsonl"\nenv_options = {{ path = "text.jsonl", {IDS} }}\n#': ("env_options.path", "text.jsonl:1"),

@@ -133,7 +133,7 @@ def test_without_matplotlib_the_way_to_it_is_said(call: Call, monkeypatch: pytes
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     code, out, err = call("reward", "math", "-o", "x.png")
     assert (code, out) == (1, "")
-    assert "pip install 'rlbuffer[plot]'" in err
+    assert "pip install '.[plot]'" in err
 
 
 @pytest.mark.parametrize("width", [40, 80])
