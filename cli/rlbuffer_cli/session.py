@@ -40,6 +40,14 @@ def check_home(loaded: Loaded) -> None:
         )
 
 
+def warn_of_server(loaded: Loaded) -> None:
+    """Says which settings of [server] an embedded server at work does not have."""
+    from rlbuffer.checks.server import other_settings
+
+    for finding in other_settings(loaded):
+        say(f"Warning: {finding.text}. {finding.fix}", err=True)
+
+
 def of_run(loaded: Loaded, run: str) -> Loaded:
     """The settings as if `run` had been typed."""
     settings = loaded.settings.model_copy(update={"run": run})

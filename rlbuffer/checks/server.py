@@ -26,7 +26,7 @@ from rlbuffer.checks.settings import too_small
 from rlbuffer.client.buffer import password_of
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.loading import Loaded, meant_run
-from rlbuffer.config.memory_needs import FULL_SHARE, mib
+from rlbuffer.config.memory_needs import FULL_SHARE, memory_bytes, mib
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnsuitable
 from rlbuffer.state.text import duration, plural, printable
@@ -252,6 +252,31 @@ def server_memory(c: Context) -> Iterator[Finding]:
         yield ok(text)
     if c.settings.redis_url:
         yield from too_small(c.settings, limit)
+
+
+@check("server.maxmemory server.appendfsync")
+def server_settings(c: Context) -> Iterator[Finding]:
+    """An embedded server that is at work was started with the settings of [server]."""
+    if c.settings.redis_url:
+        return
+    wanted = {"maxmemory": str(memory_bytes(c.settings.server)), "appendfsync": c.settings.server.appendfsync}
+    for key, value in wanted.items():
+        if (real := _setting(c, key)) != value:
+            name, shown = f"server.{key}", mib(int(real)) if real.isdigit() else repr(real)
+            given = f"{name} = {getattr(c.settings.server, key)!r} ({c.loaded.place(name)})"
+            home = f"home = {str(c.settings.home)!r}"
+            fix = f"Stop it, by ending all processes that work under {home}; the next one starts it with the setting"
+            yield warning(f"{given}, but the embedded server at work has {shown}", name, fix=fix)
+
+
+def other_settings(loaded: Loaded) -> list[Finding]:
+    """What :func:`server_settings` finds before a run starts; nothing where no embedded server is at work."""
+    running = None if loaded.settings.redis_url else embedded.find(loaded.settings.home_dir)
+    if running is None:
+        return []
+    context = Context(loaded=loaded)
+    with _connected(context, running) as connection:
+        return list(server_settings(replace(context, connection=connection)))
 
 
 @check(lasts=True)

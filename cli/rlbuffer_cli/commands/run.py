@@ -8,6 +8,7 @@ import threading
 from rlbuffer.process.logs import fields
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
+from rlbuffer_cli.session import warn_of_server
 from rlbuffer_cli.starting import starting
 
 _log = logging.getLogger("rlbuffer.run")
@@ -33,6 +34,7 @@ def command(given: options.Given, display: str) -> int:
     from rlbuffer.process.signals import stop_on_signals
 
     loaded = given.load(parts=EVERYTHING)
+    warn_of_server(loaded)
     run, display, stop = loaded.settings.run, options.choose_display(display), threading.Event()
     starting("loading torch")
     from rlbuffer_cli.live import supervised

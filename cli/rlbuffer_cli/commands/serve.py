@@ -15,7 +15,7 @@ import click
 from rlbuffer.errors import RlbufferError, RunGone
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.session import connected, of_run, open_existing
+from rlbuffer_cli.session import connected, of_run, open_existing, warn_of_server
 from rlbuffer_cli.text import wrapped
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def command(given: options.Given, resume: bool, fresh: bool, replace_config: boo
         raise click.UsageError("--resume and --fresh exclude each other")
     loaded = given.load(parts=("serve",))
     settings = loaded.settings
+    warn_of_server(loaded)
     if resume or fresh:
         _check_run(loaded, resume=resume)
     name_process("serve")

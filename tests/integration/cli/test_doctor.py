@@ -25,9 +25,11 @@ from own_server import OwnServer
 
 import rlbuffer
 from rlbuffer.checks import host
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.member import Member
+from rlbuffer.store.server import embedded
 from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
@@ -308,3 +310,21 @@ def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(pla
         raw = store.connection.client.hget(key, "w")
         store.connection.client.hset(key, "w", raw.replace(raw.split()[0], str(int(raw.split()[0]) - 60_000).encode()))
         assert "No worker of math is at work (w was last seen 60 s ago)" in call(*named)[1]
+
+
+@pytest.mark.server
+def test_settings_that_the_embedded_server_at_work_does_not_have_are_told(home: Path, typed: Call) -> None:
+    at_work = embedded.ensure(home, ServerSettings(maxmemory="64mb", appendfsync="no"))
+    try:
+        for limit, sync in (("128mb", "always"), ("65536kb", "no")):
+            Path("rlbuffer.toml").write_text(f'[server]\nmaxmemory = "{limit}"\nappendfsync = "{sync}"\n')
+            differs = limit == "128mb"
+            out = typed("doctor", "--for", "serve", "--home", str(home))[1]
+            err = typed("serve", "--resume", "--run", "none", "--home", str(home))[2]
+            for text in (out, err):
+                said = " ".join(text.split())
+                assert (f"server.maxmemory = '{limit}' (rlbuffer.toml:2), but the embedded" in said) == differs
+                assert ("64.0 MiB" in said and "'always' (rlbuffer.toml:3)" in said) == differs or text is out
+                assert ("by ending all processes" in said) == differs
+    finally:
+        at_work.release()
