@@ -25,6 +25,7 @@ _HOME = {
     "RlbufferError": "rlbuffer.errors",
     "Rollout": "rlbuffer.records.rollout",
     "Step": "rlbuffer.records.micro_batch",
+    "Stream": "rlbuffer.client.stream",
     "Ticket": "rlbuffer.records.group",
     "TokenSequence": "rlbuffer.records.rollout",
     "Turn": "rlbuffer.records.spans",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Policy as Policy
     from rlbuffer.client.buffer import connect as connect
     from rlbuffer.client.reader import Reader as Reader
+    from rlbuffer.client.stream import Stream as Stream
     from rlbuffer.client.writer import Writer as Writer
     from rlbuffer.config.batcher import BatcherConfig as BatcherConfig
     from rlbuffer.errors import RlbufferError as RlbufferError

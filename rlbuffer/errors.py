@@ -75,6 +75,10 @@ class ConfigChanged(RlbufferError):
     """The run's settings changed while others were being asked for."""
 
 
+class UnknownLabel(RlbufferError, LookupError):
+    """A name is of no policy version that a stream's trainer has announced."""
+
+
 class ServerUnreachable(RlbufferError, ConnectionError):
     """The Redis or Valkey server cannot be reached."""
 

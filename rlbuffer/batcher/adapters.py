@@ -55,9 +55,13 @@ class AdapterAccounts:
     accounts: Mapping[str, AdapterAccount] = field(default_factory=dict)
     tags: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """env -> adapter -> tag, of all that were trained there."""
+    announced: bool = False
+    """The clock of a stream: versions, also those of all weights, count what the trainer announces."""
 
     def own_step(self, adapter: str, step: int, published: Mapping[str, int]) -> int:
         """The step, in the adapter's own count, that `step` of the run belongs to; it trains version `own_step` - 1."""
+        if self.announced:
+            return 1 + max(0, published.get(adapter, 0))
         if adapter == "":
             return step
         account = self.accounts.get(adapter)
@@ -79,13 +83,15 @@ class AdapterAccounts:
         for adapter, (rollouts, tokens) in sorted(sums.items()):
             version = self.own_step(adapter, step, published) - 1
             before = self.accounts.get(adapter, AdapterAccount())
-            gathered = before.gathered + rollouts
+            gathered = 0 if self.announced else before.gathered + rollouts
             is_ready = gathered >= config.batch_size(adapter) if adapter else rollouts > 0
+            is_ready = is_ready and not self.announced  # the trainer of a stream says itself when it has stepped
+            makes = is_ready or not (adapter or self.announced)
             made = AdapterAccount(
                 samples=before.samples + rollouts,
                 tokens=before.tokens + tokens,
-                step=version + 1 if is_ready or not adapter else version,
-                gathered=0 if is_ready or not adapter else gathered,
+                step=version + 1 if makes else version,
+                gathered=0 if makes else gathered,
             )
             accounts[adapter] = made
             progress[adapter] = AdapterProgress(
@@ -97,7 +103,7 @@ class AdapterAccounts:
                 gathered=gathered,
                 rollouts=rollouts,
             )
-        return AdapterAccounts(accounts, tags), progress
+        return replace(self, accounts=accounts, tags=tags), progress
 
     def dump(self) -> dict[str, Any]:
         """The accounts as msgpack types."""
@@ -107,8 +113,8 @@ class AdapterAccounts:
         }
 
     @staticmethod
-    def load(state: Mapping[str, Any] | None) -> AdapterAccounts:
-        """The inverse of `dump`.
+    def load(state: Mapping[str, Any] | None, *, announced: bool = False) -> AdapterAccounts:
+        """The inverse of `dump`; `announced` is the clock.
 
         Raises:
             RlbufferError: the state is not one that this version wrote.
@@ -121,7 +127,7 @@ class AdapterAccounts:
             raise RlbufferError(
                 f"the batcher's saved state of its adapters cannot be read: {type(error).__name__}: {error}"
             ) from None
-        return AdapterAccounts(accounts, tags)
+        return AdapterAccounts(accounts, tags, announced)
 
 
 def at_step(

@@ -120,6 +120,10 @@ def allow(
             ready_mean=known.ready_mean(env),
         )
     per_step = groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
+    if config.is_stream:
+        # Its window counts versions, and a version takes many of its steps, which are a group each.
+        most = max(known.pace.groups_per_version, START_TICKETS)
+        per_step = {env: groups * most for env, groups in per_step.items()}
     held = {env for env in supply if waits_for_scorers(known, env, step)}
     open_step = _open_step(known, supply, limits, known.short - held)
     out = allowances(supply, per_step, awaited={*awaited} - held, open_step=open_step)
@@ -127,7 +131,7 @@ def allow(
     window = _window(known, ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:
         # Where groups are counted, and can serve the open step alone, an env gets all of it at once, and no more.
-        is_exact = limits.groups is not None and window == 1
+        is_exact = limits.groups is not None and window == 1 and not config.is_stream
         out[ANY_ENV] = limits.groups if is_exact and limits.groups else START_TICKETS
     return out
 
@@ -145,6 +149,8 @@ def _open_step(
     """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one. It
     lacks at least one of those that are `short`."""
     config = known.config
+    if config.is_stream:
+        return {}  # how many groups its trainer's open update still takes is not known
     on_policy = [e for e in supply if config.for_env(e).max_age == 0]
     # Nobody knows what an env without a budget will send; in place of an excused env the others are sampled.
     if not on_policy or not all(budget.has_budget(config, e) for e in supply) or known.patience.excused(known.pool.now):

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher import adapters, admission, budget, closing, situation, step_plan
+from rlbuffer.batcher import adapters, admission, budget, closing, pace, situation, step_plan
 from rlbuffer.batcher.group import Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
@@ -50,6 +50,7 @@ class _Decided:
     group_ids: tuple[str, ...]
     accounts: dict[str, budget.EnvAccount]
     adapters: adapters.AdapterAccounts
+    pace: pace.Pace
     at: float
 
 
@@ -96,7 +97,8 @@ class Batcher:
             pool=self._pool,
             patience=self._patience,
             accounts=budget.load(state),
-            adapters=adapters.AdapterAccounts.load(state),
+            adapters=adapters.AdapterAccounts.load(state, announced=config.is_stream),
+            pace=pace.load(state),
         )
         self._step = int((state or {}).get("step", 0))
         """The last committed one, as far as the state tells."""
@@ -199,6 +201,7 @@ class Batcher:
         if decided is None or (decided.step, decided.group_ids) != (plan.step, plan.group_ids):
             raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
         self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
+        self._known.pace = decided.pace
         self._step, self._at, self._decided = decided.step, decided.at, None
         self._waits_since = self._at
         self._patience.committed(is_full=plan.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.PARTIAL))
@@ -256,7 +259,7 @@ class Batcher:
         self._decided = None
         return Decision(
             plan=None,
-            state=self._state(self._step, self._at, known.accounts, known.adapters),
+            state=self._state(self._step, self._at, known),
             drops=drops,
             why=situation.reason(known, step, trial, limits, fractions, waits_to_learn),
             allowances=admission.allow(known, step, limits, awaited=awaited),
@@ -274,7 +277,8 @@ class Batcher:
     def pool_sums(self, step: int) -> dict[str, dict[str, Any]]:
         """env -> its groups in numbers, after `step`: as :meth:`EnvGroups.sums` says."""
         published = self._known.published
-        newest = {**published, "": max(step, published.get("", 0))}
+        steps = 0 if self._config.is_stream else step
+        newest = {**published, "": max(steps, published.get("", 0))}
         return {name: env.sums(newest) for name, env in self.pools.items()}
 
     def silence(self, now: float) -> dict[str, float]:
@@ -292,10 +296,10 @@ class Batcher:
 
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod
-    def _state(
-        step: int, at: float, accounts: Mapping[str, budget.EnvAccount], adapted: adapters.AdapterAccounts
-    ) -> dict[str, Any]:
-        return budget.dump(accounts) | adapted.dump() | {"step": step} | ({"at": at} if math.isfinite(at) else {})
+    def _state(step: int, at: float, known: Situation) -> dict[str, Any]:
+        """What is known as after `step`, as msgpack types."""
+        dumped = budget.dump(known.accounts) | known.adapters.dump() | known.pace.dump()
+        return dumped | {"step": step} | ({"at": at} if math.isfinite(at) else {})
 
     def _let_go_what_is_over(self, step: int, now: float, rng: np.random.Generator) -> None:
         """Drops or closes what time and age have overtaken, and ranks what became ready."""
@@ -380,17 +384,20 @@ class Batcher:
         sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
         accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
-        progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
+        asked: int | None = None
+        if not self._config.is_stream:
+            progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
+        paced = known.pace.after(known.published.get("", -1), len(groups)) if self._config.is_stream else known.pace
         flat = sum(not self.teaching.of(group) for group in groups)
         plan = step_plan.step_plan(
             step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress, flat
         )
-        self._decided = _Decided(step, plan.group_ids, accounts, accounted, now)
+        self._decided = _Decided(step, plan.group_ids, accounts, accounted, paced, now)
         known.short = frozenset()
-        after = replace(known, accounts=accounts, adapters=accounted)
+        after = replace(known, accounts=accounts, adapters=accounted, pace=paced)
         return Decision(
             plan=plan,
-            state=self._state(step, now, accounts, accounted),
+            state=self._state(step, now, after),
             drops=drops,
             allowances=admission.allow(after, step + 1, limits, taken=groups),
             waiting_for_version=asked,

@@ -10,6 +10,7 @@ from functools import partial
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import oldest_version
+from rlbuffer.batcher.pace import Pace
 from rlbuffer.batcher.pool import Pool, StepOf
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.spillover import Patience
@@ -30,6 +31,8 @@ class Situation:
     accounts: Mapping[str, budget.EnvAccount]
     """env -> account, as after the last committed step."""
     adapters: AdapterAccounts
+    pace: Pace = field(default_factory=Pace)
+    """Of a stream's trainer."""
     published: dict[str, int] = field(default_factory=dict)
     """adapter -> version that workers can sample from; -1 when none was announced."""
     paused: set[str] = field(default_factory=set)
@@ -211,7 +214,7 @@ def _env(
     """The need of the step for `env`: what it is owed now, and its share of what the step still lacks."""
     done = progress(trial, limits)
     if not env:
-        return Waiting(kind=kind, step=step, done=done)
+        return Waiting(kind=kind, step=step, done=done, is_stream=known.config.is_stream)
     cause, detail = _cause(known, env)
     dropped = known.pool.env(env).lost
     dead = known.patience.dead(known.pool.now).get(env)
@@ -245,6 +248,7 @@ def _env(
         cause=cause,
         dropped=dropped,
         detail=detail,
+        is_stream=known.config.is_stream,
     )
 
 

@@ -39,6 +39,9 @@ def _numbers(groups: Sequence[Group], rows: NDArray[np.void]) -> NDArray[np.void
 
 def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' sequences; index i of the plan is the i-th sequence, group by group."""
+    if config.is_stream:
+        lengths = [length for group in groups for length in group.lengths]
+        return Plan(rows=(((tuple(range(len(lengths))),),),), world_size=1, row_tokens=sum(lengths))
     adapters = [g.adapter for g in groups for _ in g.lengths] if any(g.adapter for g in groups) else None
     return plan(
         _rows(groups)["length"],

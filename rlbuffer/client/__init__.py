@@ -6,8 +6,21 @@ Open first: `buffer`.
 
 from rlbuffer.client.buffer import Buffer, Policy, connect
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.client.views import GroupView, StepView
 from rlbuffer.client.writer import Writer
 from rlbuffer.store.records import Ledger, Report
 
-__all__ = ["Buffer", "GroupView", "Ledger", "Policy", "Reader", "Report", "StepView", "Writer", "connect"]
+__all__ = [
+    "Buffer",
+    "GroupView",
+    "Ledger",
+    "Policy",
+    "Reader",
+    "Report",
+    "StepView",
+    "Stream",
+    "Taken",
+    "Writer",
+    "connect",
+]

@@ -20,8 +20,9 @@ from typing import Any
 
 from rlbuffer.client.arguments import duration, names, whole_number
 from rlbuffer.client.details import find_group
-from rlbuffer.client.reader import Reader
+from rlbuffer.client.reader import Reader, check_feeds
 from rlbuffer.client.searching import list_groups
+from rlbuffer.client.stream import Stream
 from rlbuffer.client.texts import Texts, tokenizer_directory
 from rlbuffer.client.views import GroupDetail, GroupView, StepView, view_step
 from rlbuffer.client.writer import Terms, Writer
@@ -247,9 +248,11 @@ class Buffer:
 
         Raises:
             ValueError: an argument is of another kind, or outside its range.
+            ConfigError: the run feeds a stream, which has no rows for ranks.
         """
         store = self.store.role(TrainerStore)
         store.open_run()
+        check_feeds(self.run, self.store.meta(), "ranks")
         reader = Reader(
             store,
             rank=whole_number("reader: rank", rank, low=0),
@@ -261,6 +264,34 @@ class Buffer:
         )
         self._readers.append(reader)
         return reader
+
+    def stream(
+        self,
+        *,
+        timeout_seconds: float = 300.0,
+        vocabulary: int | None = None,
+        adapters: bool = True,
+        columns: Sequence[str] = (),
+    ) -> Stream:
+        """The stream of a run with ``[batcher] feeds = "stream"``: whole groups, for one trainer that packs for itself.
+
+        `vocabulary`, `adapters` and `columns` are those of :meth:`reader`: a rollout that cannot be trained by them is
+        left out of its group and counted as damaged.
+
+        Raises:
+            ValueError: an argument is of another kind, or outside its range.
+            ConfigError: the run plans rows for ranks.
+        """
+        store = self.store.role(TrainerStore)
+        store.open_run()
+        check_feeds(self.run, self.store.meta(), "stream")
+        stream = Stream(
+            store,
+            timeout_seconds=duration("stream: timeout_seconds", timeout_seconds),
+            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=names("stream: columns", columns)),
+        )
+        self._readers.append(stream.reader)
+        return stream
 
     def ledger(self) -> Ledger:
         """The account per env: pushed = pending + packed + trained + dropped."""

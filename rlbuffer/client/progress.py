@@ -66,10 +66,14 @@ NONE_TAKEN = Taken()
 class Progress:
     """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
 
-    def __init__(self, store: TrainerStore, *, world_size: int, reports: bool) -> None:
+    def __init__(self, store: TrainerStore, *, world_size: int, reports: bool, announces: bool = False) -> None:
         self._store = store
         self._world_size = world_size
         self._reports = reports
+        self._announces = announces
+        """Versions count what is announced, as a stream's do, and not steps."""
+        self._told = 0
+        """The last step that this server has heard of with what was not trained of it."""
         self._lock = threading.Lock()  # reports in the order in which they were made
         self._losses = store.losses()
         self._announced: dict[str, PolicyVersion] = {}
@@ -86,6 +90,8 @@ class Progress:
         """The newest that was written; 0 before the first."""
         self._taken = NONE_TAKEN
         """The step that the loop was given last, or is about to be given."""
+        self.held: tuple[TrainedStep, ...] = ()
+        """Steps that a stream's trainer was given and has not acknowledged yet, besides that one or with it."""
 
     def begin(self, resume_step: int | None) -> None:
         """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
@@ -127,9 +133,12 @@ class Progress:
         """The step that it had taken is not trained: it asks again, for it or another one."""
         self._taken = NONE_TAKEN
 
-    def trained(self, step: TrainedStep, *, epoch: int) -> None:
-        """Acknowledges a step. Raises as :meth:`report`."""
-        self.place = self.place.after(step)
+    def trained(self, *steps: TrainedStep, epoch: int) -> None:
+        """Acknowledges steps, one after the other. Raises as :meth:`report`."""
+        place = self.place
+        for step in steps:
+            place = place.after(step)
+        self.place = place
         self.epoch = max(self.epoch, epoch)
         self.report()
 
@@ -145,7 +154,10 @@ class Progress:
         with self._lock:
             for tries in range(REPORT_TRIES):
                 try:
-                    return self._say()
+                    status = self._say()
+                    if status is ReportStatus.LOST and self._takes_held():
+                        continue
+                    return status
                 except EpochChanged as change:
                     if not change.follows(self.epoch) or tries == REPORT_TRIES - 1:
                         raise
@@ -156,12 +168,26 @@ class Progress:
                     self._again(forgotten)
         return ReportStatus.LOST
 
+    def _takes_held(self) -> bool:
+        """The server has lost groups that a stream's trainer holds. -> True when they count as trained from now on.
+
+        The trainer trains them, and nothing else is committed before it has; it may need further ones to do so.
+        """
+        ahead = [step for step in self.held if step.step > self.place.step]
+        if not ahead or not self._taken.is_sure:
+            return False
+        for step in ahead:
+            self.place = self.place.after(step)
+        return True
+
     def announce(self, version: PolicyVersion) -> bool:
         """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there.
 
         A server that takes no writes for now hears it with the next report that it takes.
         """
         known = self._announced.get(version.adapter)
+        if known is not None and not version.labels:
+            version = replace(version, labels=known.labels)  # the weights of a version that has a label
         if known is None or version.version >= known.version:
             self._announced[version.adapter] = version
         try:
@@ -210,13 +236,16 @@ class Progress:
     # -- inside ----------------------------------------------------------------------------------------------------
     def _say(self) -> ReportStatus:
         losses, place, taken = self._store.losses(), self.place, self._taken
+        if losses != self._losses:
+            self._told = 0
         values: dict[str, Any] = {
             "epoch": self._reported,
             "trained": place.step,
             "digest": place.digest,
             "oldest_kept": self.oldest_kept,
             "checkpoint": self.checkpoint,
-            "newest": self._newest,
+            "newest": 0 if self._announces else self._newest,
+            "unused": [step for step in place.steps if step.unused and step.step > self._told],
             # Another server may not have the step that is being trained. Until its word on that, nothing is committed
             # there, and what was sampled from it, should this trainer end, is of a line that is given up.
             "server": taken.server if taken.hand.step > place.step else "",
@@ -233,6 +262,7 @@ class Progress:
             if status is not ReportStatus.HANDED_BACK:
                 raise
             return status
+        self._told = place.step
         if losses != self._losses:
             # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
             for version in list(self._announced.values()):
@@ -248,7 +278,11 @@ class Progress:
 
     def _register(self) -> None:
         attempt = self._store.attempt(
-            uuid=uuid.uuid4().hex, world_size=self._world_size, resume_step=self.place.step, claim=self._claim()
+            uuid=uuid.uuid4().hex,
+            world_size=self._world_size,
+            resume_step=self.place.step,
+            claim=self._claim(),
+            announces=self._announces,
         )
         self.attempt, self._reported, self._newest = attempt.number, attempt.epoch, attempt.newest
         self.epoch = max(self.epoch, attempt.epoch)
@@ -270,8 +304,12 @@ class Progress:
 
 
 def remembered(
-    step: int, digest: str, group_ids: tuple[str, ...], envs: Mapping[str, Mapping[str, Any]]
+    step: int,
+    digest: str,
+    group_ids: tuple[str, ...],
+    envs: Mapping[str, Mapping[str, Any]],
+    unused: Mapping[str, int] | None = None,
 ) -> TrainedStep:
-    """A step's header as it is kept."""
+    """A step's header as it is kept, and what of it was given and not trained."""
     totals = {env: (int(values["rollouts"]), int(values["tokens"])) for env, values in envs.items()}
-    return TrainedStep(step=step, digest=digest, group_ids=group_ids, envs=totals)
+    return TrainedStep(step=step, digest=digest, group_ids=group_ids, envs=totals, unused=unused or {})

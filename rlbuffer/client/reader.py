@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
@@ -21,6 +21,7 @@ from rlbuffer.client.step_pull import StepPull, left_out
 from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
+    ConfigError,
     NotFound,
     RlbufferError,
     ServerRefused,
@@ -34,6 +35,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.payloads import Trainable
+from rlbuffer.store.records import Meta, PartRollout, TrainedStep
 from rlbuffer.store.trainer import TrainerStore
 
 READER_BLOCK_SECONDS = 1.0
@@ -48,6 +50,16 @@ READ_RECORDS = 1000
 """Newest records of the history that are read for a step's own."""
 
 
+class Source(Protocol):
+    """Makes of a committed step what the trainer's loop is given of it."""
+
+    def part(self, header: StepHeader) -> Any:
+        """What is read before the payloads. Raises NotFound: the server has it no more."""
+
+    def step(self, header: StepHeader, part: Any) -> tuple[Any, list[tuple[PartRollout, str]]]:
+        """With `number`, `digest` and `header`; and the rollouts that cannot be trained, each with the reason."""
+
+
 class NotAwaited(Exception):
     """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
 
@@ -56,7 +68,7 @@ class NotAwaited(Exception):
 class Fetch:
     """A pull under way. Nobody waits for an abandoned one, so it must not keep its thread."""
 
-    future: Future[Step]
+    future: Future[Any]
     is_abandoned: threading.Event
 
     def abandon(self) -> None:
@@ -109,6 +121,7 @@ class Reader:
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
         can: Trainable = ANYTHING,
+        source: Source | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside world size {world_size}")
@@ -120,10 +133,11 @@ class Reader:
         self._is_finished = False
         self._waiting: Waiting | None = None
         self._held: Waiting | None = None
-        self._source = StepPull(
+        self._feeds = "ranks" if source is None else "stream"
+        self._source: Source = source or StepPull(
             store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
-        self._progress = Progress(store, world_size=world_size, reports=rank == 0)
+        self._progress = Progress(store, world_size=world_size, reports=rank == 0, announces=source is not None)
         self._rank_0 = RankZeroWatch(store, world_size)
         self.has_ended = False
         """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
@@ -187,6 +201,13 @@ class Reader:
             self.announce(PolicyVersion(version=self._progress.place.step))
         number = self._progress.place.step + 1 if start is None else start
         self._progress.lets_go()
+        for step in self.given(number, until=until):
+            yield step
+            if step.number > self._progress.place.step:
+                self.trained(step)
+
+    def given(self, number: int, *, until: Callable[[], bool] | None = None) -> Iterator[Any]:
+        """Yields step after step from `number` on, as :meth:`steps` does, and acknowledges nothing."""
         fetch = self._fetch(number)
         try:
             while True:
@@ -201,8 +222,6 @@ class Reader:
                 self._tell_alone(step.header)
                 self._given = step.header
                 yield step
-                if step.number > self._progress.place.step:
-                    self.trained(step)
                 number = step.number + 1
         finally:
             fetch.abandon()
@@ -216,7 +235,7 @@ class Reader:
         self.start()
         fetch = self._fetch(number)
         try:
-            step = self._await(number, fetch.future)
+            step: Step = self._await(number, fetch.future)
             self._tell_alone(step.header)
             return step
         except NotAwaited:
@@ -269,6 +288,16 @@ class Reader:
             raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
         place = remembered(header.step, header.digest, header.group_ids, header.envs)
         self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
+
+    def acknowledge(self, steps: Sequence[TrainedStep], *, epoch: int) -> None:
+        """Acknowledges several steps as trained, as :meth:`trained` does one. Of a stream."""
+        self._raise_fault()
+        if steps:
+            self._refusals.told_later(lambda: self._progress.trained(*steps, epoch=epoch))
+
+    def holds(self, steps: Sequence[TrainedStep]) -> None:
+        """The steps that a stream's trainer was given and has not acknowledged, the first one first."""
+        self._progress.held = tuple(steps)
 
     def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
         """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
@@ -333,7 +362,7 @@ class Reader:
         fetch.future.add_done_callback(self._fetches.discard)
         return fetch
 
-    def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
+    def _await(self, number: int, future: Future[Any], until: Callable[[], bool] | None = None) -> Any:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
         deadline = time.monotonic() + self.timeout_seconds
         long = LongWait(self._store)
@@ -357,7 +386,7 @@ class Reader:
             self._waiting = None
         return step
 
-    def _may_have(self, step: Step, until: Callable[[], bool] | None) -> bool:
+    def _may_have(self, step: Any, until: Callable[[], bool] | None) -> bool:
         """True when the caller gets the step: the server had it when rank 0 got it. False: it is to be pulled again."""
         if self.rank == 0:
             return self._refusals.waited_out(
@@ -384,6 +413,7 @@ class Reader:
         meta = self._progress.check_run()
         if self.rank:
             self._rank_0.look(number, meta.step)
+        check_feeds(self._store.run, meta, self._feeds)
         if meta.error:
             raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
         self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
@@ -432,7 +462,7 @@ class Reader:
             raise self._fault
 
     # -- pulling ---------------------------------------------------------------------------------------------------
-    def _pull(self, number: int, is_abandoned: threading.Event) -> Step:
+    def _pull(self, number: int, is_abandoned: threading.Event) -> Any:
         missed = ""
         while True:
             if self._stop.is_set() or is_abandoned.is_set():
@@ -462,3 +492,17 @@ class Reader:
             names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
             self._refusals.waited_out(lambda: self._store.count_damaged(number, names), self.timeout_seconds)
         return step
+
+
+def check_feeds(run: str, meta: Meta, feeds: str) -> None:
+    """Raises ConfigError where the run's steps are for another kind of reader: of ranks, or of a stream."""
+    its = meta.config.get("feeds", "ranks")
+    if not meta.config or its == feeds:
+        return
+    raise ConfigError(
+        f"run {run!r} feeds a stream (batcher.feeds), which has no rows for ranks: read it with `buffer.stream()`"
+        if its == "stream"
+        else f"run {run!r} plans rows for ranks (batcher.feeds = {its!r}), so it has no stream of groups: read it with "
+        f"`buffer.reader()`, or begin another run with batcher.feeds = 'stream'",
+        setting="batcher.feeds",
+    )

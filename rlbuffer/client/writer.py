@@ -12,7 +12,7 @@ from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused
+from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused, UnknownLabel
 from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
@@ -114,6 +114,8 @@ class Writer:
                 f"{LONGEST_TICKET_SECONDS:g}: renew tickets (`renew`) while you sample for longer"
             )
         self._section = terms.section
+        self._out: dict[str, dict[int, float]] = {}
+        """Env -> its tickets that this writer has out, each with the moment when it lapses."""
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
@@ -132,7 +134,14 @@ class Writer:
         return self._producer.sequence
 
     def take(
-        self, env: str, n: int = 1, *, timeout_seconds: float | None = None, size: int | None = None
+        self,
+        env: str,
+        n: int = 1,
+        *,
+        timeout_seconds: float | None = None,
+        size: int | None = None,
+        hold: int = 0,
+        wait: bool = True,
     ) -> list[Ticket]:
         """Waits for leave to sample, and takes up to `n` tickets of `env`; none when the timeout passes.
 
@@ -142,6 +151,10 @@ class Writer:
         `size` is how many tickets the env has in all (prompts x passes), for data that ends: no number from `size` on
         is ever given, and what another worker leaves unfinished is given again. None: it has no end.
 
+        `hold` is for a loop that needs several groups open at once to get on: while tickets are given at all, this
+        writer may have that many out, whatever others have. `wait` = False asks once and returns, for a loop that must
+        not stand still: an empty list says that there is no leave at this moment.
+
         Raises:
             EnvDone: the env has an end, all its tickets were given, and none is out: leave the loop.
             ValueError: `env` is not an env name, or `n` is below 1.
@@ -150,19 +163,23 @@ class Writer:
             raise ValueError(f"take: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
         if n < 1:
             raise ValueError(f"take: n = {n} must be at least 1")
-        if size is not None and size < 0:
-            raise ValueError(f"take: size = {size} must not be negative")
+        for name, value in (("size", size), ("hold", hold)):
+            if value is not None and value < 0:
+                raise ValueError(f"take: {name} = {value} must not be negative")
+        if not wait:
+            timeout_seconds = 0.0
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        pauses, wait = pauses_between_asks(), LongWait(self._store)
+        pauses, long = pauses_between_asks(), LongWait(self._store)
         while True:
-            numbers = self._take(env, n, size)
+            numbers = self._take(env, n, size, max(0, hold - self._still_out(env)))
             if numbers:
+                self._out.setdefault(env, {}).update(dict.fromkeys(numbers, time.monotonic() + self.ticket_seconds))
                 return _tickets(env, numbers)
             pause = next(pauses)
             left = pause if deadline is None else min(pause, deadline - time.monotonic())
             if left <= 0:
                 return []
-            wait.look(f"a ticket of {env}")
+            long.look(f"a ticket of {env}")
             time.sleep(left)
 
     def ask(
@@ -182,12 +199,32 @@ class Writer:
             return None
         return _tickets(env, asked.numbers), asked
 
-    def _take(self, env: str, n: int, size: int | None) -> list[int]:
+    def _take(self, env: str, n: int, size: int | None, least: int = 0) -> list[int]:
         try:
-            return self._store.take_tickets(env, n, ttl_seconds=self.ticket_seconds, size=size, section=self._section)
+            return self._store.take_tickets(
+                env, n, ttl_seconds=self.ticket_seconds, size=size, section=self._section, least=least
+            )
         except ServerRefused as error:
             self._refused(error)
             return []
+
+    def _still_out(self, env: str) -> int:
+        """Tickets of `env` that this writer has taken, and neither pushed a group for nor given back nor lost."""
+        now, out = time.monotonic(), self._out.get(env, {})
+        self._settled(env, [number for number, until in [*out.items()] if until <= now])
+        return len(out)
+
+    def _settled(self, env: str, numbers: Iterable[int]) -> None:
+        out = self._out.get(env, {})
+        for number in numbers:
+            out.pop(number, None)
+
+    def _have_left(self, groups: Iterable[Group]) -> None:
+        """The groups are stored: their tickets are not this writer's any more."""
+        for group in groups:
+            env, _, number = group.group_id.rpartition(".")
+            if number.isdigit():
+                self._settled(env, [int(number)])
 
     def _refused(self, error: ServerRefused) -> None:
         """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
@@ -196,18 +233,23 @@ class Writer:
 
     def renew(self, tickets: Iterable[Ticket]) -> None:
         """Keeps tickets out for another `ticket_seconds`; a worker does so while it samples."""
+        until = time.monotonic() + self.ticket_seconds
         for env, numbers in _by_env(tickets).items():
             self._store.renew_tickets(env, numbers, ttl_seconds=self.ticket_seconds)
+            out = self._out.get(env, {})
+            out.update((number, until) for number in numbers if number in out)
 
     def release(self, tickets: Iterable[Ticket]) -> None:
         """Gives tickets back unused: their prompts are taken first by whoever asks next."""
         for env, numbers in _by_env(tickets).items():
             self._store.release_tickets(env, numbers)
+            self._settled(env, numbers)
 
     def skip(self, tickets: Iterable[Ticket]) -> None:
         """Closes tickets without a group: nothing is sampled for their numbers, now or later."""
         for env, numbers in _by_env(tickets).items():
             self._store.close_tickets(env, numbers)
+            self._settled(env, numbers)
 
     @overload
     def push(self, group: Group, *, sequence: int | None = None) -> Pushed: ...
@@ -247,6 +289,7 @@ class Writer:
         """
         whole = self._group(group, rollouts, fields)
         (pushed,) = self._producer.push([(whole, "")], _sequence("push", sequence))
+        self._have_left([whole])
         return pushed
 
     def push_many(self, groups: Iterable[Group], *, sequence: int | None = None) -> list[Pushed]:
@@ -265,7 +308,26 @@ class Writer:
             RunGone: the run was reset while this writer was at work.
         """
         pushes = [(_checked(group, "push_many"), "") for group in groups]
-        return self._producer.push(pushes, _sequence("push_many", sequence))
+        outcomes = self._producer.push(pushes, _sequence("push_many", sequence))
+        self._have_left(group for group, _ in pushes)
+        return outcomes
+
+    def version(self, label: str | int, *, adapter: str = "") -> int:
+        """The run's version of the weights that the trainer of a stream calls `label`: for the rollouts' spans.
+
+        Raises:
+            UnknownLabel: the trainer has announced no such version, or so long ago that nothing sampled by it trains.
+        """
+        there = self._store.policy(adapter)
+        found = there.labels.get(str(label))
+        if found is None:
+            known = ", ".join(repr(name) for name, _ in sorted(there.labels.items(), key=lambda item: -item[1]))
+            raise UnknownLabel(
+                f"run {self._store.run!r} knows no policy version of the label {str(label)!r}: its trainer has "
+                f"announced {f'these, the newest first: {known}' if known else 'none with a label'}. It calls "
+                "`stream.version(label)` after each update, and labels are kept for max_age + 2 versions"
+            )
+        return found
 
     def done(self, env: str) -> None:
         """Says that `env` sends nothing more except its pushes and the tickets that are out: no further ticket is

@@ -8,8 +8,18 @@ from dataclasses import field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.refusal import refusing_as_config_error
@@ -74,6 +84,30 @@ class AdapterConfig(NoTruth):
 
     batch_size: Count
     """Rollouts of one of its optimizer steps, at least."""
+
+
+STREAM: Mapping[str, Any] = {
+    "step_groups": 1,
+    "order": "oldest_first",
+    "lookahead": 8,
+    "row_tokens": 2**20,
+}
+"""What holds for a stream where the settings say nothing else."""
+ONLY_RANKS: Mapping[str, Any] = {
+    "micro_batches_per_rank": 1,
+    "rows_per_micro_batch": 1,
+    "step_rollouts": None,
+    "step_groups": 1,
+    "close_fill": 0.95,
+    "order": "oldest_first",
+    "max_uses": 1,
+    "replay_fraction": 0.5,
+    "cost": (24576, 1),
+    "fill_timeout_seconds": None,
+    "advantage_scale": "none",
+    "truncated": "train",
+}
+"""Settings of steps that are planned in rows, each with the only value that a stream may have."""
 
 
 @refusing_as_config_error
@@ -157,9 +191,38 @@ class BatcherConfig(NoTruth):
     whole one. Not set: no trained token has an advantage, no column `advantages` brings one, and the trainer's loss
     needs one (`kl_beta` and `columns` of ``[trainer.loss]`` say that it does not)."""
 
+    feeds: Literal["ranks", "stream"] = field(default="ranks", kw_only=True)
+    """Reader of the run: ranks, for which steps are planned in rows, or one stream of groups, oldest first, for a
+    trainer that packs for itself. A stream counts policy versions as its trainer announces them."""
+
     def __post_init__(self) -> None:
         if self.step_rollouts is not None:
             object.__setattr__(self, "step_groups", 0)  # its default is not meant then
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_stream(cls, given: Any) -> Any:
+        """Fills in what a stream has where nothing else is said."""
+        named = given.kwargs or {} if isinstance(given, ArgsKwargs) else given
+        if not isinstance(named, Mapping) or named.get("feeds") != "stream":
+            return given
+        by_place = given.args if isinstance(given, ArgsKwargs) else ()
+        filled = {**STREAM, **named}
+        for name, _ in zip(_PLACES, by_place, strict=False):
+            filled.pop(name, None)
+        return ArgsKwargs(by_place, filled) if isinstance(given, ArgsKwargs) else filled
+
+    @field_validator("feeds")
+    @classmethod
+    def _plans_no_rows(cls, value: str, info: ValidationInfo) -> str:
+        if value == "stream":
+            for name, only in ONLY_RANKS.items():
+                if name in info.data and info.data[name] != only:
+                    raise ValueError(
+                        f"cannot stand beside batcher.{name} = {info.data[name]!r}: a stream hands over one group "
+                        f"after the other, oldest first, each once, and plans no rows"
+                    )
+        return value
 
     @field_validator("step_groups")
     @classmethod
@@ -209,6 +272,11 @@ class BatcherConfig(NoTruth):
         """The largest `max_age` of all envs."""
         return max((self.max_age, *(env.max_age or 0 for env in self.envs.values())))
 
+    @property
+    def is_stream(self) -> bool:
+        """True for a run whose groups one trainer takes one by one."""
+        return self.feeds == "stream"
+
     def batch_size(self, adapter: str) -> int:
         """Rollouts of one optimizer step of `adapter`, at least."""
         own = self.adapters.get(adapter)
@@ -219,6 +287,7 @@ class BatcherConfig(NoTruth):
         return dict(_ADAPTER.dump_python(self, mode="json"))
 
 
+_PLACES = tuple(f.name for f in dataclasses.fields(BatcherConfig))
 _ADAPTER = TypeAdapter(BatcherConfig)
 
 

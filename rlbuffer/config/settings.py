@@ -264,8 +264,10 @@ class RunSettings(Table):
     @field_validator("batcher", mode="before")
     @classmethod
     def _of_any_length(cls, given: Any) -> Any:
-        """A table need not say how long a row is, wherever it comes from."""
-        return {"row_tokens": ROW_TOKENS, **given} if isinstance(given, Mapping) else given
+        """A table need not say how long a row is, wherever it comes from. A stream has no rows."""
+        if not isinstance(given, Mapping) or given.get("feeds") == "stream":
+            return given
+        return {"row_tokens": ROW_TOKENS, **given}
 
     def needs_of(self, env: str) -> tuple[str, ...]:
         """What the scorers of these settings add to groups of `env`, and those must have before they can train."""

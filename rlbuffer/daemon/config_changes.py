@@ -47,6 +47,7 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "adapters": "an adapter's progress so far stays counted",
         "fill_timeout_seconds": "it counts for the step that is waited for, too",
         "env_dead_after_seconds": "silence is counted anew",
+        "feeds": "",
         "on_dead_env": "with `stop`, an env that is dead already stops the run",
     }
 )
@@ -99,8 +100,15 @@ def check_change(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -
     """Refuses what cannot change in a run that has steps.
 
     Raises:
-        ConfigError: the deficits that the run has saved are counted in the old unit.
+        ConfigError: the deficits that the run has saved are counted in the old unit; or its steps are for another kind
+            of trainer.
     """
+    if old and step and old.get("feeds", "ranks") != new.get("feeds", "ranks"):
+        raise ConfigError(
+            f"batcher.feeds = {new.get('feeds')!r} cannot be taken by a run that has steps for "
+            f"{old.get('feeds', 'ranks')!r}, and counts its policy versions so. Use another run name",
+            setting="batcher.feeds",
+        )
     if old and step and old.get("unit") != new.get("unit"):
         raise ConfigError(
             f"batcher.unit = {new.get('unit')!r} cannot be taken by a run that has steps: what its envs are owed is "

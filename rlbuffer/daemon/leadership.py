@@ -195,7 +195,7 @@ class Leadership:
         self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        if (busy := self._trainer.busy(look, self._config.lookahead)) is not None:
+        if (busy := self._trainer.busy(look, self._config)) is not None:
             self._pending.drop(batcher.sweep(step))
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
             self._say(self._end_of(trainer) or busy)

@@ -20,7 +20,7 @@ from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Attempt, Look, Sources
+from rlbuffer.store.records import Attempt, Look, Sources, is_stream
 
 _log = logging.getLogger(__name__)
 SWEEP_SECONDS = 5.0
@@ -188,15 +188,23 @@ class TrainerWord(Watch):
         elif not self._has_heard:
             self.why = self.silence(look) or in_hand(look) or Waiting(kind=Wait.TAKEOVER, step=step)
         elif not trainer.policies:
-            self.why = Waiting(kind=Wait.VERSION, step=step + 1)
+            self.why = Waiting(kind=Wait.VERSION, step=step + 1, is_stream=is_stream(look.meta))
 
-    def busy(self, look: Look, lookahead: int) -> Waiting | None:
-        """The reason of a trainer that has enough steps; None when the next one may be made."""
-        step, trained = look.meta.step, look.trainer.trained
-        if step > trained + lookahead:
+    def busy(self, look: Look, config: BatcherConfig) -> Waiting | None:
+        """The reason of a trainer that has enough steps; None when the next one may be made.
+
+        The trainer of a stream holds as many groups as its update takes, which nobody knows before: there it counts
+        what it has taken.
+        """
+        step, trained, lookahead = look.meta.step, look.trainer.trained, config.lookahead
+        if config.is_stream:
+            taken = max(trained, min(look.trainer.hand.step, step))
+            is_full = step > taken + lookahead
+            why = Waiting(kind=Wait.NOT_TAKEN, step=step, trained=taken, limit=lookahead) if is_full else in_hand(look)
+        elif step > trained + lookahead:
             at = look.trainer.at
             is_under_way = at == trained > look.trainer.resume_step  # it has trained a new step
-            why: Waiting | None = Waiting(
+            why = Waiting(
                 kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=lookahead, at=-1 if is_under_way else at
             )
         else:

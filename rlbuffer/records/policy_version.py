@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlbuffer.records.checks import (
     as_integer,
+    as_mapping,
     as_text,
 )
 
@@ -28,6 +30,8 @@ class PolicyVersion:
     """Checksum of the weights, as the publisher computed it."""
     adapter: str = ""
     """"" is all weights."""
+    labels: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Name that a stream's trainer gives a version -> that version, of the newest ones."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -36,7 +40,14 @@ class PolicyVersion:
         put(self, "size", as_integer("policy size", self.size))
         put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
         put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))
+        labels = {
+            as_text("policy label", label, limit=MAX_LABEL): as_integer("policy version", version)
+            for label, version in as_mapping("policy labels", self.labels).items()
+        }
+        put(self, "labels", labels)
 
 
+MAX_LABEL = 64
+"""Characters of a trainer's name for a version."""
 MAX_LOCATION = 2**13
 """Characters of the place of a policy version: every worker reads all of them, all the time."""

@@ -62,6 +62,8 @@ class Reason(StrEnum):
     """The same rollout came before."""
     VOID = "void", True
     """Its step was taken back, or it cannot be trained again."""
+    UNUSED = "unused", False
+    """A stream's trainer was given it, and has not trained it."""
     OPERATOR = "operator", True
     """An operator dropped it while it was pending."""
 

@@ -149,7 +149,7 @@ class AdapterProgress:
 
 def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step: int) -> int:
     """The version of `adapter` that `step` trains: a rollout's age there is this - its `min_policy_version`."""
-    progress = adapters.get(adapter) if adapter else None
+    progress = adapters.get(adapter)
     return step - 1 if progress is None else progress.version
 
 

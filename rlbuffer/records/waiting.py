@@ -23,6 +23,7 @@ class Wait(StrEnum):
     UNHEARD = "unheard"
     TRAINER_GONE = "trainer_gone"
     TRAINER_BUSY = "trainer_busy"
+    NOT_TAKEN = "not_taken"
     TAKEOVER = "takeover"
     VERSION = "version"
     ENV_SHORT = "env_short"
@@ -53,8 +54,9 @@ class Wait(StrEnum):
 
 NORMAL = frozenset(
     {
-        *(Wait.TRAINER_BUSY, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND, Wait.LAST_STEP),
-        *(Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.LOADING, Wait.NO_NEED, Wait.DRAINING, Wait.STOPPED, Wait.ENDED),
+        *(Wait.TRAINER_BUSY, Wait.NOT_TAKEN, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND),
+        *(Wait.LAST_STEP, Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.LOADING, Wait.NO_NEED, Wait.DRAINING),
+        *(Wait.STOPPED, Wait.ENDED),
     }
 )
 """Nobody need do anything unless a problem stands beside it."""
@@ -159,6 +161,8 @@ class Waiting(_Said):
     """The :class:`Cause` for which nothing more of `env` is there; "": nobody has looked."""
     detail: str = ""
     """An error's text, a log's path, or what the cause is about."""
+    is_stream: bool = False
+    """`step` is one group of a stream."""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -251,6 +255,11 @@ def _sentence(w: Waiting) -> str:
                 f"Step {w.step} is committed and waits for the trainer, at step {w.trained} (batcher.lookahead "
                 f"{w.limit}). {_pace(w)}"
             )
+        case Wait.NOT_TAKEN:
+            return (
+                f"The trainer has not taken group {w.trained + 1} yet: those up to {w.step} are committed for it "
+                f"(batcher.lookahead {w.limit}). It is the slower side."
+            )
         case Wait.TAKEOVER:
             return (
                 f"The batcher has taken over at step {w.step} and waits a few seconds for the trainer's first report, "
@@ -260,6 +269,10 @@ def _sentence(w: Waiting) -> str:
             return _for_version(w)
         case Wait.ENV_SHORT:
             return f"{w.env} is {_groups(w.groups)} short of its share of step {w.step} ({_forming(w)}). {_because(w)}"
+        case Wait.FILLING if w.is_stream:
+            if not w.env:
+                return f"Group {w.step} is not there. No env has sent a group that can train yet. {_because(w)}"
+            return f"Group {w.step} is not there: {w.env} has nothing ready ({_forming(w)}). {_because(w)}"
         case Wait.FILLING:
             full = f"Step {w.step} is {w.done:.0%} full"
             if not w.env:
@@ -345,6 +358,11 @@ def _sentence(w: Waiting) -> str:
 
 def _for_version(w: Waiting) -> str:
     if w.version < 0:
+        if w.is_stream:
+            return (
+                "The trainer has not announced a policy version. It calls `stream.version(label)` before its first "
+                "group, and after each update of its weights."
+            )
         return (
             "The trainer has not announced a policy version. It does when its model is loaded; one of your own calls "
             "`buffer.policy.publish(model, reader.step)` before its first step."

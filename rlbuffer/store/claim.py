@@ -34,7 +34,8 @@ def decode_claim(data: bytes) -> Claim:
 def pack_step(step: TrainedStep) -> dict[str, Any]:
     """A remembered step as plain values, for a claim or a checkpoint."""
     envs = {env: list(pair) for env, pair in step.envs.items()}
-    return {"step": step.step, "digest": step.digest, "group_ids": list(step.group_ids), "envs": envs}
+    unused = {"unused": dict(step.unused)} if step.unused else {}
+    return {"step": step.step, "digest": step.digest, "group_ids": list(step.group_ids), "envs": envs} | unused
 
 
 def unpack_step(record: Mapping[str, Any]) -> TrainedStep:
@@ -44,4 +45,5 @@ def unpack_step(record: Mapping[str, Any]) -> TrainedStep:
         digest=str(record["digest"]),
         group_ids=tuple(str(group_id) for group_id in record["group_ids"]),
         envs={str(env): (int(rollouts), int(tokens)) for env, (rollouts, tokens) in record["envs"].items()},
+        unused={str(rollout_id): int(tokens) for rollout_id, tokens in record.get("unused", {}).items()},
     )

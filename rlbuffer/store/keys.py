@@ -54,6 +54,7 @@ class Keys:
         self.closed = f"{self.tag}:closed"
         self.ledger = f"{self.tag}:ledger"
         self.damaged = f"{self.tag}:damaged"
+        self.unused = f"{self.tag}:unused"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
         self.ends = f"{self.tag}:ends"

@@ -360,7 +360,7 @@ class LeaderStore(TicketStore):
         """
         keys = self.keys
         record = b"" if early is None else payload.dumps(RetiredEarly(step=up_to, **early).as_object())
-        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history)
+        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.unused)
         reply = self._led("retire", where, (self.token, up_to, record, HISTORY_ENTRIES), since=self.since)
         retired = int(reply[1])
 

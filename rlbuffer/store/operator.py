@@ -23,7 +23,7 @@ from rlbuffer.store.history import RunRewound, StepsVoided
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.member import TicketStore
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries
-from rlbuffer.store.records import Meta, PartRollout, PoolEntry, by_rollout
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry, by_rollout, is_stream
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
@@ -170,12 +170,12 @@ class OperatorStore(TicketStore):
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)
-        epoch = self.meta().epoch
+        meta = self.meta()
         # Not repeated: a person asks again. The call names this epoch, so it cannot be carried out twice.
         reply = self.move(
             "void",
-            (*where, keys.history, keys.policy, keys.reuse),
-            (keep, *flags, age, keys.payload_prefix, HISTORY_ENTRIES, record, epoch),
+            (*where, keys.history, keys.policy, keys.reuse, keys.unused),
+            (keep, *flags, age, keys.payload_prefix, HISTORY_ENTRIES, record, meta.epoch, int(is_stream(meta))),
             repeat=False,
         )
         status = text(reply[0])

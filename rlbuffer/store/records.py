@@ -119,6 +119,11 @@ class Meta:
     """Server time when the run was begun, in milliseconds: a run that is begun anew under the same name has another."""
 
 
+def is_stream(meta: Meta) -> bool:
+    """True for a run whose groups one trainer takes one by one; False also while no batcher has served it."""
+    return bool(meta.config.get("feeds") == "stream")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """The envs by whether a worker or producer may still send something of them."""
@@ -207,6 +212,39 @@ class TrainedStep:
     group_ids: tuple[str, ...]
     envs: Mapping[str, tuple[int, int]]
     """env -> rollouts, tokens."""
+    unused: Mapping[str, int] = field(default_factory=dict)
+    """Rollout -> its tokens, of those of a stream's group that the trainer was given and has not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """The part of a stream's group that the trainer was given and has not trained."""
+
+    step: int
+    env: str
+    rollouts: int
+    tokens: int
+    rollout_ids: tuple[str, ...]
+    """Which ones."""
+
+
+def unused_of(fields: Mapping[bytes, bytes]) -> dict[int, Unused]:
+    """Step -> what was not trained of it. What is no such record is left out: anybody may have written it."""
+    found: dict[int, Unused] = {}
+    for name, value in fields.items():
+        try:
+            env, rollouts, tokens, ids = value.decode().split(" ")
+            step, named = int(name), payload.loads(bytes.fromhex(ids), limit=MAX_TRAINER_BYTES)
+            found[step] = Unused(
+                step=step,
+                env=env,
+                rollouts=int(rollouts),
+                tokens=int(tokens),
+                rollout_ids=tuple(str(rollout_id) for rollout_id in named),
+            )
+        except (PayloadError, ValueError, TypeError):
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,8 +405,11 @@ def policy_of(adapter: str, value: bytes | None) -> PolicyVersion:
         return PolicyVersion(version=-1, adapter=adapter)
     try:
         _, version, record = value.split(b" ", 2)
-        location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
-        return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
+        location, size, checksum, *more = payload.loads(record, limit=MAX_TRAINER_BYTES)
+        labels = dict(*more)
+        return PolicyVersion(
+            version=int(version), location=location, size=size, checksum=checksum, adapter=adapter, labels=labels
+        )
     except (PayloadError, ValueError, TypeError):
         raise PayloadError(
             f"the announced version of adapter {adapter!r} cannot be read: {value[:80]!r}. Nobody has announced it: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import (
@@ -20,7 +20,7 @@ from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.hand import NOTHING, Hand, RankZero
 from rlbuffer.store.member import Member
-from rlbuffer.store.records import Attempt, Claim
+from rlbuffer.store.records import Attempt, Claim, TrainedStep
 from rlbuffer.store.session import number as number_of
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
@@ -32,8 +32,11 @@ KEPT_RECORDS = 1000
 class TrainerStore(Member):
     """A run for the ranks of its trainer."""
 
-    def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
-        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
+    def attempt(
+        self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None, announces: bool = False
+    ) -> Attempt:
+        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt. `announces`:
+        versions count what the trainer announces, and not steps.
 
         A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
         whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
@@ -43,7 +46,7 @@ class TrainerStore(Member):
         world_size, resume_step = as_integer("world_size", world_size, low=1), as_integer("resume_step", resume_step)
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
-        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
+        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id(), int(announces)))
         status = text(reply[0])
         if status == "OK":
             number, newest, epoch = map(int, reply[1:4])
@@ -83,9 +86,11 @@ class TrainerStore(Member):
         server: str = "",
         hand: Hand = NOTHING,
         takes: bool = False,
+        unused: Iterable[TrainedStep] = (),
     ) -> ReportStatus:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. `server`: whose steps the trainer
-        has; "" for this one's. `hand`: what its loop was given last; `takes`: will be, if it is here.
+        has; "" for this one's. `hand`: what its loop was given last; `takes`: will be, if it is here. `unused`: the
+        steps up to `trained` of which something was not trained.
         Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).
         """
         kept = {"trained": trained, "oldest_kept": oldest_kept, "checkpoint": checkpoint, "newest": newest}
@@ -94,10 +99,11 @@ class TrainerStore(Member):
         handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(
             "report",
-            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy),
+            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy, keys.unused),
             (
                 *(number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest),
                 *(server or self.server_id(), str(hand), int(takes)),
+                "".join(map(_unused_line, unused)),
             ),
         )
         status = text(reply[0])
@@ -142,12 +148,13 @@ class TrainerStore(Member):
         """
         if version.version < 0:
             raise ValueError(f"policy version {version.version} must not be negative")
-        record = payload.dumps([version.location, version.size, version.checksum])
+        labels = [dict(version.labels)] if version.labels else []
+        record = payload.dumps([version.location, version.size, version.checksum, *labels])
         keys = self.keys
         reply = self.move(
             "announce",
             (keys.trainer, keys.meta, keys.policy),
-            (number, version.adapter, version.version, record, payload.dumps(["", 0, ""])),
+            (number, version.adapter, version.version, record, payload.dumps(["", 0, "", *labels])),
         )
         if text(reply[0]) == "FENCED":
             raise self._superseded(number, text(reply[1]))
@@ -176,3 +183,10 @@ class TrainerStore(Member):
         Of several of a step the last one counts. A server that does not allow it is told of once, in the log.
         """
         self._tell((self.keys.records,), ("record", payload.dumps(dict(record)), KEPT_RECORDS))
+
+
+def _unused_line(step: TrainedStep) -> str:
+    """A step of one group: number, env, rollouts and tokens that were not trained, and their ids in msgpack as hex."""
+    (env,) = step.envs
+    ids = payload.dumps(list(step.unused)).hex()
+    return f"{step.step} {env} {len(step.unused)} {sum(step.unused.values())} {ids}\n"

@@ -46,14 +46,15 @@ class WorkerStore(TicketStore, ProducerStore):
     # -- tickets ---------------------------------------------------------------------------------------------------
 
     def take_tickets(
-        self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
+        self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = "", least: int = 0
     ) -> list[int]:
         """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out. Raises EnvDone.
 
-        `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more.
+        `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more; `least`
+        how many are given beyond the allowance, unless that is 0.
         """
         # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
-        return self._numbers(env, self.move("ticket", *self._take(env, n, ttl_seconds, size, section)))
+        return self._numbers(env, self.move("ticket", *self._take(env, n, ttl_seconds, size, section, least)))
 
     def ask(
         self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
@@ -88,11 +89,12 @@ class WorkerStore(TicketStore, ProducerStore):
         )
 
     def _take(
-        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str
+        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str, least: int = 0
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Keys and arguments of TICKET."""
         keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
-        return keys, ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section, _LONGEST_MS)
+        milliseconds = round(1000 * ttl_seconds)
+        return keys, ("take", env, n, milliseconds, "" if size is None else size, section, _LONGEST_MS, least)
 
     def _numbers(self, env: str, reply: Sequence[Any]) -> list[int]:
         if reply and not isinstance(reply[0], int):

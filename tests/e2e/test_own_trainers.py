@@ -47,12 +47,12 @@ def rewards(buffer: rlbuffer.Buffer) -> list[float]:
     return [record["reward"] for record in reversed(buffer.store.history()) if record["event"] == "step"]
 
 
-def begin(home: Home) -> None:
+def begin(home: Home, settings: str = CONFIG) -> None:
     """The examples, a fresh model, a batcher and a worker."""
     for path in EXAMPLES.glob("*.py"):
         shutil.copy(path, home.path)
     config = home.path / "own.toml"
-    config.write_text(CONFIG)
+    config.write_text(settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_QWEN3))
     model.save_pretrained(home.path / "model")
@@ -107,6 +107,31 @@ def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill
         first, last = (sum(part) / len(part) for part in (earned[:5], earned[-5:]))
         assert first < FIRST
         assert last > LAST, earned
+
+
+STREAM = CONFIG.replace("row_tokens = 64\nstep_groups = 6", 'feeds = "stream"')
+
+
+def test_the_documented_trainer_that_packs_for_itself_learns_and_goes_on_after_a_kill(home: Home) -> None:
+    begin(home, STREAM)
+    with home.connect("own") as buffer:
+        store, arguments = buffer.store, (home.path / "model", home.path / "out", STEPS)
+        places = store.server()["address"], "own", *arguments
+        (begun,) = train(home, "stream_loop", *places, ranks=1)
+        home.wait_until(lambda: store.trainer().checkpoint > 0, seconds=100, why="a checkpoint")
+        begun.kill()
+        begun.wait()
+        (again,) = train(home, "stream_loop", *places, ranks=1)
+        assert home.ended(again, 100) == 0, home.logs()
+        attempt = store.trainer()
+        assert attempt.resume_step > 0, "it went on from its checkpoint"
+        assert attempt.trained == attempt.checkpoint > attempt.resume_step
+        assert buffer.verify().ok, buffer.verify()
+        account = store.ledger().envs["parity"]
+        assert account.trained[0] == 8 * attempt.trained
+        earned = rewards(buffer)
+        tenth = len(earned) // 10
+        assert sum(earned[:tenth]) / tenth < sum(earned[-tenth:]) / tenth, earned
 
 
 AROUND = """

@@ -20,7 +20,7 @@ from rlbuffer.testing import FakeClock, make_group
 
 NONE: Any = inspect.Parameter.empty
 NAMES = """connect Buffer Writer Reader Policy PolicyVersion Ticket Group Rollout TokenSequence Turn VersionSpan Step
-MicroBatch Failure BatcherConfig RlbufferError"""
+MicroBatch Failure BatcherConfig RlbufferError Stream"""
 """What a worker and a trainer are written with; everything else is in the package of its room."""
 LIBRARY = Path(rlbuffer.__file__).parent
 EXAMPLES = [path for path in sorted(LIBRARY.rglob("*.py")) if ">>>" in path.read_text()]

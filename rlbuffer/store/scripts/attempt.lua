@@ -6,6 +6,7 @@
 -- ARGV  1 uuid of the attempt   2 world size   3 step that the trainer's state contains
 --       4 newest epoch that it knows   5 digest of that step   6 claim (see REPORT); all three '' when unknown
 --       7 which server this is ('' when unknown): another one after a restart or a failover
+--       8 '1': versions count what the trainer announces, as those of a stream do, and none is made again
 -- Reply {'OK', number, newest, epoch}  the same uuid again gives the same number; the claim is kept when the trainer is
 --                             ahead. `newest`: no attempt has made a version above this one in this line
 --       {'GONE'}              the run does not exist
@@ -18,7 +19,7 @@
 -- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
 -- is announced and may be given up is taken back; the new trainer announces what it has.
 local trainer_key, meta_key, policy_key, steps_key = unpack(KEYS)
-local uuid, world_size, resume_step, known_epoch, known_digest, claim, server = unpack(ARGV, 1, 7)
+local uuid, world_size, resume_step, known_epoch, known_digest, claim, server, announces = unpack(ARGV, 1, 8)
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
@@ -57,7 +58,7 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
 local epoch = meta[1]
 local current = redis.call('HGET', policy_key, '')
-local is_above = current and tonumber(string.match(current, '^%d+ (%d+) ')) > newest
+local is_above = announces ~= '1' and current and tonumber(string.match(current, '^%d+ (%d+) ')) > newest
 if refusal then newest = resume end
 if refusal or is_above or (trainer[3] and trainer[3] ~= server) then
   epoch = string.format('%.0f', tonumber(epoch) + 1)

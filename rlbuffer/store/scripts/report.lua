@@ -1,13 +1,15 @@
 #!lua flags=allow-oom
 -- REPORT: acknowledgement, checkpoint notice and heartbeat of the trainer in one. Nothing in it ever goes back.
 --
--- KEYS  1 trainer   2 meta   3 steps   4 ledger   5 policy
+-- KEYS  1 trainer   2 meta   3 steps   4 ledger   5 policy   6 unused
 -- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
 --       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
 --       7 newest checkpoint of this attempt ('0' when unknown)
 --       8 newest version that earlier attempts have made (see ATTEMPT)   9 which server this is
 --       10 step in hand: '<step> <digest>' of what its loop was given last, '<step> ' when it has let go of it, '' for none
 --       11 '1': the loop will be given it if it is here, and else it has nothing in hand
+--       12 of a stream, a line for each step up to 3 of which something was given and not trained: step, env, rollouts,
+--         tokens, and which ones
 -- Reply {'OK', trained, '1'}   '0': the step in hand is not trained yet, and is not here
 --       {'FENCED', number}   a newer attempt is registered, this one
 --       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`; or it is from now
@@ -18,10 +20,11 @@
 --                            After these two the claim, if there is one, is kept for RECOVER.
 --       {'MISSING', step}    a header that must still be here is not
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
--- Each step in (trained before, trained now] moves its totals from packed to trained, once.
-local trainer_key, meta_key, steps_key, ledger_key, policy_key = unpack(KEYS)
+-- Each step in (trained before, trained now] moves its totals from packed to trained, once; what was not trained of it
+-- is dropped as unused, and `unused` keeps it under the step's number until that retires.
+local trainer_key, meta_key, steps_key, ledger_key, policy_key, unused_key = unpack(KEYS)
 local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
-  takes = unpack(ARGV, 1, 11)
+  takes, unused_lines = unpack(ARGV, 1, 12)
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
@@ -62,6 +65,7 @@ for step = before + 1, trained do
   local header = fields_of(step)
   if not header then return {'MISSING', string.format('%.0f', step)} end
   if step == trained and its_digest ~= '' and header.digest ~= its_digest then return hand_back({'DIGEST', header.digest}) end
+  header.number = string.format('%.0f', step)
   moves[#moves + 1] = header
 end
 if trained <= before and trained > 0 and its_digest ~= '' then
@@ -70,11 +74,20 @@ if trained <= before and trained > 0 and its_digest ~= '' then
   if there ~= '' and there ~= its_digest then return hand_back({'DIGEST', there}) end
 end
 
+local unused = {}
+for step, record in string.gmatch(unused_lines or '', '(%d+) ([^\n]*)\n') do unused[step] = record end
 for i = 1, #moves do
+  local record = unused[moves[i].number]
+  local its_env, its_rollouts, its_tokens = string.match(record or '', '^(%S+) (%d+) (%d+) ')
+  if record then redis.pcall('HSET', unused_key, moves[i].number, record) end
   for env, rollouts, tokens, groups in string.gmatch(moves[i].packed, '(%S+) (%d+) (%d+) (%d+)') do
+    local is_unused = env == its_env and its_rollouts == rollouts
+    local left = env == its_env and {rollouts = its_rollouts, tokens = its_tokens, groups = is_unused and groups or '0'} or {}
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
+      local trains = string.format('%.0f', tonumber(amount) - tonumber(left[unit] or '0'))
       redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit, '-' .. amount)
-      redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit, amount)
+      if trains ~= '0' or not left[unit] then redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit, trains) end
+      if left[unit] and left[unit] ~= '0' then redis.pcall('HINCRBY', ledger_key, env .. ':dropped:unused:' .. unit, left[unit]) end
     end
   end
 end

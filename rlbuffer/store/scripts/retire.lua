@@ -3,13 +3,13 @@
 -- swept afterwards by the caller, because they live in other slots. The digest of the last one stays: a run that is
 -- taken back to it goes on with the same chain.
 --
--- KEYS  1 lease   2 meta   3 steps   4 trainer   5 history
+-- KEYS  1 lease   2 meta   3 steps   4 trainer   5 history   6 unused
 -- ARGV  1 token   2 last step that may go
 --       3 record of an early retirement, because memory is short and whether or not a checkpoint holds the steps; '' else
 --       4 history entries kept
 -- An early one stays in meta as `early` (last step) and `early_at` (server ms): a trainer that needs such a step is told.
 -- Reply {'OK', last retired step} | {'FENCED', owner}
-local lease_key, meta_key, steps_key, trainer_key, history_key = unpack(KEYS)
+local lease_key, meta_key, steps_key, trainer_key, history_key, unused_key = unpack(KEYS)
 local token, last_step, record, history_kept = unpack(ARGV, 1, 4)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -27,6 +27,10 @@ if up_to > retired then
     if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
   end
   redis.call('XTRIM', steps_key, 'MINID', string.format('%.0f-0', up_to + 1))
+  local noted = redis.pcall('HKEYS', unused_key)
+  for i = 1, #noted do
+    if (tonumber(noted[i]) or math.huge) <= up_to then redis.call('HDEL', unused_key, noted[i]) end
+  end
   retired = up_to
   redis.call('HSET', meta_key, 'retired', string.format('%.0f', retired), 'retired_digest', digest)
   if record ~= '' then

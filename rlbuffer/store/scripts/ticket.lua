@@ -8,13 +8,14 @@
 --       5 how many tickets the env has in all, as the worker knows it; '' no end   6 the worker's section; '' for none
 --       7 longest time to live, ms: what would be out for longer was given by a clock that has been set back since. It
 --         lives from now on as this worker's do, time enough for whoever holds it to renew it
+--       8 how many more this worker must have out to get on, whatever others have: they are given unless the allowance is 0
 -- Reply the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out. When many
 -- workers have died at once, it is the lowest of the 256 that expired first: looking at 10,000 takes 15 ms. None is new
 -- when what stands for the next number is no number.
 --       {'DONE'} when the env has an end, all its numbers were given, and none is out
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
 local tickets_key, allowance_key, numbers_key, ends_key = unpack(KEYS)
-local _, env, most, ttl, size, section, longest = unpack(ARGV, 1, 7)
+local _, env, most, ttl, size, section, longest, least = unpack(ARGV, 1, 8)
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -42,7 +43,9 @@ end
 local out = redis.call('ZCOUNT', tickets_key, '(' .. clock, '+inf')
 -- '*' stands for envs that the leader does not know yet: without it a new env could never send its first group.
 local allowance = redis.call('HGET', allowance_key, env) or redis.call('HGET', allowance_key, '*') or '0'
-local free = math.min(wanted, tonumber(allowance) - out)
+local free = tonumber(allowance) - out
+if tonumber(allowance) > 0 then free = math.max(free, tonumber(least or '0')) end
+free = math.min(wanted, free)
 local taken = {}
 if free <= 0 then return taken end
 

@@ -3,10 +3,10 @@
 -- rewind drops everything that is pending as well.
 --
 -- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history   10 policy
---       11 reuse
+--       11 reuse   12 unused
 -- ARGV  1 last step that stays   2 '1': what is pending goes, too   3 '1': although a trainer is at work
 --       4 how long a silent trainer counts as at work, ms   5 payload key prefix   6 history entries kept
---       7 history record   8 epoch as the operator saw it
+--       7 history record   8 epoch as the operator saw it   9 '1': versions count what the trainer announces
 -- Reply {'OK', new epoch, steps void, pending pushes dropped}
 --       {'GONE'}            the run does not exist
 --       {'CHANGED', epoch}  it is in another epoch: a request that comes late must not take back what came after it
@@ -14,13 +14,16 @@
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
--- trained to dropped, untrained ones from packed; further uses in them are counted no more. A group of a void step that
+-- trained to dropped (what was given and not trained of them is dropped already, as unused, and then as void), untrained
+-- ones from packed; further uses in them are counted no more. A group of a void step that
 -- waits for another use is let go, also when an earlier use of it stays, by which it counts. All tombstones are as new:
 -- what is void must not age them. Policy versions of steps that are void are taken back, and with any step those of all
--- adapters, which count steps of their own; the trainer announces the ones that it resumes with.
+-- adapters, which count steps of their own; the trainer announces the ones that it resumes with. Announced ones stay: no
+-- number of theirs is given again.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
-  policy_key, reuse_key = unpack(KEYS)
-local kept_step, drops_pending, force, silent_ms, prefix, history_kept, record, seen_epoch = unpack(ARGV, 1, 8)
+  policy_key, reuse_key, unused_key = unpack(KEYS)
+local kept_step, drops_pending, force, silent_ms, prefix, history_kept, record, seen_epoch, announces
+  = unpack(ARGV, 1, 9)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'retired_digest', 'digest')
@@ -68,9 +71,18 @@ for i = 1, #found do
   elseif part == '0' then
     local fate = tonumber(step) <= trained and 'trained' or 'packed'
     local header = fields_of(found[i][2])
+    local noted = redis.pcall('HGET', unused_key, step)
+    local its_env, its_rollouts, its_tokens = string.match(type(noted) == 'string' and noted or '', '^(%S+) (%d+) (%d+) ')
+    if its_env then redis.call('HDEL', unused_key, step) end
     for env, rollouts, tokens, groups in string.gmatch(header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
       for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-        redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, '-' .. amount)
+        local left = '0'
+        if fate == 'trained' and env == its_env then
+          left = ({rollouts = its_rollouts, tokens = its_tokens, groups = its_rollouts == rollouts and groups or '0'})[unit]
+        end
+        local trains = string.format('%.0f', tonumber(left) - tonumber(amount))
+        redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, trains)
+        if left ~= '0' then redis.pcall('HINCRBY', ledger_key, env .. ':dropped:unused:' .. unit, '-' .. left) end
         redis.pcall('HINCRBY', ledger_key, env .. ':dropped:void:' .. unit, amount)
       end
     end
@@ -120,7 +132,8 @@ for i = 1, #closed do redis.call('ZADD', closed_key, closed_at, closed[i]) end
 local policies = redis.call('HGETALL', policy_key)
 for i = 1, #policies, 2 do
   local version = string.match(policies[i + 1], '^%d+ (%d+) ')
-  if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then redis.call('HDEL', policy_key, policies[i]) end
+  local is_void = tonumber(version) > keep or (policies[i] ~= '' and last > keep)
+  if is_void and announces ~= '1' then redis.call('HDEL', policy_key, policies[i]) end
 end
 local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
 redis.call('HSET', meta_key, 'epoch', epoch, 'since', epoch, 'step', kept_step, 'digest', digest or '',

@@ -22,7 +22,19 @@ PAYLOAD_BYTES = 32 * 2**20
 TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends", "prompts"),
+            (
+                "meta",
+                "lease",
+                "ledger",
+                "producer",
+                "visits",
+                "reuse",
+                "allowance",
+                "numbers",
+                "ends",
+                "prompts",
+                "unused",
+            ),
             "hash",
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "gateways"), "hash"),

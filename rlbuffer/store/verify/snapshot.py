@@ -12,7 +12,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.pool import pool_entries, reused_groups
-from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused
+from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, Unused, unused_of
 from rlbuffer.store.session import Entry, ranged, text
 from rlbuffer.store.viewer import Viewer, header_of, parse_meta, part_of
 
@@ -52,6 +52,8 @@ class Snapshot:
     """payload key -> the step after whose retirement it may go."""
     closed: frozenset[str]
     reused: tuple[Reused, ...]
+    unused: tuple[Unused, ...]
+    """Of the live steps."""
     unreadable: tuple[Finding, ...]
 
 
@@ -78,11 +80,11 @@ def take_snapshot(store: Viewer) -> Snapshot:
         for key in (keys.meta, keys.trainer, keys.ledger, keys.reuse):
             pipe.hgetall(key)
         pipe.xrange(keys.pool).xrange(keys.steps)
-        pipe.zrange(keys.garbage, 0, -1, withscores=True).zrange(keys.closed, 0, -1)
+        pipe.zrange(keys.garbage, 0, -1, withscores=True).zrange(keys.closed, 0, -1).hgetall(keys.unused)
 
     (seconds, micros), *parts = store.piped(ask, at_once=True, lenient=True)
     # A key of another type counts as empty here; `verify` names it.
-    meta, trainer, ledger, reuse, pool, steps, garbage, closed = (part or {} for part in parts)
+    meta, trainer, ledger, reuse, pool, steps, garbage, closed, unused = (part or {} for part in parts)
     unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,
@@ -96,6 +98,7 @@ def take_snapshot(store: Viewer) -> Snapshot:
         garbage={text(key): int(min(max(score, -1), 2**53)) for key, score in garbage},
         closed=frozenset(text(group_id) for group_id in closed),
         reused=tuple(reused_groups(keys, reuse)),
+        unused=tuple(unused_of(unused).values()),
         unreadable=tuple(unreadable.found),
     )
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import plural
-from rlbuffer.store.records import EnvLedger, PartRollout, Report
+from rlbuffer.store.records import EnvLedger, PartRollout, Report, Unused
 from rlbuffer.store.step_format import step_digest
 from rlbuffer.store.verify.keys import check_control_keys, check_payloads
 from rlbuffer.store.verify.opened import check_open_rollouts
@@ -76,7 +76,7 @@ def _check_ledger(shot: Snapshot, findings: Findings) -> None:
     held = {
         "pending": _sums((entry.env, entry.rollouts, entry.tokens) for entry in shot.pool),
         "packed": _counted(step for step in shot.steps if step.number > shot.trained),
-        "trained": _counted(step for step in shot.steps if step.number <= shot.trained),
+        "trained": _less(_counted(step for step in shot.steps if step.number <= shot.trained), shot.unused),
     }
     for env in sorted(shot.ledger.envs.keys() | {env for sums in held.values() for env in sums}):
         account = shot.ledger.envs.get(env, EnvLedger())
@@ -91,6 +91,15 @@ def _check_ledger(shot: Snapshot, findings: Findings) -> None:
         dropped = [(f"dropped({reason})", pair) for reason, pair in account.dropped.items()]
         for fate, pair in [("pushed", account.pushed), *((fate, getattr(account, fate)) for fate in held), *dropped]:
             findings.unless(min(pair) >= 0, "I10", f"env {env}: {fate} is negative: {pair}")
+
+
+def _less(sums: Sums, unused: Iterable[Unused]) -> Sums:
+    """The sums without what was given and not trained."""
+    left = dict(sums)
+    for its in unused:
+        rollouts, tokens = left.get(its.env, (0, 0))
+        left[its.env] = rollouts - its.rollouts, tokens - its.tokens
+    return left
 
 
 # -- I3, I4 ------------------------------------------------------------------------------------------------------------
