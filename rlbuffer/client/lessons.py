@@ -53,18 +53,17 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
         return None
     facts = []
     if groups:
-        share = f"({flat / groups:.0%})"
-        facts.append(f"{flat} of the {groups} groups of the last {plural(len(steps), 'step')} {share} are flat")
+        facts.append(f"{flat / groups:.0%} of the groups of the last {plural(len(steps), 'step')} are flat")
     if gradient is not None:
-        facts.append(f"the largest norm of the trainer's last gradients is {gradient:.1g}")
+        facts.append(f"the largest norm of a gradient is {gradient:.1g}")
     masked = [record.masked_by for record in records if record.masked_fraction == 1.0]
     if masked:
         by = max(masked[0], key=lambda stage: masked[0][stage])
-        facts.append(f"no token had a gradient by the loss in {plural(len(masked), 'step')}, in the newest by {by}")
+        facts.append(f"{plural(len(masked), 'step')} trained nothing, the newest because of {by}")
     if entropy is not None:
-        facts.append(f"the policy's mean entropy is {entropy:.3f} nats")
+        facts.append(f"the entropy is {entropy:.3f} nats")
     reward = mean_reward(steps)
-    mean = "" if reward is None else f", at a mean reward of {reward:.3f}"
+    mean = "" if reward is None else f", and the mean reward is {reward:.3f}"
     return Problem(kind=Trouble.NO_LESSON, detail=f"{', '.join(facts)}{mean}")
 
 

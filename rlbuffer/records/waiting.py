@@ -494,8 +494,8 @@ def _problem(p: Problem) -> str:
             )
         case Trouble.NO_LESSON:
             return (
-                f"Nothing to learn: {p.detail}. At a reward near its best take harder prompts, or end; elsewhere look "
-                "at the rollouts and at entropy, and take easier prompts or an earlier checkpoint."
+                f"Nothing to learn: {p.detail}. If that reward is the best there is, take harder prompts, or end the "
+                "run. Else look at the rollouts, and take easier prompts or an earlier checkpoint."
             )
         case Trouble.UNREADABLE:
             return (

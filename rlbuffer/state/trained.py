@@ -60,17 +60,18 @@ def masked_words(record: StepRecord) -> str:
 
 
 def nothing_left(record: StepRecord) -> str:
-    """The sentence of a step of which no token has a gradient by its loss; "" of another.
+    """The sentence of a step of which no token has a gradient by its loss; "" of another, and of one whose groups are
+    all flat: that is no fault of the loss, and every run has such steps once it has learnt.
 
     Example:
         >>> nothing_left(StepRecord(step=3, masked_fraction=1.0, masked_by={"advantage": 0.125, "icepop": 1.0}))
-        'step 3 trains nothing by its loss: of its tokens are masked by icepop 100.0%, advantage 12.5%'
+        'step 3 trains nothing: its tokens are masked by icepop 100.0%, advantage 12.5%'
     """
-    if record.masked_fraction != 1.0:
+    if record.masked_fraction != 1.0 or record.masked_by.get("advantage") == 1.0:
         return ""
     by = {stage: share for stage, share in record.masked_by.items() if share}
-    why = f"of its tokens are masked by {_shares(by)}" if by else "it brings no token to train"
-    return f"step {record.step} trains nothing by its loss: {why}"
+    why = f"its tokens are masked by {_shares(by)}" if by else "it brings no token to train"
+    return f"step {record.step} trains nothing: {why}"
 
 
 def _shares(shares: Mapping[str, float]) -> str:

@@ -33,6 +33,8 @@ AT_WORK = (
 """Pages for a run at work; each leaves it as it was."""
 STOPPED = ("guide/operate/plot.md", "guide/operate/rewind.md", "guide/operate/back_up.md", "guide/operate/remove.md")
 """Pages for a run that has ended; the last one removes it."""
+ALONE = ("tutorial/first_run.md",)
+"""Pages that begin in an empty folder."""
 SECONDS = 60.0
 SEEN_STEPS = 20
 """Steps that a run has made before it is looked at."""
@@ -79,8 +81,8 @@ class Reader:
         log = self.home.path / f"page-{len(self.home.processes)}.log"
         words = shlex.split(command.text)
         plain = not set(command.text) & set("|><;$*&")
-        # `run` is started as a person starts it: forked, it would have its members say more.
-        if words[0] == "rlbuffer" and plain and words[1] != "run":
+        # These are started as a person starts them: forked, they would have their members say more.
+        if words[0] == "rlbuffer" and plain and words[1] not in ("run", "demo"):
             return self.home.start_python("-m", "rlbuffer_cli", *words[1:], log=log.stem), log
         if words[0] == "python" and plain:
             return self.home.start_python(*words[1:], log=log.stem), log
@@ -134,3 +136,8 @@ def test_the_commands_of_a_page_print_what_it_shows_of_a_run_at_work(at_work: Ho
 @pytest.mark.parametrize("page", STOPPED)
 def test_the_commands_of_a_page_print_what_it_shows_of_a_run_that_has_ended(own_run: Home, page: str) -> None:
     Reader(own_run).follows(DOCS / page)
+
+
+@pytest.mark.parametrize("page", ALONE)
+def test_the_commands_of_a_page_print_what_it_shows_in_an_empty_folder(home: Home, page: str) -> None:
+    Reader(home).follows(DOCS / page)

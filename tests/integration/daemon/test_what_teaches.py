@@ -131,13 +131,13 @@ def seen(run: Run) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(
     ("best", "measured", "number"),
     [
-        (0.0, {}, f"{LEAST_STEPS} of the {LEAST_STEPS} groups"),
+        (0.0, {}, f"100% of the groups of the last {LEAST_STEPS} steps are flat"),
         (1.0, {"grad_norm": 0.0, "entropy": 0.041}, "0.041"),
         (1.0, {"grad_norm": 0.5, "entropy": 0.002}, "0.002"),
         (
             1.0,
             {"grad_norm": 0.0, "masked_fraction": 1.0, "masked_by": {"clip": 0.1, "icepop": 1.0}},
-            f"no token had a gradient by the loss in {LEAST_STEPS} steps, in the newest by icepop",
+            f"{LEAST_STEPS} steps trained nothing, the newest because of icepop",
         ),
     ],
     ids=["flat", "no gradient", "no entropy", "masked"],
