@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, say
+from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, Group, say
 from rlbuffer_cli.starting import RUN_COMMANDS, SLOW_COMMANDS, clear, starting
 
 GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -65,7 +65,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Commands(click.Group):
+class Commands(Group):
     """A group that knows its commands by name and imports a command's module when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -83,16 +83,6 @@ class Commands(click.Group):
                 starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from rlbuffer.state.text import did_you_mean
-
-            hint = did_you_mean(args[0], COMMANDS, cutoff=0.5)
-            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, COMMANDS))
@@ -195,7 +185,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
             say(f"{error.ctx.get_usage()}\nTry `{error.ctx.command_path} --help`.", err=True)
-        say(f"Error: {error.format_message()}", err=True)
+        from rlbuffer_cli.usage_errors import sentence
+
+        say(f"Error: {sentence(error)}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         if state["debug"]:

@@ -39,10 +39,31 @@ class Command(click.Command):
                     formatter.write_dl(rows)
 
 
+def names_of_options(ctx: click.Context) -> list[str]:
+    """The options that a command shows in its help."""
+    shown = (p for p in ctx.command.get_params(ctx) if isinstance(p, click.Option) and not p.hidden)
+    return [name for option in shown for name in option.opts if name.startswith("--")]
+
+
 class Group(click.Group):
     """Commands of one kind below a name of their own."""
 
     command_class = Command
+    renamed: Mapping[str, str] = {}
+    """Command of an older checkout -> what to type in its place."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            from rlbuffer.state.text import did_you_mean
+
+            place = f" `{ctx.command_path} {args[0]}`" if ctx.parent else f" {args[0]!r}"
+            hint = did_you_mean(args[0], names, cutoff=0.5, otherwise=f" There are {', '.join(names)}.")
+            instead = f" Type {self.renamed[args[0]]}." if args[0] in self.renamed else hint
+            raise click.UsageError(f"there is no command{place}.{instead}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:

@@ -394,7 +394,8 @@ def password_of(settings: RunSettings) -> str:
         password = secret(file.read_text(encoding="utf-8"), f"the password file {file}", "redis_password_file")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the password file {file}: {reason}", setting="redis_password_file") from None
+        text = f"redis_password_file: cannot read the password file {file}: {reason}"
+        raise ConfigError(text, setting="redis_password_file") from None
     if not password:
         raise ConfigError(f"the password file {file} is empty", setting="redis_password_file")
     return password

@@ -86,7 +86,8 @@ def meant_by(name: str) -> str:
     # The same word elsewhere, else the nearest beside it, else the nearest anywhere.
     pattern = pattern_of(table) if table else ""
     names = [*known(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]
-    beside = {n.rpartition(".")[2]: n for n in reversed(names) if n.rpartition(".")[0] == pattern}
+    is_table = bool(pattern) or not table
+    beside = {n.rpartition(".")[2]: n for n in reversed(names) if is_table and n.rpartition(".")[0] == pattern}
     anywhere = {n.rpartition(".")[2]: n for n in reversed(names)}
     near = (word if word in anywhere else "") or nearest(word, beside) or nearest(word, anywhere, cutoff=0.75)
     meant = f"{table}.{near}".lstrip(".") if near in beside else anywhere.get(near, "")

@@ -38,7 +38,9 @@ def target(path: str) -> Callable[..., Any]:
         for name in names.split("."):
             value = getattr(value, name)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything while it is imported
-        raise ImportError(f"cannot be imported: {type(error).__name__}: {error}{place_of(error)}") from error
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        where = ". Put it beside the file of settings, or its folder on PYTHONPATH" * is_absent
+        raise ImportError(f"cannot be imported: {type(error).__name__}: {error}{place_of(error)}{where}") from error
     if not callable(value):
         raise ImportError(f"is not callable but {type(value).__name__}")
     called: Callable[..., Any] = value

@@ -8,6 +8,7 @@ A mistake is one line that begins with its place; all that is wrong with single 
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import tomllib
@@ -238,17 +239,39 @@ _HEAD = re.compile(rf"\s*\[\[?\s*({_WORD}(?:\s*\.\s*{_WORD})*)\s*\]\]?\s*(?:#.*)
 _KEY = re.compile(rf"\s*({_WORD}(?:\s*\.\s*{_WORD})*)\s*=")
 
 
+_TOML_IN_WORDS = {
+    "Cannot overwrite": "the name has a value already",
+    "Cannot declare": "the table is there already",
+    "Expected '=' after": "NAME = VALUE is expected, or [TABLE]",
+    "Expected ']'": "the ] of a table's name is missing",
+    "Expected newline": "something stands behind the value, on the same line: begin another line, or a comment with #",
+    "Invalid initial character": "a name is expected: letters, digits, _ and -",
+    "Invalid statement": "NAME = VALUE is expected, or [TABLE]",
+    "Invalid value": "a value is expected: text stands in quotes",
+    "Unclosed array": "the ] of a list is missing",
+    "Unclosed inline": "the } of a table is missing",
+    "Unterminated string": "the closing quote is missing",
+    "Illegal character": "a character that no file of settings may have",
+}
+"""How a refusal of tomllib begins -> what to say."""
+
+
 def _read_toml(file: Path) -> Given:
     try:
         text = file.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}") from None
+        why = {errno.ENOENT: "there is none. `rlbuffer config init` writes one"}
+        why[errno.EISDIR] = "it is a directory, name a file in it"
+        reason = why.get(error.errno or 0) or error.strerror or error
+        raise ConfigError(f"cannot read the config file {file}: {reason}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text (byte {error.start})") from None
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
-        raise ConfigError(f"{file}{f':{line[1]}' if line else ''}  not valid TOML: {error}") from None
+        message = re.sub(r" \(at .*\)$", "", str(error))
+        reason = next((words for begin, words in _TOML_IN_WORDS.items() if message.startswith(begin)), message)
+        raise ConfigError(f"{file}{f':{line[1]}' if line else ''}  not valid TOML: {reason}") from None
     lines = key_lines(text)
     sources = {}
     for path in _leaves(data, ()):

@@ -33,6 +33,9 @@ def command() -> None:
     """
 
 
+command.renamed = {"example": "`rlbuffer config init`"}
+
+
 @command.command("check")
 @options.common_of_file
 @options.purpose

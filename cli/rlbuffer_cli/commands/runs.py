@@ -38,6 +38,9 @@ def command() -> None:
     """
 
 
+command.renamed = {"void": "`rlbuffer runs rewind N --keep-pending`, with N the last step that stays"}
+
+
 @command.command("list")
 @options.common
 @options.json_lines("One object per run.")

@@ -41,7 +41,9 @@ def command(name: str | None, given: options.Given, env: str | None, replica: in
     from rlbuffer.checks.loading import load
 
     # Without a name: the section named like the env, or the only one there is.
-    key = name or (env.rpartition(":")[2].lower() if env else sections.only("worker", load(given.config).settings, HOW))
+    key = name or (
+        (env.rpartition(":")[2].lower() or "env") if env else sections.only("worker", load(given.config).settings, HOW)
+    )
     section = f"worker.{key}"
     try:
         loaded = given.load(parts=(section,))
