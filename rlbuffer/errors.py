@@ -240,6 +240,10 @@ class EnvDone(RlbufferError):
     """The env has given all its tickets, and none is out: there is nothing more to sample."""
 
 
+class RunEnded(EnvDone):
+    """The run has ended: its trainer has made its last step, and nothing more is to be sampled."""
+
+
 class StepRetired(RlbufferError):
     """The step was trained, checkpointed and retired: its payloads are gone."""
 

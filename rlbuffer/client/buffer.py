@@ -218,14 +218,20 @@ class Buffer:
         tickets.
         """
         store = self.store.role(WorkerStore)
+        meta = store.open_run()
         return Writer(
             store,
             worker,
-            epoch=store.open_run().epoch,
+            epoch=meta.epoch,
             incarnation=incarnation,
             patience_seconds=patience_seconds,
             on_retry=on_retry,
-            terms=Terms(config=self.settings.batcher, ticket_seconds=ticket_seconds, section=section),
+            terms=Terms(
+                config=self.settings.batcher,
+                ticket_seconds=ticket_seconds,
+                section=section,
+                known_end=meta.finished,
+            ),
         )
 
     def reader(

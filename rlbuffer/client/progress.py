@@ -88,6 +88,8 @@ class Progress:
         self.oldest_kept = 0
         self.checkpoint = 0
         """The newest that was written; 0 before the first."""
+        self.is_finished = False
+        """The last step is made; every report says so."""
         self._taken = NONE_TAKEN
         """The step that the loop was given last, or is about to be given."""
         self.held: tuple[TrainedStep, ...] = ()
@@ -251,6 +253,7 @@ class Progress:
             "server": taken.server if taken.hand.step > place.step else "",
             "hand": taken.hand,
             "takes": not taken.is_sure,
+            "finished": self.is_finished,
         }
         try:
             status = self._store.report(self.attempt, **values)

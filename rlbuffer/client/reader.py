@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol
 
 from rlbuffer.client.lessons import alone, last_steps
@@ -130,7 +131,8 @@ class Reader:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self._can = can
-        self._is_finished = False
+        self._is_stopped = False
+        """The caller's own `until` has ended its steps: it means to go on later."""
         self._waiting: Waiting | None = None
         self._held: Waiting | None = None
         self._feeds = "ranks" if source is None else "stream"
@@ -180,8 +182,11 @@ class Reader:
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
 
-    def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
-        """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
+    def steps(
+        self, start: int | None = None, *, last: int | None = None, until: Callable[[], bool] | None = None
+    ) -> Iterator[Step]:
+        """Yields step after step, from `start` (default: the one after the last trained) to `last`, or until the caller
+        stops.
 
         Asking for the next step acknowledges the last one as trained. A caller that stops earlier calls
         :meth:`trained`. While it waits for a step it asks `until` about once a second, and ends when that says True: so
@@ -200,11 +205,16 @@ class Reader:
         if self.rank == 0 and self._store.policy().version < 0:
             self.announce(PolicyVersion(version=self._progress.place.step))
         number = self._progress.place.step + 1 if start is None else start
+        self._is_stopped = False
         self._progress.lets_go()
+        if last is not None and number > last:
+            return
         for step in self.given(number, until=until):
             yield step
             if step.number > self._progress.place.step:
                 self.trained(step)
+            if step.number == last:
+                return
 
     def given(self, number: int, *, until: Callable[[], bool] | None = None) -> Iterator[Any]:
         """Yields step after step from `number` on, as :meth:`steps` does, and acknowledges nothing."""
@@ -340,10 +350,32 @@ class Reader:
         self._held = waiting
 
     def finished(self) -> None:
-        """Says that the planned steps are made, so that whoever looks later hears it, unless the server is away."""
-        self._is_finished = True
-        with suppress(RlbufferError):
-            self._say_alive()
+        """Says that the trainer has made its last step: the run has ended, `rlbuffer serve` says so, and workers leave
+        with success.
+
+        A reader in a ``with`` block says it when the block is left without an exception, and not behind a ``steps``
+        that `until` has ended. Rank 0's counts. A trainer that is started later takes it back: the run goes on, with
+        workers that are started then. A server that is away or refuses hears it from the next heartbeat.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+        """
+        self._raise_fault()
+        self._progress.is_finished = True
+        with suppress(ServerUnreachable):
+            self._refusals.told_later(self._progress.report)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._is_started and not self._is_stopped:
+                self.finished()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
@@ -405,6 +437,7 @@ class Reader:
         if self._stop.is_set():
             raise RlbufferError(f"{CLOSED} while it waited for step {number}")
         if until is not None and until():
+            self._is_stopped = True
             raise NotAwaited
         self._check_run(number)
 
@@ -446,8 +479,6 @@ class Reader:
     def _say_alive(self) -> None:
         ours = {"step": self._progress.place.step, "world_size": self.world_size}
         record = ours | identity() | self._can.record()
-        if self._is_finished:
-            record["finished"] = self._progress.place.step
         if (waiting := self._held or self._waiting) is not None:
             record["waiting"] = waiting.record()
         self._store.heartbeat("rank", str(self.rank), record)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import InvalidRollout, RlbufferError, ServerRefused, UnknownLabel
+from rlbuffer.errors import EnvDone, InvalidRollout, RlbufferError, ServerRefused, UnknownLabel
 from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME
@@ -39,6 +40,9 @@ class Terms:
     """Seconds that tickets stay out without renewal; None: the usual time."""
     section: str = ""
     """The ``[worker.NAME]`` that it was started for."""
+    known_end: str = ""
+    """What the run's meta said of its trainer's last step when the writer was made: one that is made behind it waits
+    for the next trainer."""
 
 
 class Writer:
@@ -113,7 +117,7 @@ class Writer:
                 f"Writer: ticket_seconds = {self.ticket_seconds:g} must be above 0 and at most "
                 f"{LONGEST_TICKET_SECONDS:g}: renew tickets (`renew`) while you sample for longer"
             )
-        self._section = terms.section
+        self._section, self._known_end = terms.section, terms.known_end
         self._out: dict[str, dict[int, float]] = {}
         """Env -> its tickets that this writer has out, each with the moment when it lapses."""
         self._limit: int | None = None
@@ -157,6 +161,7 @@ class Writer:
 
         Raises:
             EnvDone: the env has an end, all its tickets were given, and none is out: leave the loop.
+            RunEnded: an EnvDone; the trainer has made its last step.
             ValueError: `env` is not an env name, or `n` is below 1.
         """
         if not isinstance(env, str) or not ENV_NAME.match(env):
@@ -182,6 +187,13 @@ class Writer:
             long.look(f"a ticket of {env}")
             time.sleep(left)
 
+    def tickets(self, env: str, *, size: int | None = None) -> Iterator[Ticket]:
+        """Yields ticket after ticket of `env`, each as :meth:`take` gives it, until there is none any more: the env is
+        done, or the trainer has made its last step."""
+        with suppress(EnvDone):
+            while True:
+                yield from self.take(env, size=size)
+
     def ask(
         self, env: str, n: int, *, beat: dict[str, Any], size: int | None = None
     ) -> tuple[list[Ticket], Asked] | None:
@@ -193,7 +205,16 @@ class Writer:
         """
         try:
             ttl, section = self.ticket_seconds, self._section
-            asked = self._store.ask(env, n, worker=self.worker, beat=beat, ttl_seconds=ttl, size=size, section=section)
+            asked = self._store.ask(
+                env,
+                n,
+                worker=self.worker,
+                beat=beat,
+                ttl_seconds=ttl,
+                size=size,
+                section=section,
+                known_end=self._known_end,
+            )
         except ServerRefused as error:
             self._refused(error)
             return None
@@ -202,7 +223,13 @@ class Writer:
     def _take(self, env: str, n: int, size: int | None, least: int = 0) -> list[int]:
         try:
             return self._store.take_tickets(
-                env, n, ttl_seconds=self.ticket_seconds, size=size, section=self._section, least=least
+                env,
+                n,
+                ttl_seconds=self.ticket_seconds,
+                size=size,
+                section=self._section,
+                least=least,
+                known_end=self._known_end,
             )
         except ServerRefused as error:
             self._refused(error)

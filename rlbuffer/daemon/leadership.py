@@ -33,7 +33,6 @@ from rlbuffer.daemon.watches import (
     Watch,
     Wishes,
     full_disk,
-    has_made_its_steps,
     is_silent,
     scorers_missing,
 )
@@ -163,6 +162,7 @@ class Leadership:
         """One look at the run, all watches, one decision. Raises ReadAgain."""
         look = self._look()
         self._stay()
+        self._tell_workers(look.trainer)
         for watch in self._watches:
             watch.tick(look)
             if watch.why is not None:
@@ -197,7 +197,7 @@ class Leadership:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
         if (busy := self._trainer.busy(look, self._config)) is not None:
             self._pending.drop(batcher.sweep(step))
-            self._publish(batcher.allowances(step, world_size=trainer.world_size))
+            self._publish({} if trainer.is_finished else batcher.allowances(step, world_size=trainer.world_size))
             self._say(self._end_of(trainer) or busy)
             return
         started = time.perf_counter()
@@ -206,7 +206,7 @@ class Leadership:
         if self._has_ended(decision, trainer):
             return
         self._pending.drop(decision.drops)
-        self._publish(decision.allowances)
+        self._publish({} if trainer.is_finished else decision.allowances)
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is not None:
@@ -218,9 +218,14 @@ class Leadership:
         self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
 
     def _end_of(self, trainer: Attempt) -> Waiting | None:
-        """The reason of a trainer that has made its steps and left; None while it is there, or left otherwise."""
-        is_over = has_made_its_steps(trainer, self._beats.get("rank", {}))
-        return Waiting(kind=Wait.ENDED, step=trainer.trained) if is_over else None
+        """The reason of a trainer that has made its last step; None of one that has not, or left otherwise."""
+        return Waiting(kind=Wait.ENDED, step=trainer.trained) if trainer.is_finished else None
+
+    def _tell_workers(self, trainer: Attempt) -> None:
+        """Workers may not read what the trainer says; they read meta."""
+        finished = f"{trainer.number} {trainer.trained}" if trainer.is_finished else ""
+        if finished != self._meta.finished:
+            self._store.set_finished(finished)
 
     def _has_ended(self, decision: Decision, trainer: Attempt) -> bool:
         """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""

@@ -27,8 +27,6 @@ SWEEP_SECONDS = 5.0
 """Seconds between two sweeps of what scored groups leave behind."""
 FORGET_SECONDS = 60.0
 """Seconds between two looks for open rollouts that were pushed long ago."""
-GONE_SECONDS = 3.0
-"""A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
@@ -185,7 +183,7 @@ class TrainerWord(Watch):
         self.why = None
         if trainer.number == 0:
             self.why = Waiting(kind=Wait.NO_TRAINER)
-        elif not self._has_heard:
+        elif not self._has_heard and not trainer.is_finished:  # one that has made its last step says nothing more
             self.why = self.silence(look) or in_hand(look) or Waiting(kind=Wait.TAKEOVER, step=step)
         elif not trainer.policies:
             self.why = Waiting(kind=Wait.VERSION, step=step + 1, is_stream=is_stream(look.meta))
@@ -272,12 +270,6 @@ def in_hand(look: Look) -> Waiting | None:
 def is_silent(trainer: Attempt) -> bool:
     """It has missed its reports."""
     return (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
-
-
-def has_made_its_steps(trainer: Attempt, ranks: Mapping[str, Mapping[str, Any]]) -> bool:
-    """True of a trainer that has left, by the heartbeats of its ranks, after the last step that it was to make."""
-    is_there = (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS
-    return not is_there and ranks.get("0", {}).get("finished") == trainer.trained
 
 
 def full_disk(ranks: Mapping[str, Mapping[str, Any]]) -> Waiting | None:

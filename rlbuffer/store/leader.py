@@ -158,6 +158,10 @@ class LeaderStore(TicketStore):
         seen = (word for pair in written.items() for word in pair)
         return text(self._as_leader("end", "" if step is None else step, *seen)[0]) == "OK"
 
+    def set_finished(self, finished: str) -> None:
+        """The trainer has made its last step: ``<attempt> <step>``, for workers; "" takes that back."""
+        self._as_leader("finish", finished)
+
     def _as_leader(self, action: str, *args: Any) -> list[Any]:
         return self._say(action, self.token, *args)
 

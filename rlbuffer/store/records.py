@@ -111,12 +111,21 @@ class Meta:
     """Server time since when no tickets are given, in milliseconds; 0 while they are."""
     ended: int | None = None
     """The step after which the run has ended: every env was done then, and nothing was pending."""
+    finished: str = ""
+    """``<attempt> <step>`` of the trainer that has made its last step; "" while there is one that goes on, or none
+    yet."""
     early: int = 0
     """Last step that retired early, because the server's memory was short; 0: none did."""
     early_ms: int = 0
     """Server time of it, in milliseconds."""
     created: int = 0
     """Server time when the run was begun, in milliseconds: a run that is begun anew under the same name has another."""
+
+    @property
+    def finished_step(self) -> int:
+        """The last step of the trainer that `finished` names; 0 where it names none."""
+        step = self.finished.partition(" ")[2]
+        return int(step) if step.isdecimal() else 0
 
 
 def is_stream(meta: Meta) -> bool:
@@ -171,6 +180,8 @@ class Attempt:
     server: str = ""
     """Server that the trainer last spoke to (:meth:`~rlbuffer.store.session.Session.server_id`)."""
     hand: Hand = NOTHING
+    is_finished: bool = False
+    """It has made its last step, and said so."""
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
     none."""

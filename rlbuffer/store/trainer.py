@@ -87,10 +87,11 @@ class TrainerStore(Member):
         hand: Hand = NOTHING,
         takes: bool = False,
         unused: Iterable[TrainedStep] = (),
+        finished: bool = False,
     ) -> ReportStatus:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. `server`: whose steps the trainer
         has; "" for this one's. `hand`: what its loop was given last; `takes`: will be, if it is here. `unused`: the
-        steps up to `trained` of which something was not trained.
+        steps up to `trained` of which something was not trained. `finished`: it has made its last step.
         Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).
         """
         kept = {"trained": trained, "oldest_kept": oldest_kept, "checkpoint": checkpoint, "newest": newest}
@@ -103,7 +104,7 @@ class TrainerStore(Member):
             (
                 *(number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest),
                 *(server or self.server_id(), str(hand), int(takes)),
-                "".join(map(_unused_line, unused)),
+                *("".join(map(_unused_line, unused)), int(finished)),
             ),
         )
         status = text(reply[0])

@@ -363,6 +363,7 @@ class Viewer(Session):
             claim=fields.get(b"claim", b""),
             server=text(fields.get(b"server", b"")),
             hand=Hand.of(fields.get(b"hand", b"")),
+            is_finished=fields.get(b"finished", b"") == fields.get(b"number"),
             seen_seconds_ago=abs(now - whole(b"seen") / 1000),  # later than now: before the clock was set back
             announced=versions,
         )
@@ -493,6 +494,7 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         refused=text(fields.get(b"refused", b"")),
         draining_ms=number(b"draining"),
         ended=number(b"ended") if b"ended" in fields else None,
+        finished=text(fields.get(b"finished", b"")),
         early=number(b"early"),
         early_ms=number(b"early_at"),
         created=number(b"created"),

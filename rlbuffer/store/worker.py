@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from rlbuffer.errors import EnvDone, ServerRefused, WrongAnswer
+from rlbuffer.errors import EnvDone, RunEnded, ServerRefused, WrongAnswer
 from rlbuffer.store.member import TicketStore, beat_args
 from rlbuffer.store.producer import ProducerStore
 from rlbuffer.store.records import Asked, policy_of
@@ -46,23 +46,43 @@ class WorkerStore(TicketStore, ProducerStore):
     # -- tickets ---------------------------------------------------------------------------------------------------
 
     def take_tickets(
-        self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = "", least: int = 0
+        self,
+        env: str,
+        n: int,
+        *,
+        ttl_seconds: float,
+        size: int | None = None,
+        section: str = "",
+        least: int = 0,
+        known_end: str = "",
     ) -> list[int]:
-        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out. Raises EnvDone.
+        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out. Raises EnvDone, RunEnded.
 
         `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more; `least`
-        how many are given beyond the allowance, unless that is 0.
+        how many are given beyond the allowance, unless that is 0; `known_end` is :attr:`Meta.finished` when the worker
+        began.
         """
         # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
-        return self._numbers(env, self.move("ticket", *self._take(env, n, ttl_seconds, size, section, least)))
+        own, args = self._take(env, n, ttl_seconds, size, section, known_end, least)
+        return self._numbers(env, self.move("ticket", own, args))
 
     def ask(
-        self, env: str, n: int, *, worker: str, beat: dict[str, Any], ttl_seconds: float, size: int | None, section: str
+        self,
+        env: str,
+        n: int,
+        *,
+        worker: str,
+        beat: dict[str, Any],
+        ttl_seconds: float,
+        size: int | None,
+        section: str,
+        known_end: str = "",
     ) -> Asked:
         """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
-        at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises EnvDone."""
+        at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises as
+        `take_tickets`."""
         telemetry, ticket = self.script("telemetry"), self.script("ticket")
-        own, args = self._take(env, n, ttl_seconds, size, section)
+        own, args = self._take(env, n, ttl_seconds, size, section, known_end)
         keys, beats = self.declared(own), self.declared([self.keys.heartbeats("worker")])
         note = beat_args(worker, beat)
 
@@ -89,14 +109,17 @@ class WorkerStore(TicketStore, ProducerStore):
         )
 
     def _take(
-        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str, least: int = 0
+        self, env: str, n: int, ttl_seconds: float, size: int | None, section: str, known_end: str, least: int = 0
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Keys and arguments of TICKET."""
-        keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
-        milliseconds = round(1000 * ttl_seconds)
-        return keys, ("take", env, n, milliseconds, "" if size is None else size, section, _LONGEST_MS, least)
+        keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends, self.keys.meta)
+        ttl, size_or_none = round(1000 * ttl_seconds), "" if size is None else size
+        return keys, ("take", env, n, ttl, size_or_none, section, _LONGEST_MS, least, known_end)
 
     def _numbers(self, env: str, reply: Sequence[Any]) -> list[int]:
+        if reply and not isinstance(reply[0], int) and text(reply[0]) == "OVER":
+            step = text(reply[1]).partition(" ")[2]
+            raise RunEnded(f"run {self.run!r} has ended: its trainer has made its last step, {step}")
         if reply and not isinstance(reply[0], int):
             raise EnvDone(f"env {env} of run {self.run!r} is done: it has given all its tickets, and none is out")
         return [int(number) for number in reply]

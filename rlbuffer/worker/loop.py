@@ -158,6 +158,8 @@ class _Worker:
         """The newest version that it was compared with, and was right."""
         self._look: tuple[int, asyncio.Task[float]] | None = None
         """The later version that it is being compared with."""
+        self._ended: Waiting | None = None
+        """The trainer had made its last step when this worker began, and no other one has come yet."""
         self._shares: Mapping[str, float] = {}
         """env -> its share of a step, by the run's budgets."""
         self._looked_at = float("-inf")
@@ -248,6 +250,10 @@ class _Worker:
             meta = self.buffer.store.meta()
             self._is_draining, self._looked_at = meta.draining_ms > 0, now
             self._shares = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
+            # Before this worker began: it waits for the next trainer.
+            self._ended = Waiting(kind=Wait.ENDED, step=meta.finished_step) if meta.finished else None
+        if self._ended:
+            return self._ended
         if self._is_draining:
             return Waiting(kind=Wait.DRAINING)
         if self.env.name not in self._shares and sum(self._shares.values()) > 1 - 1e-9:

@@ -350,6 +350,7 @@ ROWS: dict[str, Row] = {
     "take_look": Row(call=lambda store, run: store.take_look().entries, prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
     "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
+    "set_finished": Row(call=lambda store, run: store.set_finished("7 3"), prepare=lambda run: run.lead()),
     "set_ended": Row(call=lambda store, run: store.set_ended(0), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
     "set_allowances": Row(call=lambda store, run: store.set_allowances({"a": 3}), prepare=_tickets),

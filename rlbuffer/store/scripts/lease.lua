@@ -15,6 +15,8 @@
 --                4... field, value of `ends` as the leader knows them
 --                -> {'OK'} | {'OPEN'} something is pending, or the run is at another step, or somebody has let an env go
 --                on or expects a worker since the leader looked | {'FENCED', owner}
+--       finish   2 token  3 '<attempt> <step>' of the trainer that has made its last step: workers that hear of it leave;
+--                '' takes it back     -> {'OK'} | {'FENCED', owner}
 --       allow    2 token  3 count  4... env, tickets that may be out; replaces what was there, with nothing while the run
 --                drains -> {'OK'} | {'FENCED', owner}
 --                `count` grows with each that the leader sends: one that comes late changes nothing
@@ -85,6 +87,13 @@ elseif action == 'end' then
     return {'OPEN'}
   else
     redis.call('HSET', meta_key, 'ended', last_step)
+  end
+elseif action == 'finish' then
+  local finished = ARGV[3]
+  if finished == '' then
+    redis.call('HDEL', meta_key, 'finished')
+  else
+    redis.call('HSET', meta_key, 'finished', finished)
   end
 else
   local count = ARGV[3]

@@ -10,6 +10,7 @@
 --       11 '1': the loop will be given it if it is here, and else it has nothing in hand
 --       12 of a stream, a line for each step up to 3 of which something was given and not trained: step, env, rollouts,
 --         tokens, and which ones
+--       13 '1': the trainer has made its last step, so the run has ended (field `finished`: the attempt that said so)
 -- Reply {'OK', trained, '1'}   '0': the step in hand is not trained yet, and is not here
 --       {'FENCED', number}   a newer attempt is registered, this one
 --       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`; or it is from now
@@ -24,7 +25,7 @@
 -- is dropped as unused, and `unused` keeps it under the step's number until that retires.
 local trainer_key, meta_key, steps_key, ledger_key, policy_key, unused_key = unpack(KEYS)
 local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
-  takes, unused_lines = unpack(ARGV, 1, 12)
+  takes, unused_lines, finished = unpack(ARGV, 1, 13)
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
@@ -106,4 +107,5 @@ redis.call('HSET', trainer_key, 'seen', clock, 'at', its_step, 'server', server,
 if trained > before then
   redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest)
 end
+if finished == '1' then redis.call('HSET', trainer_key, 'finished', attempt) end
 return {'OK', string.format('%.0f', math.max(before, trained)), is_here}

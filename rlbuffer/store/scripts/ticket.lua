@@ -3,19 +3,22 @@
 -- Refused at the memory limit (no allow-oom): no new groups are wanted then. Those that are out are kept by KEEP.
 --
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)   2 allowance (hash: env -> how many, '*' for others)   3 numbers (hash)
---       4 ends (hash: see DONE)
+--       4 ends (hash: see DONE)   5 meta
 -- ARGV  1 'take'   2 env   3 how many at most   4 time to live, ms
 --       5 how many tickets the env has in all, as the worker knows it; '' no end   6 the worker's section; '' for none
 --       7 longest time to live, ms: what would be out for longer was given by a clock that has been set back since. It
 --         lives from now on as this worker's do, time enough for whoever holds it to renew it
 --       8 how many more this worker must have out to get on, whatever others have: they are given unless the allowance is 0
+--       9 what meta said of the trainer's end (see LEASE, finish) when the worker began: one that begins behind an end
+--         waits for the next trainer
 -- Reply the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out. When many
 -- workers have died at once, it is the lowest of the 256 that expired first: looking at 10,000 takes 15 ms. None is new
 -- when what stands for the next number is no number.
 --       {'DONE'} when the env has an end, all its numbers were given, and none is out
+--       {'OVER', '<attempt> <step>'} when the trainer has made its last step since the worker began
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
-local tickets_key, allowance_key, numbers_key, ends_key = unpack(KEYS)
-local _, env, most, ttl, size, section, longest, least = unpack(ARGV, 1, 8)
+local tickets_key, allowance_key, numbers_key, ends_key, meta_key = unpack(KEYS)
+local _, env, most, ttl, size, section, longest, least, known_end = unpack(ARGV, 1, 9)
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -31,6 +34,8 @@ if not ending or (size ~= '' and (ending == '' or (tonumber(ending) or math.huge
   redis.call('HSET', ends_key, env, ending)
 end
 if section ~= '' then redis.call('HDEL', ends_key, '[worker.' .. section .. ']') end
+local finished = redis.call('HGET', meta_key, 'finished')
+if finished and finished ~= known_end then return {'OVER', finished} end
 local left = math.huge
 if ending ~= '' then
   left = (tonumber(string.match(ending, '^=?(%d+)$')) or 0) - (tonumber(redis.call('HGET', numbers_key, env) or '0') or 0)

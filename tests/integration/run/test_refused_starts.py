@@ -66,9 +66,8 @@ def test_a_batcher_whose_selector_is_refused_begins_no_run(fresh: rlbuffer.Buffe
 
 
 def test_a_trainer_that_has_made_its_steps_is_not_called_silent_and_nobody_is_told_to_start_it(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served,
 ) -> None:
-    monkeypatch.setattr("rlbuffer.daemon.watches.GONE_SECONDS", 0.3)
     run = served.run
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=60)
     reader.start(0)

@@ -58,6 +58,26 @@ class Full:
         raise ServerFull("the server is at its memory limit")
 
 
+def test_a_worker_leaves_when_the_trainer_has_made_its_last_step_and_one_that_comes_later_waits(stage: Stage) -> None:
+    stage.announce(0)
+    stage.allow(2)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 2)
+    stage.store.set_finished(f"{stage.attempt} 3")
+    assert stage.thread is not None
+    stage.thread.join(30)
+    assert (stage.thread.is_alive(), stage.raised) == (False, None)
+    assert [line.text for line in stage.told("done")] == [
+        f"run {stage.buffer.run!r} has ended: its trainer has made its last step, 3"
+    ]
+    stage.start()
+    ended = Waiting(kind=Wait.ENDED, step=3)
+    eventually(lambda: replace(Waiting.of(stage.heartbeat().get("waiting")) or ended, seconds=0.0) == ended)
+    stage.store.set_finished("")
+    stage.allow(4)
+    eventually(lambda: len(stage.groups()) == 4)
+
+
 def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlbuffer.client.producer.LAST_DELAY_SECONDS", 0.1)
     full = stands_in(Full(stage.store), stage.buffer)
