@@ -52,6 +52,10 @@ class InvalidRollout(RlbufferError, ValueError):
     """A rollout or group does not satisfy the rules of its record."""
 
 
+class InvalidLoss(RlbufferError, ValueError):
+    """A loss cannot be trained: it is no number that the model has made, or it is not finite."""
+
+
 class PackingError(RlbufferError, ValueError):
     """Rollouts cannot be packed as asked."""
 

@@ -34,16 +34,20 @@ def save(accelerator, output, number):
 def train(model, buffer, output, steps):
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0))
-    reader = buffer.reader(accelerator.process_index, accelerator.num_processes)
+    with buffer.reader(accelerator.process_index, accelerator.num_processes) as reader:
+        run_steps(accelerator, model, optimizer, buffer, reader, output, steps)
+
+
+def run_steps(accelerator, model, optimizer, buffer, reader, output, steps):
     accelerator.register_for_checkpointing(reader)
     if found := checkpoints(output):
         accelerator.load_state(str(found[-1]))
     buffer.policy.publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
-    for step in reader.steps():
+    for step in reader.steps(last=steps):
         for i, mb in enumerate(step):
             with nullcontext() if i == len(step) - 1 else accelerator.no_sync(model):
                 loss = loss_of(model, mb.to(accelerator.device))
-                accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks: undo it
+                accelerator.backward(loss * step.world_size)  # DDP averages over ranks: undo it
         optimizer.step()
         optimizer.zero_grad()
         buffer.policy.publish(model, step.number, Path(output) / "weights")
@@ -51,8 +55,6 @@ def train(model, buffer, output, steps):
         if step.number % SAVE_EVERY == 0 or step.number == steps:
             save(accelerator, output, step.number)
             reader.checkpointed(step)
-        if step.number >= steps:
-            return
 
 
 def main(url, run, path, output, steps):

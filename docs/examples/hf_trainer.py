@@ -25,10 +25,8 @@ class Steps(IterableDataset):
         self.reader, self.last = reader, last
 
     def __iter__(self):
-        for step in self.reader.steps():
+        for step in self.reader.steps(last=self.last):
             yield {"step": step}
-            if step.number >= self.last:
-                return
 
 
 class BufferTrainer(Trainer):
@@ -100,8 +98,9 @@ def main(url, run, path, output, steps):
     model = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
     )
-    with rlbuffer.connect(url, run=run) as buffer:
-        train(model, buffer, buffer.reader(arguments.process_index, arguments.world_size), arguments)
+    place = arguments.process_index, arguments.world_size
+    with rlbuffer.connect(url, run=run) as buffer, buffer.reader(*place) as reader:
+        train(model, buffer, reader, arguments)
 
 
 if __name__ == "__main__":

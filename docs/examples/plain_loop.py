@@ -39,17 +39,16 @@ def main(url, run, path, output, steps):
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     checkpoint = Path(output) / "checkpoint.pt"
-    with rlbuffer.connect(url, run=run) as buffer:
-        reader = buffer.reader(rank, world_size)
+    with rlbuffer.connect(url, run=run) as buffer, buffer.reader(rank, world_size) as reader:
         if checkpoint.exists():
             saved = torch.load(checkpoint, weights_only=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             reader.load_state_dict(saved["reader"])
         buffer.policy.publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
-        for step in reader.steps():
+        for step in reader.steps(last=steps):
             for mb in step:  # one forward pass of `ddp` for each, whatever is in it: the other ranks wait in backward
-                (loss_of(ddp, mb.to("cpu")) * world_size).backward()  # DDP averages over ranks: undo it
+                mb.backward(loss_of(ddp, mb.to("cpu")))
             optimizer.step()
             optimizer.zero_grad()
             buffer.policy.publish(model, step.number, Path(output) / "weights")
@@ -59,8 +58,6 @@ def main(url, run, path, output, steps):
                 torch.save(state | {"reader": reader.state_dict()}, checkpoint.with_suffix(".new"))
                 checkpoint.with_suffix(".new").replace(checkpoint)
                 reader.checkpointed(step)
-            if step.number >= steps:
-                break
     dist.destroy_process_group()
 
 

@@ -62,8 +62,9 @@ def main(url, run, path, output, steps):
         report_to=[],
     )
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True)
-    with rlbuffer.connect(url, run=run) as buffer:
-        train(model, buffer, buffer.reader(arguments.process_index, arguments.world_size), arguments, BufferGRPO)
+    place = arguments.process_index, arguments.world_size
+    with rlbuffer.connect(url, run=run) as buffer, buffer.reader(*place) as reader:
+        train(model, buffer, reader, arguments, BufferGRPO)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ class StepPull:
             pad_to_multiple_of=self._pad_to_multiple_of,
             ignore_index=IGNORE_INDEX,
             normalizers=normalizers,
+            world_size=self._world_size,
         )
         truncated = rollouts.are_truncated if header.masks_truncated else ()
         masked = {i for i, is_truncated in enumerate(truncated) if is_truncated}

@@ -67,6 +67,7 @@ def assemble(
     pad_to_multiple_of: int = 1,
     ignore_index: int = IGNORE_INDEX,
     columns: Sequence[str] = (),
+    world_size: int = 1,
 ) -> tuple[MicroBatch, ...]:
     """Assembles one rank's micro-batches: ``rows[micro_step]`` are the rows of each, as indices into `items`.
 
@@ -87,6 +88,7 @@ def assemble(
         pad_to_multiple_of=pad_to_multiple_of,
         ignore_index=ignore_index,
         normalizers=normalizers,
+        world_size=world_size,
     )
     made = Assembly(rows, [item.length for item in items], [item.adapter for item in items], layout)
     rollouts = {i: item.rollout for i, item in enumerate(items) if item.rollout is not None}
@@ -110,6 +112,7 @@ class Layout:
     pad_to_multiple_of: int
     ignore_index: int
     normalizers: Normalizers
+    world_size: int = 1
 
 
 @dataclass(slots=True)
@@ -263,6 +266,7 @@ class Assembly:
                 columns={name: column[place] for name, column in slab.columns.items()},
                 adapter_tokens=batch.adapter_tokens,
                 normalizers=layout.normalizers,
+                world_size=layout.world_size,
                 is_dummy=not any(are_samples),
                 segments=Segments(
                     spans=[spans.get(item, ()) for item in items],

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import PackingError
+from rlbuffer.errors import InvalidLoss, PackingError
+from rlbuffer.records.checks import shown
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.memory import empty
 from rlbuffer.records.states import ClosedBy
@@ -208,6 +209,8 @@ class MicroBatch:
     """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
     segments: Segments
     """What the derived arrays and the samples are made of."""
+    world_size: int = 1
+    """Ranks that train the step."""
     lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
     columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
@@ -324,6 +327,51 @@ class MicroBatch:
         segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         same: NDArray[np.bool_] = segment[:, None] == segment[None, :]
         return np.tril(same)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs the backward pass of this micro-batch's part of the step's loss, times the world size.
+
+        The loss is a sum over the micro-batch's tokens or rollouts, divided by `normalizers`, which count the whole
+        step over all ranks. DDP and FSDP average gradients over ranks; the factor undoes that. So the micro-batches of
+        a step add up to the same gradient whatever the number of ranks and micro-batches: divide by neither. In a
+        single process, with or without DDP, the factor is 1.
+
+        Every rank calls it once for every micro-batch, also where nothing is trained (`is_dummy`): the others wait for
+        this rank's part in the exchange of gradients. A loss of such a micro-batch is 0, made of the model's output.
+        Where all micro-batches but the last run under DDP's ``no_sync``, the exchange is made once a step.
+
+        Who has a backward of another library to call (Accelerate, DeepSpeed) multiplies the loss by
+        ``step.world_size`` for it. Where the ranks' gradients are added up instead, ``loss.backward()`` is right.
+
+        Shapes: `loss` is a scalar tensor.
+
+        Raises:
+            InvalidLoss: `loss` is no scalar tensor, has no gradient, or is not finite. No gradient was computed.
+        """
+        import torch
+
+        if not isinstance(loss, torch.Tensor):
+            raise InvalidLoss(
+                f"backward: expected a scalar tensor for a loss, got {shown(loss)} ({type(loss).__name__}): where "
+                "nothing is trained, take the model's output times 0, because the other ranks wait for this one's part"
+            )
+        if loss.numel() != 1:
+            raise InvalidLoss(
+                f"backward: expected a scalar tensor for a loss, got shape {list(loss.shape)}: take its sum, divided "
+                "by a count of `normalizers`"
+            )
+        if not loss.requires_grad:
+            raise InvalidLoss(
+                f"backward: the loss, {loss.item():g}, has no gradient: compute it from the model's output, outside of "
+                "`torch.no_grad` and without `detach` or `item`"
+            )
+        if not torch.isfinite(loss):
+            ids = [sample.rollout_id for sample in self.samples]
+            raise InvalidLoss(
+                f"backward: the loss is {loss.item():g}, so no gradient is computed from it: look at the logprobs of "
+                f"the model and of this micro-batch's rollouts, {shown(ids)}"
+            )
+        (loss * self.world_size).backward()  # type: ignore[no-untyped-call]
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch with torch tensors on `device` in place of the arrays; imports torch when called.

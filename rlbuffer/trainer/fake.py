@@ -154,6 +154,7 @@ class FakeRun:
                 row_tokens=batcher.row_tokens,
                 normalizers=normalizers,
                 pad_to_multiple_of=self._padded_to,
+                world_size=self._world_size,
             ),
             normalizers=normalizers,
             rollouts=len(items),

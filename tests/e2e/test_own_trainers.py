@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from homes import Home
+from own_ranks import started
 from tiny_tokenizer import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,21 +59,6 @@ def begin(home: Home, settings: str = CONFIG) -> None:
     home.start("worker", "parity", "--config", config, "--display", "plain", log="worker")
 
 
-def train(home: Home, script: str, *arguments: object, ranks: int) -> list[Any]:
-    """The processes that torchrun would start, each with the environment that it would have."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    alone, started = home.environment, []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        place["ACCELERATE_USE_CPU"] = "true"  # as `accelerate launch` says where there is no GPU
-        home.environment = alone | {name: str(value) for name, value in place.items()}
-        command = [str(home.path / f"{script}.py"), *map(str, arguments)]
-        started.append(home.start_python(*command, log=f"{script}-{rank}"))
-    home.environment = alone
-    return started
-
-
 @pytest.mark.parametrize("example", ["plain_loop", "hf_trainer", "accelerate_loop", "trl_grpo"])
 def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill(home: Home, example: str) -> None:
     needs, where = {"plain_loop": ("torch", ""), "trl_grpo": ("trl", "make adapters-test")}.get(
@@ -91,12 +75,12 @@ def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill
         store = buffer.store
 
         places = store.server()["address"], "own", home.path / "model", home.path / "out", STEPS
-        begun = train(home, example, *places, ranks=ranks)
+        begun = started(home, example, *places, ranks=ranks)
         home.wait_until(lambda: store.trainer().trained >= KILLED_AFTER, seconds=100, why=f"step {KILLED_AFTER}")
         for process in begun:
             process.kill()
             process.wait()
-        again = train(home, example, *places, ranks=ranks)
+        again = started(home, example, *places, ranks=ranks)
         assert [home.ended(process, 100) for process in again] == [0] * ranks, home.logs()
         attempt = store.trainer()
         assert attempt.trained == STEPS
@@ -168,5 +152,5 @@ def test_the_readmes_lines_train_as_they_are(home: Home) -> None:
             assert lines.count(theirs) == 1
             lines = lines.replace(theirs, ours)
         (home.path / "readme.py").write_text(AROUND + lines + END)
-        assert [home.ended(process, 60) for process in train(home, "readme", ranks=2)] == [0, 0], home.logs()
+        assert [home.ended(process, 60) for process in started(home, "readme", ranks=2)] == [0, 0], home.logs()
         assert (buffer.store.trainer().trained, buffer.policy.version) == (3, 3)
