@@ -1,6 +1,6 @@
 """rlbuffer: the experience buffer of asynchronous RL post-training for language models.
 
-The seventeen names here are those that a worker and a trainer are written with. What the packages of the rooms name
+The names here are those that a worker and a trainer are written with. What the packages of the rooms name
 (``rlbuffer.records``, ``rlbuffer.packing`` ...), ``rlbuffer.errors`` and ``rlbuffer.testing`` are public, too;
 everything else is private. Names resolve on first use, so that ``import rlbuffer`` costs a millisecond and loads
 neither numpy nor a Redis client.

@@ -60,6 +60,10 @@ class PackingError(RlbufferError, ValueError):
     """Rollouts cannot be packed as asked."""
 
 
+class InvalidArgument(RlbufferError, ValueError):
+    """An argument of a call is of another kind than it must be, or outside its range."""
+
+
 class PayloadError(RlbufferError, ValueError):
     """Bytes are not a payload that this version can read."""
 

@@ -75,7 +75,6 @@ def main(url, run, path, output, updates):
                 stream.checkpointed()
             buffer.policy.publish(model, stream.version(done), checkpoint.parent / "weights")
             if done == updates:
-                stream.finished()
                 break
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlbuffer.client.arguments import duration, names, whole_number
+from rlbuffer.client.arguments import duration, file_path, function, names, text, whole_number
 from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader, check_feeds
 from rlbuffer.client.searching import list_groups
@@ -28,8 +28,9 @@ from rlbuffer.client.views import GroupDetail, GroupView, StepView, view_step
 from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
+from rlbuffer.errors import BatchTimeout, ConfigError, InvalidArgument, RlbufferError
 from rlbuffer.process.variables import bare, secret, variable
+from rlbuffer.records.checks import shown
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.records import Ledger, Report
@@ -73,7 +74,7 @@ class Policy:
 
     def current(self, adapter: str = "") -> PolicyVersion:
         """The newest announced version; its ``version`` is -1 when none was announced yet."""
-        return self._store.policy(adapter)
+        return self._store.policy(text("policy: adapter", adapter))
 
     def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
         """Says that `version` can be sampled from. -> False when an equal or newer one is announced already.
@@ -135,6 +136,12 @@ class Policy:
 
         if not self._readers:
             raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
+        version = whole_number("policy.publish: version", version, low=0)
+        kept = None if keep is None else whole_number("policy.publish: keep", keep, low=1)
+        folders = [
+            None if path is None else Path(file_path(f"policy.publish: {name}", path))
+            for name, path in (("folder", folder), ("tokenizer", tokenizer))
+        ]
         rank, world_size = self._readers[0].rank, self._readers[0].world_size
         whole = unwrapped(model)
         self._begun()
@@ -145,9 +152,9 @@ class Policy:
             version,
             rank=rank,
             world_size=world_size,
-            folder=None if folder is None else Path(folder),
-            keep=keep,
-            tokenizer=None if tokenizer is None else Path(tokenizer),
+            folder=folders[0],
+            keep=kept,
+            tokenizer=folders[1],
         )
 
     def _begun(self) -> Reader | None:
@@ -163,11 +170,13 @@ class Policy:
         Raises:
             BatchTimeout: it was not announced in time.
         """
-        deadline = time.monotonic() + timeout_seconds
+        version = whole_number("policy.wait: version", version, low=0)
+        seconds = duration("policy.wait: timeout_seconds", timeout_seconds)
+        deadline = time.monotonic() + seconds
         while (current := self.current(adapter)).version < version:
             if time.monotonic() >= deadline:
                 raise BatchTimeout(
-                    f"policy version {version} was not announced within {timeout_seconds:g} s; "
+                    f"policy version {version} was not announced within {seconds:g} s; "
                     f"the current one is {current.version}"
                 )
             time.sleep(0.05)
@@ -217,6 +226,10 @@ class Buffer:
         ``[worker.NAME]`` that it was started for: a run whose supervisor waits for it does not end before it has taken
         tickets.
         """
+        function("writer: on_retry", on_retry)
+        patience = duration("writer: patience_seconds", patience_seconds)
+        seconds = None if ticket_seconds is None else duration("writer: ticket_seconds", ticket_seconds)
+        section = text("writer: section", section)
         store = self.store.role(WorkerStore)
         meta = store.open_run()
         return Writer(
@@ -224,11 +237,11 @@ class Buffer:
             worker,
             epoch=meta.epoch,
             incarnation=incarnation,
-            patience_seconds=patience_seconds,
+            patience_seconds=patience,
             on_retry=on_retry,
             terms=Terms(
                 config=self.settings.batcher,
-                ticket_seconds=ticket_seconds,
+                ticket_seconds=seconds,
                 section=section,
                 known_end=meta.finished,
             ),
@@ -253,9 +266,10 @@ class Buffer:
         without such a column is masked and counted as damaged.
 
         Raises:
-            ValueError: an argument is of another kind, or outside its range.
+            InvalidArgument: an argument is of another kind, or outside its range.
             ConfigError: the run feeds a stream, which has no rows for ranks.
         """
+        tokens = None if vocabulary is None else whole_number("reader: vocabulary", vocabulary, low=1)
         store = self.store.role(TrainerStore)
         store.open_run()
         check_feeds(self.run, self.store.meta(), "ranks")
@@ -266,7 +280,7 @@ class Buffer:
             timeout_seconds=duration("reader: timeout_seconds", timeout_seconds),
             pad_token_id=whole_number("reader: pad_token_id", pad_token_id, low=0),
             pad_to_multiple_of=whole_number("reader: pad_to_multiple_of", pad_to_multiple_of, low=1),
-            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=names("reader: columns", columns)),
+            can=Trainable(vocabulary=tokens, adapters=adapters, columns=names("reader: columns", columns)),
         )
         self._readers.append(reader)
         return reader
@@ -285,7 +299,7 @@ class Buffer:
         left out of its group and counted as damaged.
 
         Raises:
-            ValueError: an argument is of another kind, or outside its range.
+            InvalidArgument: an argument is of another kind, or outside its range.
             ConfigError: the run plans rows for ranks.
         """
         store = self.store.role(TrainerStore)
@@ -306,15 +320,16 @@ class Buffer:
     def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
         """Groups of the run that match the filter `where` (see ``rlbuffer inspect --help``): pending ones, then those
         in steps, then dropped ones, the newest of each first."""
+        where, limit = text("groups: where", where), whole_number("groups: limit", limit, low=0)
         return list_groups(self.store, where=where, limit=limit, text_of=self._texts.decoded)
 
     def group(self, group_id: str) -> GroupDetail:
         """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound, AmbiguousId."""
-        return find_group(self.store, group_id)
+        return find_group(self.store, text("group: group_id", group_id))
 
     def step(self, n: int) -> StepView:
         """A committed step. Raises NotFound, StepRetired, or RunGone when the server has no run of this name."""
-        return view_step(self.store, n)
+        return view_step(self.store, whole_number("step: n", n, low=1))
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""
@@ -369,6 +384,8 @@ def connect(
         ...     buffer.groups("env=math")[0].group_id, buffer.ledger().envs["math"].pushed
         ('math.0', (2, 51))
     """
+    url = url if url is None else text("connect: url", url)
+    name, origin = text("connect: name", name), text("connect: origin", origin)
     settings = _settings(config)
     if isinstance(run, _Unnamed):
         run = settings.run
@@ -420,4 +437,8 @@ def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Pa
         given["redis_password_file"] = Path(password_file)
     if isinstance(config, BatcherConfig):
         return RunSettings(**given, batcher=config)
+    if config is not None and not isinstance(config, Mapping):
+        raise InvalidArgument(
+            f"connect: config: expected a path, a mapping of settings or a BatcherConfig, got {shown(config)}"
+        )
     return validated(given | dict(config or {}))

@@ -14,7 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlbuffer.errors import AttemptForgotten, EpochChanged, RlbufferError, RunGone, ServerRefused, TrainerAhead
+from rlbuffer.errors import (
+    AttemptForgotten,
+    CheckpointError,
+    EpochChanged,
+    InvalidRollout,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    TrainerAhead,
+)
+from rlbuffer.records.checks import as_integer, shown
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import pack_step, unpack_step
@@ -231,9 +241,22 @@ class Progress:
         return {"step": place.step, "epoch": self.epoch, "digest": place.digest, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        steps = tuple(unpack_step(step) for step in state.get("steps", ()))
-        self.place = TrainedSteps(step=int(state["step"]), digest=str(state["digest"]), steps=steps)
-        self.epoch = int(state["epoch"])
+        """Goes on from there. Raises CheckpointError where it is no state of a reader."""
+        remedy = "give what state_dict() of a reader has given"
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"load_state_dict: expected a mapping, got {shown(state)}: {remedy}")
+        if lacking := [name for name in ("step", "epoch", "digest") if name not in state]:
+            there = shown(sorted(map(str, state)))
+            raise CheckpointError(f"load_state_dict: the state has no {lacking[0]!r}, only {there}: {remedy}")
+        try:
+            step, epoch = (as_integer(name, state[name]) for name in ("step", "epoch"))
+            steps = tuple(unpack_step(step) for step in state.get("steps", ()))
+        except InvalidRollout as error:
+            raise CheckpointError(f"load_state_dict: {error}: {remedy}") from None
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise CheckpointError(f"load_state_dict: steps are {shown(state['steps'])}: {remedy}") from None
+        self.place = TrainedSteps(step=step, digest=str(state["digest"]), steps=steps)
+        self.epoch = epoch
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _say(self) -> ReportStatus:

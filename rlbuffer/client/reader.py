@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+from rlbuffer.client.arguments import function, whole_number
 from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.rank_0 import RankZeroWatch
@@ -23,6 +24,7 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     ConfigError,
+    InvalidArgument,
     NotFound,
     RlbufferError,
     ServerRefused,
@@ -31,6 +33,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.identity import identity
 from rlbuffer.process.threads import begun
+from rlbuffer.records.checks import shown
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
@@ -125,7 +128,9 @@ class Reader:
         source: Source | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is outside world size {world_size}")
+            raise InvalidArgument(
+                f"reader: rank {rank} is outside world size {world_size}: ranks count from 0 to {world_size - 1}"
+            )
         self._store = store
         self.rank = rank
         self.world_size = world_size
@@ -175,6 +180,8 @@ class Reader:
         """
         if self._is_started:
             return
+        if resume_step is not None:
+            resume_step = whole_number("start: resume_step", resume_step, low=0)
         self._refusals.waited_out(lambda: self._progress.begin(resume_step), self.timeout_seconds)
         # A write on every rank: where the server takes none, all of them wait here, and none in an exchange.
         self._refusals.waited_out(self._say_alive, self.timeout_seconds)
@@ -201,6 +208,9 @@ class Reader:
             StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
             AttemptFenced: a newer attempt has taken over.
         """
+        function("steps: until", until)
+        start = None if start is None else whole_number("steps: start", start, low=1)
+        last = None if last is None else whole_number("steps: last", last, low=0)
         self.start(None if start is None else start - 1)
         if self.rank == 0 and self._store.policy().version < 0:
             self.announce(PolicyVersion(version=self._progress.place.step))
@@ -242,6 +252,7 @@ class Reader:
         Raises:
             NotFound: the run has ended before this step.
         """
+        number = whole_number("pull: number", number, low=1)
         self.start()
         fetch = self._fetch(number)
         try:
@@ -273,6 +284,8 @@ class Reader:
         For a trainer that knows of a rank without the step, so that nobody trains it yet. When the server has lost it,
         this rank lets go of it, and the batcher may commit another one in its place.
         """
+        if not isinstance(step, Step):
+            raise InvalidArgument(f"still_there: expected a Step, got {shown(step)}")
         return self._progress.still_there(step.number, step.digest)
 
     def trained(self, step: Step | int) -> None:
@@ -287,6 +300,8 @@ class Reader:
             StepRetired: it was retired.
         """
         self._raise_fault()
+        if not isinstance(step, Step):
+            step = whole_number("trained: step", step, low=1)
         if isinstance(step, Step):
             header: StepHeader | None = step.header
         elif self._given is not None and self._given.step == step:
@@ -316,13 +331,16 @@ class Reader:
             AttemptFenced: a newer attempt has taken over.
         """
         self._raise_fault()
-        number = step.number if isinstance(step, Step) else step
-        self._progress.oldest_kept = max(self._progress.oldest_kept, number if oldest_kept is None else oldest_kept)
+        number = step.number if isinstance(step, Step) else whole_number("checkpointed: step", step, low=0)
+        oldest = number if oldest_kept is None else whole_number("checkpointed: oldest_kept", oldest_kept, low=0)
+        self._progress.oldest_kept = max(self._progress.oldest_kept, oldest)
         self._progress.checkpoint = number
         self._refusals.told_later(self._progress.report)
 
     def announce(self, version: PolicyVersion) -> bool:
         """The same as :meth:`rlbuffer.client.buffer.Policy.announce`, repeated to a server that has lost writes."""
+        if not isinstance(version, PolicyVersion):
+            raise InvalidArgument(f"announce: expected a PolicyVersion, got {shown(version)}")
         return self._progress.announce(version)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
@@ -330,6 +348,8 @@ class Reader:
 
         `rlbuffer train` sends each line of ``metrics.jsonl``. Of several records of a step the last one counts.
         """
+        if not isinstance(record, Mapping):
+            raise InvalidArgument(f"add_record: expected a mapping of figures, got {shown(record)}")
         self._store.add_record(record)
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,7 +357,17 @@ class Reader:
         return self._progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the step that `state` was taken at. Before :meth:`start`."""
+        """Continues after the step that `state` was taken at. Before :meth:`start`.
+
+        Raises:
+            CheckpointError: `state` is not what :meth:`state_dict` of a reader has given.
+            RlbufferError: the reader has begun already.
+        """
+        if self._is_started:
+            raise RlbufferError(
+                f"load_state_dict: the reader has begun already, at step {self.step}: load the state before its first "
+                "step"
+            )
         self._progress.load_state_dict(state)
 
     def is_trained(self) -> bool:

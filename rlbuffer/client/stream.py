@@ -27,10 +27,10 @@ import numpy as np
 
 from rlbuffer.client.progress import remembered
 from rlbuffer.client.reader import ANYTHING, Reader, check_feeds
-from rlbuffer.errors import PayloadError, RlbufferError
+from rlbuffer.errors import CheckpointError, InvalidArgument, PayloadError, RlbufferError
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.process.garbage_collection import without_garbage_collection
-from rlbuffer.records.checks import as_integer, as_text
+from rlbuffer.records.checks import as_integer, as_text, shown
 from rlbuffer.records.policy_version import MAX_LABEL, PolicyVersion
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.step_header import StepHeader
@@ -245,6 +245,7 @@ class Stream:
 
         Raises:
             RlbufferError: it was resumed already.
+            CheckpointError: `state` is another thing.
             ConfigError: the run plans rows for ranks.
             ResumeRefused: the run does not reach to that place.
         """
@@ -255,6 +256,9 @@ class Stream:
             trainer = self._store.trainer()
             self.reader.start(resume_step=trainer.trained)
         else:
+            if not isinstance(state, Mapping) or (lacking := {"reader", "part", "unused", "version"} - state.keys()):
+                what = shown(state) if not isinstance(state, Mapping) else f"one without {min(lacking)!r}"
+                raise CheckpointError(f"resume: expected what `state` of a stream was, got {what}")
             self.reader.load_state_dict(state["reader"])
             self.reader.start()
             self._part = as_integer("state: part", state["part"], low=0)
@@ -304,14 +308,14 @@ class Stream:
         A server that takes no writes for now (a full disk, a failover) hears it as soon as it does.
 
         Raises:
-            ValueError: `place` was not taken, or an id of `unused` is in no group that waits for its acknowledgement,
-                or in several.
+            InvalidArgument: `place` was not taken, or an id of `unused` is in no group that waits for its
+                acknowledgement, or in several.
             AttemptFenced: a newer attempt has taken over.
         """
         place, part = as_integer("trained: place", place, low=0), as_integer("trained: part", part, low=0)
         with self._lock:
             if place >= self._next:
-                raise ValueError(f"trained: place {place} was not taken: the last one is {self._next - 1}")
+                raise InvalidArgument(f"trained: place {place} was not taken: the last one is {self._next - 1}")
             for rollout_id in unused:
                 self._holder(rollout_id).unused.add(rollout_id)
             done = [self._held.pop(number) for number in sorted(self._held) if number <= place]
@@ -331,7 +335,7 @@ class Stream:
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
-            ValueError: the label is longer than 64 characters.
+            InvalidRollout: the label is longer than 64 characters.
         """
         name = as_text("version: label", str(label), limit=MAX_LABEL)
         if not self._is_resumed:
@@ -369,7 +373,9 @@ class Stream:
         self.reader.checkpointed(self._place if place is None else place, oldest_kept=oldest_kept)
 
     def finished(self) -> None:
-        """Says that the trainer has made its steps, so that whoever looks later hears it."""
+        """Says that the trainer has made its last update: the run has ended, as :meth:`rlbuffer.Reader.finished` says.
+
+        A ``with`` block says it when it is left without an exception."""
         self.reader.finished()
 
     def close(self) -> None:
@@ -382,7 +388,7 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.reader.__exit__(kind, error, trace)
 
     def _holder(self, rollout_id: str) -> _Held:
         holders = [held for held in self._held.values() if rollout_id in held.tokens]
@@ -393,7 +399,7 @@ class Stream:
             if holders
             else "no group that is taken and not acknowledged has it"
         )
-        raise ValueError(f"trained: unused rollout {rollout_id!r}: {why}")
+        raise InvalidArgument(f"trained: unused rollout {rollout_id!r}: {why}")
 
 
 def _largest_max_age(meta: Meta) -> int:

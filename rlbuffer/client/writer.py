@@ -9,14 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, overload
 
+from rlbuffer.client.arguments import duration, env_name, items_of, whole_number
 from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import EnvDone, InvalidRollout, RlbufferError, ServerRefused, UnknownLabel
+from rlbuffer.errors import (
+    EnvDone,
+    InvalidArgument,
+    InvalidRollout,
+    RlbufferError,
+    ServerRefused,
+    UnknownLabel,
+)
 from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
-from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.rollout import Rollout, without_logprobs
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.records import Asked
@@ -113,8 +120,8 @@ class Writer:
         self.ticket_seconds = TICKET_SECONDS if terms.ticket_seconds is None else terms.ticket_seconds
         """How long tickets stay out without renewal."""
         if not 0 < self.ticket_seconds <= LONGEST_TICKET_SECONDS:
-            raise ValueError(
-                f"Writer: ticket_seconds = {self.ticket_seconds:g} must be above 0 and at most "
+            raise InvalidArgument(
+                f"writer: ticket_seconds = {self.ticket_seconds:g} must be above 0 and at most "
                 f"{LONGEST_TICKET_SECONDS:g}: renew tickets (`renew`) while you sample for longer"
             )
         self._section, self._known_end = terms.section, terms.known_end
@@ -162,18 +169,15 @@ class Writer:
         Raises:
             EnvDone: the env has an end, all its tickets were given, and none is out: leave the loop.
             RunEnded: an EnvDone; the trainer has made its last step.
-            ValueError: `env` is not an env name, or `n` is below 1.
+            InvalidArgument: an argument is of another kind, or outside its range.
         """
-        if not isinstance(env, str) or not ENV_NAME.match(env):
-            raise ValueError(f"take: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
-        if n < 1:
-            raise ValueError(f"take: n = {n} must be at least 1")
-        for name, value in (("size", size), ("hold", hold)):
-            if value is not None and value < 0:
-                raise ValueError(f"take: {name} = {value} must not be negative")
+        env, n = env_name("take: env", env), whole_number("take: n", n, low=1)
+        size = None if size is None else whole_number("take: size", size, low=0)
+        hold = whole_number("take: hold", hold, low=0)
+        seconds = None if timeout_seconds is None else duration("take: timeout_seconds", timeout_seconds)
         if not wait:
-            timeout_seconds = 0.0
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+            seconds = 0.0
+        deadline = None if seconds is None else time.monotonic() + seconds
         pauses, long = pauses_between_asks(), LongWait(self._store)
         while True:
             numbers = self._take(env, n, size, max(0, hold - self._still_out(env)))
@@ -261,20 +265,20 @@ class Writer:
     def renew(self, tickets: Iterable[Ticket]) -> None:
         """Keeps tickets out for another `ticket_seconds`; a worker does so while it samples."""
         until = time.monotonic() + self.ticket_seconds
-        for env, numbers in _by_env(tickets).items():
+        for env, numbers in _by_env("renew", tickets).items():
             self._store.renew_tickets(env, numbers, ttl_seconds=self.ticket_seconds)
             out = self._out.get(env, {})
             out.update((number, until) for number in numbers if number in out)
 
     def release(self, tickets: Iterable[Ticket]) -> None:
         """Gives tickets back unused: their prompts are taken first by whoever asks next."""
-        for env, numbers in _by_env(tickets).items():
+        for env, numbers in _by_env("release", tickets).items():
             self._store.release_tickets(env, numbers)
             self._settled(env, numbers)
 
     def skip(self, tickets: Iterable[Ticket]) -> None:
         """Closes tickets without a group: nothing is sampled for their numbers, now or later."""
-        for env, numbers in _by_env(tickets).items():
+        for env, numbers in _by_env("skip", tickets).items():
             self._store.close_tickets(env, numbers)
             self._settled(env, numbers)
 
@@ -334,7 +338,7 @@ class Writer:
                 outcomes.
             RunGone: the run was reset while this writer was at work.
         """
-        pushes = [(_checked(group, "push_many"), "") for group in groups]
+        pushes = [(_checked(group, "push_many"), "") for group in as_items("push_many", groups)]
         outcomes = self._producer.push(pushes, _sequence("push_many", sequence))
         self._have_left(group for group, _ in pushes)
         return outcomes
@@ -367,8 +371,7 @@ class Writer:
             ServerUnreachable, ServerRefused: as :meth:`push`, which settles what was left first.
             RunGone: the run was reset while this writer was at work.
         """
-        if not isinstance(env, str) or not ENV_NAME.match(env):
-            raise ValueError(f"done: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
+        env = env_name("done: env", env)
         self._producer.say_last(lambda epoch: self._store.say_done(env, epoch=epoch))
 
     def _group(self, given: Group | Ticket, rollouts: Iterable[Rollout] | None, fields: Mapping[str, Any]) -> Group:
@@ -439,8 +442,8 @@ def _tickets(env: str, numbers: Iterable[int]) -> list[Ticket]:
     return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
 
 
-def _by_env(tickets: Iterable[Ticket]) -> dict[str, list[int]]:
+def _by_env(method: str, tickets: Iterable[Ticket]) -> dict[str, list[int]]:
     numbers: dict[str, list[int]] = {}
-    for ticket in tickets:
+    for ticket in items_of(method, tickets, Ticket):
         numbers.setdefault(ticket.env, []).append(ticket.number)
     return numbers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.checks import MAX_NUMBER
+from rlbuffer.records.checks import MAX_NUMBER, shown
 
 COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 MAX_DIMENSIONS = 8
@@ -55,6 +55,8 @@ def as_column(
     if dtype is None and array.dtype not in COLUMN_DTYPES:
         if array.dtype.kind in "iuf":
             array = array.astype(array.dtype.newbyteorder("<"))
+        if array.dtype.kind in "OUS" and not all(isinstance(value, int | float) for value in array.flat):
+            raise _other_kind(label, "numbers", array)
         if array.dtype not in COLUMN_DTYPES:
             raise InvalidRollout(f"{label}: dtype {array.dtype} is not supported")
     if array.ndim > MAX_DIMENSIONS:
@@ -99,17 +101,31 @@ def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]
     if not array.size:  # `[]` is float64 to numpy, and nothing is of any kind
         return np.empty(array.shape, dtype)
     if dtype.kind == "i" and array.dtype.kind not in "iu":
-        raise InvalidRollout(f"{label}: expected integers, got {array.dtype}")
+        raise _other_kind(label, "integers", array)
     if dtype.kind == "b" and not (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all()):
-        raise InvalidRollout(f"{label}: expected booleans, got {array.dtype}")
+        raise _other_kind(label, "booleans", array)
     if dtype.kind == "f" and array.dtype.kind not in "fiu":
-        raise InvalidRollout(f"{label}: expected numbers, got {array.dtype}")
+        raise _other_kind(label, "numbers", array)
     if dtype.kind == "i":
         low, high = int(array.min()), int(array.max())
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise InvalidRollout(f"{label}: {low}..{high} does not fit {dtype}")
     with np.errstate(over="ignore"):
         return array.astype(dtype)
+
+
+def _other_kind(label: str, expected: str, array: NDArray[Any]) -> InvalidRollout:
+    """The refusal of values that are of another kind; it names the first of them."""
+    are_right: Mapping[str, Callable[[Any], bool]] = {
+        "integers": lambda value: isinstance(value, int),
+        "numbers": lambda value: isinstance(value, int | float),
+        "booleans": lambda value: value in (0, 1),
+    }
+    values = array.reshape(-1).tolist()
+    at = next((i for i, value in enumerate(values) if not are_right[expected](value)), 0)
+    place = f" at position {at}" if array.ndim else ""
+    remedy = ": text: tokenize it first" if label == "column tokens" and isinstance(values[at], str | bytes) else ""
+    return InvalidRollout(f"{label}: expected {expected}, got {shown(values[at])} ({array.dtype}){place}{remedy}")
 
 
 def _first(bad: NDArray[np.bool_]) -> int:

@@ -127,7 +127,11 @@ def infos_of(rollouts: Sequence[Rollout]) -> tuple[RolloutInfo, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Leave to sample one group now: number ``n`` of an env is its n-th prompt."""
+    """Leave to sample one group now: number ``n`` of an env is its n-th prompt.
+
+    Raises:
+        InvalidRollout: a field is of another kind.
+    """
 
     env: str
     """The env whose prompt it is."""
@@ -135,6 +139,13 @@ class Ticket:
     """Number of the ticket, from 0; the group samples prompt ``number`` of the env's order."""
     group_id: str
     """``<env>.<number>``."""
+
+    def __post_init__(self) -> None:
+        for name, pattern in (("env", ENV_NAME), ("group_id", GROUP_ID)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not pattern.match(value):
+                raise InvalidRollout(f"ticket: {name}: expected {pattern.pattern[:-2]}, got {shown(value)}")
+        object.__setattr__(self, "number", as_integer("ticket: number", self.number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidLoss, PackingError
-from rlbuffer.records.checks import shown
+from rlbuffer.records.checks import as_integer, shown
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.memory import empty
 from rlbuffer.records.states import ClosedBy
@@ -304,6 +304,8 @@ class MicroBatch:
         Raises:
             PackingError: `values` do not have T rows.
         """
+        if not hasattr(values, "__len__"):
+            raise PackingError(f"unpack: expected {self.length} values, got {shown(values)}")
         if len(values) != self.length:
             raise PackingError(f"unpack: {len(values)} values do not match {self.length} tokens")
         bounds = _on_host(self.cu_seqlens)
@@ -381,7 +383,11 @@ class MicroBatch:
         """
         import torch
 
-        move = partial(_move, device=torch.device(device), non_blocking=non_blocking)
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise PackingError(f"to: {shown(device)} is no device: 'cpu', 'cuda', 'cuda:1' or a torch.device") from None
+        move = partial(_move, device=place, non_blocking=non_blocking)
         names = "input_ids", "cu_seqlens", "loss_mask", "logprobs"
         stored: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
         columns, lacking = ({k: move(v) for k, v in table.items()} for table in (self.columns, self.lacking))
@@ -528,6 +534,8 @@ def _padded(
     micro_batches: Sequence[MicroBatch], *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1
 ) -> Padded:
     """The rollouts of these micro-batches, which are on the host, in their order; `rows` rows or more."""
+    rows = as_integer("padded: rows", rows)
+    pad_to_multiple_of = as_integer("padded: pad_to_multiple_of", pad_to_multiple_of, low=1)
     first = micro_batches[0]
     longest = max([s.length for m in micro_batches for s in m.samples], default=first.length)
     length = longest + -longest % pad_to_multiple_of

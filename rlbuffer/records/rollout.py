@@ -49,6 +49,7 @@ MIN_LOGPROB = np.float32(-104.0)
 """In float32 e^-104 is 0: no sampler draws such a token. What is below is a stand-in for a logprob that is missing."""
 MIN_OTHER_LOGPROB = np.float32(-1000.0)
 """The same for columns of other models, which have not sampled the token: below it is a stand-in, too."""
+_TAKEN_BY_TURNS = (*REQUIRED_COLUMNS, "version_spans", "turns", "reward")
 MAX_SEQUENCES = 256
 """Sequences of one rollout."""
 AT_LIMIT = "length"
@@ -99,7 +100,8 @@ class TokenSequence:
         if length == 0:
             raise InvalidRollout("column tokens: empty")
         if self.tokens.item(self.tokens.argmin()) < 0:
-            raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
+            at = int(np.argmax(self.tokens < 0))
+            raise InvalidRollout(f"column tokens: negative token id {self.tokens[at]} at position {at}")
         columns = as_arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
             if array.ndim == 0 or len(array) != length:
@@ -129,7 +131,7 @@ class TokenSequence:
         Each turn is a mapping with ``role`` and ``tokens`` [n], and optionally ``logprobs`` [n], ``policy_version``
         (else the one given), ``reward`` and ``metadata``.
         """
-        return cls(**_of_turns(turns, policy_version), **fields)
+        return cls(**_of_turns(turns, policy_version), **_further_fields(cls, fields))
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -274,7 +276,7 @@ class Rollout(TokenSequence):
         cls, turns: Sequence[Mapping[str, Any]], *, reward: float | None, policy_version: int, **fields: Any
     ) -> Rollout:
         """Builds a rollout of one sequence from turns in order, as :meth:`TokenSequence.from_turns`."""
-        return cls(reward=reward, **_of_turns(turns, policy_version), **fields)
+        return cls(reward=reward, **_of_turns(turns, policy_version), **_further_fields(cls, fields))
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TokenSequence], *, reward: float | None, **fields: Any) -> Rollout:
@@ -312,7 +314,8 @@ class Rollout(TokenSequence):
             if mask.any():
                 further.append(_masked(sequence, mask))
         given = {name: getattr(main, name) for name in _SEQUENCE_NAMES}
-        return cls(**given, reward=reward, further=tuple(further), **fields)
+        free = _further_fields(cls, fields, (*_SEQUENCE_NAMES, "reward", "further"))
+        return cls(**given, reward=reward, further=tuple(further), **free)
 
 
 _NAMES, _SEQUENCE_NAMES = ([f.name for f in fields(record)] for record in (Rollout, TokenSequence))
@@ -379,6 +382,17 @@ def _of_turns(turns: Sequence[Mapping[str, Any]], policy_version: int) -> dict[s
         "version_spans": tuple(spans) or (VersionSpan(policy_version, 0, position),),
         "turns": tuple(marks),
     }
+
+
+def _further_fields(
+    record: type[TokenSequence], given: Mapping[str, Any], taken: Sequence[str] = _TAKEN_BY_TURNS
+) -> Mapping[str, Any]:
+    """`given`, fields of a record that what it is built from has not `taken`. Raises InvalidRollout."""
+    known = record.__dataclass_fields__
+    if unknown := [name for name in given if name in taken or name not in known]:
+        free = ", ".join(name for name in known if name not in taken)
+        raise InvalidRollout(f"{unknown[0]!r} is no further field of a {record.__name__}: {free}")
+    return given
 
 
 def _as_further(given: Any) -> tuple[TokenSequence, ...]:

@@ -9,6 +9,7 @@ from rlbuffer.errors import (
     AttemptFenced,
     AttemptForgotten,
     EpochChanged,
+    InvalidArgument,
     ResumeRefused,
     ResumeRetired,
     RlbufferError,
@@ -148,7 +149,7 @@ class TrainerStore(Member):
         Raises AttemptFenced, RunGone.
         """
         if version.version < 0:
-            raise ValueError(f"policy version {version.version} must not be negative")
+            raise InvalidArgument(f"announce: policy version {version.version} must not be negative")
         labels = [dict(version.labels)] if version.labels else []
         record = payload.dumps([version.location, version.size, version.checksum, *labels])
         keys = self.keys

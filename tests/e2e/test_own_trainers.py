@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import waits
 from homes import Home
 from own_ranks import started
 from tiny_tokenizer import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlbuffer
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.model import TINY_QWEN3
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -46,8 +50,8 @@ def rewards(buffer: rlbuffer.Buffer) -> list[float]:
     return [record["reward"] for record in reversed(buffer.store.history()) if record["event"] == "step"]
 
 
-def begin(home: Home, settings: str = CONFIG) -> None:
-    """The examples, a fresh model, a batcher and a worker."""
+def begin(home: Home, settings: str = CONFIG, *, worker: bool = True) -> Any:
+    """The examples, a fresh model, a batcher and a worker. -> the worker's process; None without."""
     for path in EXAMPLES.glob("*.py"):
         shutil.copy(path, home.path)
     config = home.path / "own.toml"
@@ -56,7 +60,8 @@ def begin(home: Home, settings: str = CONFIG) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_QWEN3))
     model.save_pretrained(home.path / "model")
     home.start("serve", "--config", config, "--display", "plain", log="serve")
-    home.start("worker", "parity", "--config", config, "--display", "plain", log="worker")
+    command = "worker", "parity", "--config", config, "--display", "plain"
+    return home.start(*command, log="worker") if worker else None
 
 
 @pytest.mark.parametrize("example", ["plain_loop", "hf_trainer", "accelerate_loop", "trl_grpo"])
@@ -68,7 +73,7 @@ def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill
         assert needs != "trl" or os.environ.get("RLBUFFER_ADAPTERS") != "1", "trl must be there"
         pytest.skip(f"needs {needs}: {where}")
     ranks = 2
-    begin(home)
+    worker = begin(home)
     if needs == "trl":
         save_tokenizer(home.path / "model")
     with home.connect("own") as buffer:
@@ -82,6 +87,7 @@ def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill
             process.wait()
         again = started(home, example, *places, ranks=ranks)
         assert [home.ended(process, 100) for process in again] == [0] * ranks, home.logs()
+        assert home.ended(worker, 60) == 0, home.logs()
         attempt = store.trainer()
         assert attempt.trained == STEPS
         assert attempt.resume_step >= KILLED_AFTER // 10 * 10, "it went on from its checkpoint"
@@ -101,11 +107,11 @@ def test_the_documented_trainer_that_packs_for_itself_learns_and_goes_on_after_a
     with home.connect("own") as buffer:
         store, arguments = buffer.store, (home.path / "model", home.path / "out", STEPS)
         places = store.server()["address"], "own", *arguments
-        (begun,) = train(home, "stream_loop", *places, ranks=1)
+        (begun,) = started(home, "stream_loop", *places, ranks=1)
         home.wait_until(lambda: store.trainer().checkpoint > 0, seconds=100, why="a checkpoint")
         begun.kill()
         begun.wait()
-        (again,) = train(home, "stream_loop", *places, ranks=1)
+        (again,) = started(home, "stream_loop", *places, ranks=1)
         assert home.ended(again, 100) == 0, home.logs()
         attempt = store.trainer()
         assert attempt.resume_step > 0, "it went on from its checkpoint"
@@ -118,7 +124,7 @@ def test_the_documented_trainer_that_packs_for_itself_learns_and_goes_on_after_a
         assert sum(earned[:tenth]) / tenth < sum(earned[-tenth:]) / tenth, earned
 
 
-AROUND = """
+TRAINER = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -126,31 +132,57 @@ from plain_loop import loss_of as loss
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-rank, world_size, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), 3
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="eager")
-ddp = model
-if world_size > 1:
-    dist.init_process_group("gloo")
-    ddp = DistributedDataParallel(model)
+dist.init_process_group("gloo")
+ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+
+def save(model, optimizer, place):
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "place": place}, "saved.pt")
 """
-"""Parts that the README leaves to the reader: a model, a loss, an optimizer."""
+"""Parts that the README leaves to the reader: a model, a loss, an optimizer, a checkpoint."""
 END = """
-if dist.is_initialized():
-    dist.destroy_process_group()
+dist.destroy_process_group()
 """
 """And the end: threads of gloo outlive main otherwise, and may abort the process."""
+WORKER = """
+import random
+
+def sample(number, n):
+    for _ in range(n):
+        tokens = [random.randrange(10, 13) for _ in range(2)]
+        yield [number % 10], tokens, [-1.1, -1.1], float(tokens[0] == 10 + number % 2)
+"""
+"""The engine, and the reward."""
 
 
-def test_the_readmes_lines_train_as_they_are(home: Home) -> None:
-    begin(home)
+def of_readme(heading: str, changes: Mapping[str, str]) -> str:
+    """The lines below a heading, which are at most twelve, with other names in them."""
     readme = (EXAMPLES.parents[1] / "README.md").read_text()
-    lines = readme.partition("## Your own trainer")[2].partition("```python\n")[2].partition("```")[0]
+    lines = readme.partition(heading)[2].partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in lines.splitlines() if line.strip()]) <= 12
+    for theirs, ours in changes.items():
+        assert lines.count(theirs) == 1
+        lines = lines.replace(theirs, ours)
+    return lines
+
+
+def test_the_readmes_worker_and_trainer_run_as_they_are_to_the_end_of_the_run(home: Home) -> None:
+    """Nobody is asked to stop: the trainer's end is heard by the worker, and by whoever looks."""
+    begin(home, worker=False)
     with home.connect("own") as buffer:
-        changes = {'"redis://host:6379"': repr(buffer.store.server()["address"]), '"math"': '"own"', '"cuda"': '"cpu"'}
-        for theirs, ours in changes.items():
-            assert lines.count(theirs) == 1
-            lines = lines.replace(theirs, ours)
-        (home.path / "readme.py").write_text(AROUND + lines + END)
-        assert [home.ended(process, 60) for process in started(home, "readme", ranks=2)] == [0, 0], home.logs()
+        places = {'"redis://host:6379"': repr(buffer.store.server()["address"]), '"math"': '"own"'}
+        trainer = of_readme("## Your own trainer", places | {'"cuda"': '"cpu"', "last=200": "last=3"})
+        (home.path / "trainer.py").write_text(TRAINER + trainer + END)
+        (home.path / "worker.py").write_text(WORKER + of_readme("## Your own worker", places))
+        worker = home.start_python(str(home.path / "worker.py"), log="own-worker")
+        ranks = started(home, "trainer", ranks=2)
+        assert [home.ended(process, 100) for process in ranks] == [0, 0], home.logs()
+        assert home.ended(worker, 60) == 0, home.logs()
         assert (buffer.store.trainer().trained, buffer.policy.version) == (3, 3)
+        assert torch.load(home.path / "saved.pt")["place"]["step"] == 3
+        home.wait_until(lambda: buffer.store.meta().retired == 3, seconds=30, why="what is saved is let go of")
+        ended = Waiting(kind=Wait.ENDED, step=3)
+        home.wait_until(lambda: waits.said(buffer.store) == ended, seconds=30, why="the run has ended")

@@ -236,9 +236,9 @@ def test_what_is_no_group_or_no_env_is_refused_at_the_writer(url: str) -> None:
             writer.push(rlbuffer.testing.make_group(), rollouts)  # type: ignore[call-overload]
         with pytest.raises(InvalidRollout, match=r"^push: 'answers' is no field of a Group: prompt_id, "):
             writer.push(ticket, rollouts, answers="42")
-        with pytest.raises(ValueError, match=r"^take: env must be .*, got 'a b'$"):
+        with pytest.raises(ValueError, match=r"^take: env: expected the name of an env, .*, got 'a b'$"):
             writer.take("a b")
-        with pytest.raises(ValueError, match=r"^take: n = 0 must be at least 1$"):
+        with pytest.raises(ValueError, match=r"^take: n: expected an integer from 1 on, got 0$"):
             writer.take("a", 0)
         assert buffer.ledger().envs == {}
 

@@ -168,7 +168,7 @@ LIES: tuple[tuple[str, str, bytes, str], ...] = (
     ("huge logprob", "logprobs", struct.pack("<f", -1e13), "the number at position 0 is beyond the limit of 1e+12"),
     ("stand-in for a logprob", "logprobs", struct.pack("<f", -9999.0), "column logprobs: -9999 at position 0 is below"),
     ("logprob above 0", "logprobs", struct.pack("<f", 0.25), "column logprobs: 0.25 at position 0 is above 0"),
-    ("negative token", "tokens", struct.pack("<i", -5), "column tokens: negative token id at position 0"),
+    ("negative token", "tokens", struct.pack("<i", -5), "column tokens: negative token id -5 at position 0"),
     ("token of no model", "tokens", struct.pack("<i", 512), "token 512 is outside of the model's vocabulary of 512"),
     ("first token trained", "loss_mask", b"\x01", "column loss_mask: the first token cannot be trained"),
     ("mark of no boolean", "loss_mask", MARKS, f"column loss_mask: not a boolean at position {len(MARKS) - 1}"),

@@ -158,9 +158,9 @@ def test_a_writer_says_it_after_what_it_has_pushed_and_checks_the_name(run: Run)
     assert run.store.sources().done == {"a"}
     with pytest.raises(EnvDone):
         writer.take("a", timeout_seconds=0)
-    with pytest.raises(ValueError, match=r"done: env must be \[A-Za-z0-9_.-\]\{1,64\}, got 'a b'"):
+    with pytest.raises(ValueError, match=r"done: env: expected the name of an env, .*, got 'a b'"):
         writer.done("a b")
-    with pytest.raises(ValueError, match="take: size = -1 must not be negative"):
+    with pytest.raises(ValueError, match="take: size: expected an integer from 0 on, got -1"):
         writer.take("a", size=-1)
 
 
