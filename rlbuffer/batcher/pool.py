@@ -31,6 +31,8 @@ from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 
+STALE_SECONDS = 20.0
+"""An env that loses all it sends as stale for so long is told of."""
 TOMBSTONE_SECONDS = 3600.0
 """Seconds that a closed group is remembered at least, so that a late part of it is known as late; and for some
 steps."""
@@ -62,6 +64,7 @@ class EnvGroups:
         "forming_tokens",
         "lanes",
         "lost",
+        "lost_at",
         "needs",
         "ready_groups",
         "ready_rollouts",
@@ -87,9 +90,16 @@ class EnvGroups:
         self.ready_tokens = 0
         self.lost = ""
         """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
+        self.lost_at = 0.0
+        """When the first of these was dropped, on the pool's clock."""
         self.repeated = 0
         """Rollouts since then that came again, or of groups that are gone. Fewer than a group has are stragglers of one
         that trained."""
+
+    def loss(self, now: float) -> str:
+        """`lost`, where that is worth a word: some stale groups are normal, and none but stale ones is not."""
+        is_passing = self.lost.startswith(f"{Reason.STALE}:") and now - self.lost_at < STALE_SECONDS
+        return "" if is_passing else self.lost
 
     def lane(self, adapter: str) -> Lane:
         """The adapter's groups."""
@@ -480,6 +490,8 @@ class Pool:
             env.repeated += drop.rollouts
             if env.repeated + (0 if group is None else group.arrived) < planned_size:
                 return
+        if not env.lost:
+            env.lost_at = self.now
         env.lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:

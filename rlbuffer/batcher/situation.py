@@ -216,7 +216,7 @@ def _env(
     if not env:
         return Waiting(kind=kind, step=step, done=done, is_stream=known.config.is_stream)
     cause, detail = _cause(known, env)
-    dropped = known.pool.env(env).lost
+    dropped = known.pool.env(env).loss(known.pool.now)
     dead = known.patience.dead(known.pool.now).get(env)
     if dead is not None:
         seconds = float(round(dead))
@@ -255,7 +255,7 @@ def _env(
 def _cause(known: Situation, env: str) -> tuple[str, str]:
     """Why nothing more of `env` is there, as far as the pool tells: ("", "") where it is a matter of who samples it."""
     pool = known.pool.env(env)
-    if pool.lost:
+    if pool.loss(known.pool.now):
         return Cause.DROPPED, ""
     needs = sorted(need for need, groups in pool.needs.items() if groups)
     if needs and all(group.is_whole for group in pool.forming.values()):

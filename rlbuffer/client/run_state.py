@@ -9,7 +9,7 @@ from typing import Any
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.state.heartbeats import KINDS, LEADER, Process, batcher_waiting, run_problems
+from rlbuffer.state.heartbeats import KINDS, LEADER, Process, batcher_waiting, is_starting, run_problems
 from rlbuffer.state.metric import said_in
 from rlbuffer.state.run_state import ACCOUNTS, Amount, EnvState, RunState, ServerState, env_said
 from rlbuffer.state.step_record import StepRecord
@@ -73,7 +73,8 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
     processes, leader = _processes(beats, at)
     is_led = (number(until) or 0) > at * 1000
     first = next((p for p in processes if p.kind == "batcher" and p.name == LEADER), None)
-    waiting = batcher_waiting(first, is_led=is_led, error="" if is_led else meta.error)
+    fatal = "" if is_led else meta.error
+    waiting = batcher_waiting(first, is_led=is_led, error=fatal, is_starting=is_starting(processes))
     strange = Problem(kind=Trouble.UNREADABLE, count=len(unreadable), detail=unreadable[0]) if unreadable else None
     return RunState(
         run=store.run,

@@ -44,7 +44,7 @@ from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.env_causes import explained
-from rlbuffer.state.heartbeats import Process, processes, worker_problems
+from rlbuffer.state.heartbeats import KINDS, Process, is_starting, processes, while_starting, worker_problems
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Look
 
@@ -53,8 +53,6 @@ LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 BURST_SECONDS = 0.002
 """Time that a turn leaves to what is pushed together with what woke it: another look costs less than another turn."""
-KINDS = ("worker", "scorer", "rank")
-"""Processes whose heartbeats the leader looks at, once a second."""
 
 
 class Tenure:
@@ -123,7 +121,7 @@ class Leadership:
         )
         self._beats: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
         """Kind -> heartbeats."""
-        self._workers: tuple[Process, ...] = ()
+        self._processes: tuple[Process, ...] = ()
         self._beats_at = self._published = float("-inf")
         self._allowances: Mapping[str, int] = {}
         self._is_idle = False
@@ -181,7 +179,7 @@ class Leadership:
         look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
         if is_due:
             self._beats, self._beats_at = look.beats, now
-            self._workers = processes("worker", look.beats["worker"])
+            self._processes = tuple(each for kind, beats in look.beats.items() for each in processes(kind, beats))
         if look.entries:
             time.sleep(BURST_SECONDS)
             look = self._pending.look()
@@ -298,7 +296,9 @@ class Leadership:
             self._teller.step(header, round(1000 * seconds, 2), plan.flat)
 
     def _say(self, waiting: Waiting | None) -> None:
-        waiting = explained(waiting, self._workers, self._pending.batcher.silence(self._pending.now))
+        workers = [process for process in self._processes if process.kind == "worker"]
+        waiting = explained(waiting, workers, self._pending.batcher.silence(self._pending.now))
+        waiting = while_starting(waiting, self._processes)
         if waiting is not None:
             waiting = full_disk(self._beats.get("rank", {})) or waiting
         missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))
@@ -312,7 +312,7 @@ class Leadership:
                 *missing,
                 *self._doubts.problems(),
             ],
-            worker_problems(self._workers, waiting),
+            worker_problems(workers, waiting, is_starting=is_starting(self._processes)),
         )
 
     def _state(self) -> dict[str, Any]:

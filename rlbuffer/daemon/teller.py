@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
@@ -45,6 +46,8 @@ class Teller:
         self._waiting: Waiting | None = None
         self._waits_since = self._said_at = float("-inf")
         """Monotonic: when the waiting began, and when it was last said."""
+        self._lasts: tuple[tuple[str, ...] | None, float] = None, float("-inf")
+        """What is waited for, and since when (monotonic)."""
         self._lasting = Lasting()
         self._beat_at = float("-inf")
         """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
@@ -80,6 +83,11 @@ class Teller:
         """
         own = [*own, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
+        if waiting is None or waiting.key != self._lasts[0]:
+            self._lasts = None if waiting is None else waiting.key, now
+        elif waiting.kind is Wait.VERSION:
+            # A trainer publishes a moment after its step: only a version that lasts is a trouble.
+            waiting = replace(waiting, seconds=(now - self._lasts[1]) // 10 * 10)
         self._say_waiting(waiting, now)
         for problem in [*own, *others]:
             if self._lasting.is_due(problem.key, now):

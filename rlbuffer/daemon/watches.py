@@ -203,7 +203,12 @@ class TrainerWord(Watch):
             at = look.trainer.at
             is_under_way = at == trained > look.trainer.resume_step  # it has trained a new step
             why = Waiting(
-                kind=Wait.TRAINER_BUSY, step=step, trained=trained, limit=lookahead, at=-1 if is_under_way else at
+                kind=Wait.TRAINER_BUSY,
+                step=step,
+                trained=trained,
+                limit=lookahead,
+                at=-1 if is_under_way else at,
+                checkpoint=0 if is_under_way else look.trainer.resume_step,
             )
         else:
             why = in_hand(look)

@@ -8,12 +8,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.identity import identity, named
-from rlbuffer.records.waiting import Problem, Trouble, Waiting
+from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
@@ -166,3 +167,50 @@ class Heartbeats(ABC):
 
     def _note(self) -> None:
         self._seen.append((time.monotonic(), self.rollouts, self.tokens))
+
+
+class Starting(Heartbeats):
+    """Those of a process that loads what it works with, until the ones of its work take their place.
+
+    Args:
+        tell: sends a heartbeat. -> the one before it under this name.
+        what: it loads.
+        more: fields of the record.
+    """
+
+    def __init__(
+        self, tell: Callable[[dict[str, Any]], Mapping[str, Any] | None], what: str, more: Mapping[str, Any]
+    ) -> None:
+        super().__init__("rlbuffer-starting")
+        self._send, self._what, self._more = tell, what, more
+
+    def record(self) -> dict[str, Any]:
+        """The content of a heartbeat; msgpack types."""
+        seconds = round(time.time() - self._started, 1)
+        waiting = Waiting(kind=Wait.STARTING, seconds=seconds, detail=self._what)
+        return {**super().record(), **self._more, "waiting": waiting.record()}
+
+    def leave(self) -> None:
+        """Ends without a goodbye: the process goes on."""
+        self._is_heard = False
+        super().close()
+
+    def _renew(self) -> None:
+        """Nothing is held yet."""
+
+    def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        return self._send({**record, "left": record["left"] and self._is_heard})
+
+
+@contextmanager
+def starting(tell: Callable[[dict[str, Any]], Mapping[str, Any] | None], what: str, **more: Any) -> Iterator[None]:
+    """Says by heartbeats that this process starts, while the block loads what it works with; says goodbye where that
+    fails. The arguments are those of :class:`Starting`."""
+    beats = Starting(tell, what, more)
+    beats.start()
+    try:
+        yield
+    except BaseException:
+        beats.close()
+        raise
+    beats.leave()

@@ -19,6 +19,7 @@ from rlbuffer.records.checks import escaped
 class Wait(StrEnum):
     """What is waited for; :func:`_sentence` says each. Who reads makes `UNHEARD` and `NO_BATCHER`."""
 
+    STARTING = "starting"
     NO_TRAINER = "no_trainer"
     UNHEARD = "unheard"
     TRAINER_GONE = "trainer_gone"
@@ -55,11 +56,22 @@ class Wait(StrEnum):
 NORMAL = frozenset(
     {
         *(Wait.TRAINER_BUSY, Wait.NOT_TAKEN, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND),
-        *(Wait.LAST_STEP, Wait.BUILDING, Wait.STEP, Wait.TICKET, Wait.LOADING, Wait.NO_NEED, Wait.DRAINING),
+        *(
+            Wait.STARTING,
+            Wait.LAST_STEP,
+            Wait.BUILDING,
+            Wait.STEP,
+            Wait.TICKET,
+            Wait.LOADING,
+            Wait.NO_NEED,
+            Wait.DRAINING,
+        ),
         *(Wait.STOPPED, Wait.ENDED),
     }
 )
 """Nobody need do anything unless a problem stands beside it."""
+STARTING_SECONDS = 60.0
+"""Who was started less than this ago is not missing, and what a trainer owes for less than this is no trouble."""
 FINAL = frozenset({Wait.STOPPED, Wait.ENDED, Wait.FAILED})
 """True although no batcher is at work."""
 FOR_GROUPS = frozenset({Wait.ENV_SHORT, Wait.FILLING, Wait.ENV_DEAD})
@@ -157,6 +169,8 @@ class Waiting(_Said):
     """Why the env's last group was dropped, while none has become ready since."""
     at: int = -1
     """Step that the trainer's state contains, while it has trained none since it began or trains some again."""
+    checkpoint: int = 0
+    """Step of the checkpoint that the trainer has gone on from; 0: its first weights."""
     cause: str = ""
     """The :class:`Cause` for which nothing more of `env` is there; "": nobody has looked."""
     detail: str = ""
@@ -172,7 +186,8 @@ class Waiting(_Said):
     @property
     def is_normal(self) -> bool:
         """Nobody need do anything unless a problem stands beside it."""
-        return self.kind in NORMAL and not self.dropped and self.cause not in UNWELL
+        is_soon = self.kind is Wait.VERSION and self.seconds < STARTING_SECONDS
+        return (is_soon or self.kind in NORMAL) and not self.dropped and self.cause not in UNWELL
 
     def __str__(self) -> str:
         return _sentence(replace(self, detail=clause(self.detail)))
@@ -231,7 +246,12 @@ def _long(seconds: float) -> str:
 
 def _sentence(w: Waiting) -> str:
     """What is waited for, with its values, and what to do."""
+    if w.kind in FOR_GROUPS and w.cause == Cause.NO_WORKER and not w.dropped:
+        # How full the step is matters to nobody then.
+        return _because(w) + (f" To go on without it: `rlbuffer env pause {w.env}`." * (w.kind is Wait.ENV_DEAD))
     match w.kind:
+        case Wait.STARTING:
+            return f"Starting{f', for {_long(w.seconds)} so far' if w.seconds else ''}: {w.detail}."
         case Wait.NO_TRAINER:
             return (
                 "No trainer has joined. One that was started loads its model first; else start `rlbuffer train`. If "
@@ -251,10 +271,7 @@ def _sentence(w: Waiting) -> str:
                 f"train` again: {goes_on}"
             )
         case Wait.TRAINER_BUSY:
-            return (
-                f"Step {w.step} is committed and waits for the trainer, at step {w.trained} (batcher.lookahead "
-                f"{w.limit}). {_pace(w)}"
-            )
+            return f"Step {w.step} is committed and waits for the trainer, {_pace(w)}"
         case Wait.NOT_TAKEN:
             return (
                 f"The trainer has not taken group {w.trained + 1} yet: those up to {w.step} are committed for it "
@@ -382,12 +399,12 @@ def _forming(w: Waiting) -> str:
 
 
 def _pace(w: Waiting) -> str:
-    """How the trainer comes along."""
-    if w.at < 0:
-        return "The trainer is the slower side."
-    if w.at < w.trained:
-        return f"It goes on from a checkpoint: it is at step {w.at}, and first trains those up to {w.trained} again."
-    return "It has begun there and not trained a step yet."
+    """How far the trainer is, and how it comes along."""
+    if 0 <= w.at < w.trained:
+        since = f"checkpoint {w.checkpoint}" if w.checkpoint else "its first weights"
+        return f"at {w.at} of {w.trained}, from {since}: it trains those steps again first."
+    pace = "The trainer is the slower side." if w.at < 0 else "It has begun there and not trained a step yet."
+    return f"at step {w.trained} (batcher.lookahead {w.limit}). {pace}"
 
 
 def _because(w: Waiting) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.process.identity import may_live, named
+from rlbuffer.records.waiting import STARTING_SECONDS, Wait, Waiting
 from rlbuffer.state.heartbeats import FRESH_SECONDS, SUPERVISOR
 from rlbuffer.store.member import Member
 
@@ -21,6 +23,8 @@ class Claim(Heartbeats):
     def __init__(self, store: Member, run: str) -> None:
         super().__init__("claim")
         self._store, self._name = store, run
+        self.loads = ""
+        """What must be loaded before most processes start."""
 
     def refuse_second(self, stop: threading.Event) -> None:
         """Waits until it is certain that no other supervisor is there; at once, unless one was last seen a moment ago.
@@ -50,6 +54,12 @@ class Claim(Heartbeats):
             "processes and share checkpoints. End that one first, or give this run another name (--run)",
             setting="run",
         )
+
+    def record(self) -> dict[str, Any]:
+        """In its first minute it says that all processes start: nobody need miss one of them."""
+        seconds = time.time() - self._started
+        waiting = Waiting(kind=Wait.STARTING, seconds=round(seconds, 1), detail=self.loads)
+        return super().record() | ({"waiting": waiting.record()} if seconds < STARTING_SECONDS else {})
 
     def _renew(self) -> None:
         """Nothing is held but the name."""

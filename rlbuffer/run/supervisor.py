@@ -234,6 +234,7 @@ class Supervisor:
         losses = buffer.store.losses()
         while not stop.is_set():
             claim.check()
+            claim.loads = "" if self._is_warm.is_set() else "torch is loaded first"
             if buffer.store.losses() != losses:
                 # The server may be back without what a worker pushed last: whoever is done looks again.
                 losses = buffer.store.losses()

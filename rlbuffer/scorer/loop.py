@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.details import stand_ins
 from rlbuffer.client.producer import Producer
@@ -34,6 +34,7 @@ from rlbuffer.errors import (
     RunGone,
     ServerRefused,
 )
+from rlbuffer.process.heartbeat import starting
 from rlbuffer.process.logs import fields
 from rlbuffer.process.progress import Progress
 from rlbuffer.process.signals import Stopped
@@ -88,16 +89,21 @@ def run_scorer(
         ConfigError: its model or function cannot be loaded.
         PackedForwardError: the model cannot be run packed.
     """
-    options = settings.score[key]
+    options, store = settings.score[key], buffer.store.role(ScorerStore)
     reference = None
     if options.model:
         from rlbuffer.scorer.reference import make_reference
 
-        reference = make_reference(settings, options)
+        def tell(record: dict[str, Any]) -> Mapping[str, Any] | None:
+            store.meta()  # RunGone where there is none: this begins none
+            return store.heartbeat("scorer", name, record)
+
+        with starting(tell, "it loads its model", gives=list(options.adds), envs=list(options.envs)):
+            reference = make_reference(settings, options)
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
-        buffer.store.role(ScorerStore).open_run()  # after what may be refused: a scorer that cannot work begins no run
+        store.open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, reference, rewards, stop)
         return await scorer.run()
 

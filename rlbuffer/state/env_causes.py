@@ -33,7 +33,7 @@ def explained(waiting: Waiting | None, workers: Collection[Process], heard: Mapp
 def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -> tuple[Cause, str]:
     """`env` "": any."""
     known = [worker for worker in workers if env in ("", worker.env)]
-    alive = [w for w in known if not w.has_stopped and w.seconds_ago <= SHOWN_SILENT_SECONDS]
+    alive = [w for w in known if not w.has_stopped and (w.seconds_ago <= SHOWN_SILENT_SECONDS or w.is_starting)]
     if any(map(_samples, alive)):
         return Cause.GENERATING, ""
     if alive:
@@ -53,7 +53,7 @@ def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -
 
 
 def _loads(worker: Process) -> bool:
-    return worker.waiting is not None and worker.waiting.kind is Wait.LOADING
+    return worker.waiting is not None and worker.waiting.kind in (Wait.LOADING, Wait.STARTING)
 
 
 def _troubles(worker: Process) -> list[Problem]:

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rlbuffer.records.waiting import AT_REST, FINAL, Problem, Trouble, Wait, Waiting, sound
+from rlbuffer.records.waiting import (
+    AT_REST,
+    FINAL,
+    FOR_GROUPS,
+    STARTING_SECONDS,
+    Cause,
+    Problem,
+    Trouble,
+    Wait,
+    Waiting,
+    sound,
+)
 from rlbuffer.state.metric import Kind, Metric, metrics
 from rlbuffer.state.text import counted, duration
 
@@ -119,9 +130,15 @@ class Process:
         return self.kind == "batcher" and self.name == SUPERVISOR
 
     @property
+    def is_starting(self) -> bool:
+        """It was started a moment ago, and what it loads may keep it from saying more."""
+        starts = self.waiting is not None and self.waiting.kind is Wait.STARTING
+        return starts and not self.has_stopped and self.seconds_ago <= STARTING_SECONDS
+
+    @property
     def is_fresh(self) -> bool:
-        """It was last seen a moment ago."""
-        return self.seconds_ago <= FRESH_SECONDS
+        """It was last seen a moment ago, or is starting."""
+        return self.seconds_ago <= FRESH_SECONDS or self.is_starting
 
     @property
     def is_alive(self) -> bool:
@@ -140,13 +157,19 @@ def failures_of(beat: Beat) -> dict[str, int]:
     return {str(k): n for k, n in kinds.items() if type(n) is int} if isinstance(kinds, Mapping) else {}
 
 
-def batcher_waiting(leader: Process | None, *, is_led: bool, error: str = "") -> Waiting | None:
+def batcher_waiting(
+    leader: Process | None, *, is_led: bool, error: str = "", is_starting: bool = False
+) -> Waiting | None:
     """Why no step comes, by the leader's last heartbeat; None while it works. What a leader said that was killed since
     holds no more.
 
-    `error`: the batcher's fatal one.
+    Args:
+        error: the batcher's fatal one.
+        is_starting: as of :func:`is_starting`.
     """
     waiting = None if leader is None else leader.waiting
+    if is_starting and not is_led and not error and (leader is None or not leader.is_fresh):
+        return Waiting(kind=Wait.STARTING, detail="the batcher")
     if is_led or (waiting is not None and waiting.kind in FINAL):
         return waiting
     if error:
@@ -157,14 +180,36 @@ def batcher_waiting(leader: Process | None, *, is_led: bool, error: str = "") ->
     return waiting
 
 
-def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) -> tuple[Problem, ...]:
+def is_starting(processes: Iterable[Process]) -> bool:
+    """`rlbuffer run` has started all processes of the run a moment ago."""
+    return any(process.is_supervisor and process.is_starting for process in processes)
+
+
+def while_starting(waiting: Waiting | None, processes: Collection[Process]) -> Waiting | None:
+    """`waiting` as long as those who are missing may have been started a moment ago."""
+    if waiting is None:
+        return None
+    rank = next((p.waiting for p in processes if p.kind == "rank" and p.is_starting), None)
+    run = next((p.waiting for p in processes if p.is_supervisor and p.is_starting), None)
+    if waiting.kind in (Wait.NO_TRAINER, Wait.TRAINER_GONE) and (said := rank or run) is not None:
+        loads = ", ".join(filter(None, ["the trainer", said.detail]))
+        return replace(said, step=waiting.step, detail=loads)
+    if run is not None and waiting.kind in FOR_GROUPS and waiting.cause == Cause.NO_WORKER:
+        return replace(waiting, cause=Cause.LOADING, detail="they were started a moment ago")
+    return waiting
+
+
+def worker_problems(
+    workers: Iterable[Process], waiting: Waiting | None = None, *, is_starting: bool = False
+) -> tuple[Problem, ...]:
     """What the workers say that somebody must cure, and what their silence says: one of a kind for each env.
 
     The last words of a worker that has ended count until another one samples its env. Workers of one's own need not
-    send heartbeats: that there is none at all counts only where the batcher has `waiting`, and nothing has come.
+    send heartbeats: that there is none at all counts only where the batcher has `waiting`, and nothing has come. Nobody
+    is missing while the run `is_starting`.
     """
     workers = tuple(workers)
-    is_at_rest = waiting is not None and waiting.kind in AT_REST
+    is_at_rest = is_starting or (waiting is not None and waiting.kind in AT_REST)
     served = {worker.env for worker in workers if worker.is_alive}
     found: list[Problem] = []
     envs: dict[str, list[Process]] = {}
@@ -174,10 +219,11 @@ def worker_problems(workers: Iterable[Process], waiting: Waiting | None = None) 
             continue
         found += [replace(problem, env=worker.env, worker=worker.name) for problem in worker.problems]
     for env, members in sorted(envs.items()):
-        if not is_at_rest and env and min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS:
+        is_silent = min(worker.seconds_ago for worker in members) > SHOWN_SILENT_SECONDS
+        if is_silent and env and not is_at_rest and not any(worker.is_starting for worker in members):
             heard = ", ".join(f"{worker.name} was last seen {duration(worker.seconds_ago)} ago" for worker in members)
             found.append(Problem(kind=Trouble.NO_WORKER, env=env, detail=heard))
-    if not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:
+    if not is_at_rest and not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:
         found.append(Problem(kind=Trouble.NO_WORKER))
     return merged(found)
 
@@ -192,7 +238,8 @@ def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple
         if each.kind == "scorer" and each.is_alive
         for p in each.problems
     ]
-    return (*leading, *worker_problems([each for each in processes if each.kind == "worker"], waiting), *scorers)
+    workers = [each for each in processes if each.kind == "worker"]
+    return (*leading, *worker_problems(workers, waiting, is_starting=is_starting(processes)), *scorers)
 
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:

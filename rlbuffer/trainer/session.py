@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ from rlbuffer.config.models import router_loss
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
+from rlbuffer.process.heartbeat import starting
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.signals import StopRequest
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.member import Member
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
@@ -120,7 +122,8 @@ def open_session(
     torch.manual_seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     random.seed(settings.seed)
-    model = build_model(settings.model, seed=settings.seed)
+    with _telling_start(settings, rank) if not fake_data else nullcontext():
+        model = build_model(settings.model, seed=settings.seed)
     if why := router_loss(model.config.to_dict()):
         raise ConfigError(why, setting="model")
     nn.Module.to(model, device)
@@ -170,6 +173,20 @@ def open_session(
         dist.destroy_process_group()
     elif world_size > 1:
         _KEPT_OPEN.append(module)
+
+
+@contextmanager
+def _telling_start(settings: RunSettings, rank: int) -> Iterator[None]:
+    """Says that this rank loads the model while the block does."""
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}") as buffer:
+        store = buffer.store.role(Member)
+
+        def tell(record: dict[str, Any]) -> Mapping[str, Any] | None:
+            store.meta()  # RunGone where there is none: this begins none
+            return store.heartbeat("rank", str(rank), record)
+
+        with starting(tell, "which loads its model"):
+            yield
 
 
 def _write_base(settings: RunSettings, policy: PackedPolicy) -> PolicyVersion:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.process.heartbeat import Heartbeats, starting
 from rlbuffer.process.identity import may_live
 from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.process.progress import Progress
@@ -34,12 +34,29 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
+def telling_start(store: Member, name: str, settings: WorkerSettings) -> Iterator[None]:
+    """Says what a worker loads while the block makes its env and its sampler, to a run that is there."""
+
+    def tell(record: dict[str, Any]) -> Mapping[str, Any] | None:
+        store.meta()  # RunGone where there is none: this begins none
+        return store.heartbeat("worker", name, record)
+
+    with starting(tell, f"it loads its env and its sampler ({settings.sampler})", env=_env_of(settings)):
+        yield
+
+
+def _env_of(settings: WorkerSettings) -> str:
+    """Its name before it is made."""
+    return str(settings.env_options.get("name") or settings.env)
+
+
+@contextmanager
 def telling_why(store: Member, name: str, settings: WorkerSettings) -> Iterator[None]:
     """A worker that cannot begin says why to a run that is there: its heartbeat is the last one."""
     try:
         yield
     except ConfigError as error:
-        pulse = Pulse(store, name, str(settings.env_options.get("name") or settings.env))
+        pulse = Pulse(store, name, _env_of(settings))
         pulse.ended = str(error)
         with suppress(RlbufferError):
             store.meta()  # RunGone where there is none: this begins none

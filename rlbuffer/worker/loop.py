@@ -52,7 +52,7 @@ from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
 from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
-from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_why
+from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_start, telling_why
 from rlbuffer.worker.place import changes, identity_of
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.versions import Versions
@@ -115,7 +115,8 @@ def run_worker(
         ServerUnreachable: for longer than the writer's patience.
     """
     # First what may be refused: a worker that cannot work begins no run.
-    with telling_why(buffer.store.role(WorkerStore), name, settings):
+    store = buffer.store.role(WorkerStore)
+    with telling_why(store, name, settings), telling_start(store, name, settings):
         worker = _Worker(
             buffer=buffer,
             name=name,
@@ -127,7 +128,7 @@ def run_worker(
             evaluations=evaluations or {},
             section=section,
         )
-    buffer.store.role(WorkerStore).open_run()
+    store.open_run()
     return asyncio.run(worker.run())
 
 

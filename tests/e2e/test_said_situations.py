@@ -249,7 +249,7 @@ SITUATIONS: list[tuple[Callable[[Stage], None], str, str, str]] = [
     (loading, "", "Loading policy version 0, for ", "are generating"),
     (held_paused, "", "in trouble: The worker vcopy of vcopy says: no server can sample", "are generating"),
     (killed, "", "No worker of any env is at work (vcopy was last seen 1", "are generating"),
-    (from_a_checkpoint, "lookahead = 1", "It goes on from a checkpoint: it is at step 0", "slower"),
+    (from_a_checkpoint, "lookahead = 1", "at 0 of 1, from its first weights", "slower"),
     (behind, "lookahead = 1", "The trainer is the slower side", "checkpoint"),
 ]
 
