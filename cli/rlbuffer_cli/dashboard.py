@@ -23,7 +23,7 @@ from rlbuffer_cli.plots import chart, curves_of
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, ProcessRow, env_rows, process_rows
 from rlbuffer_cli.table import Printed
 from rlbuffer_cli.text import time_of
-from rlbuffer_cli.view import alerts, bad, evaluations, more_processes, pace_of, progress, states
+from rlbuffer_cli.view import SHOWN_PROBLEMS, alerts, bad, evaluations, more_processes, pace_of, progress, states
 
 SECTIONS = (
     ("title",),
@@ -119,7 +119,7 @@ class Dashboard:
             "progress": [progress(self.records, self.planned)] if last else [],
             "facts": list(self._facts(width)),
             "masked": [_line(words, "faint")] if last and (words := masked_words(last)) else [],
-            "envs": [Printed(ENVS, env_rows(state))] if state is not None and len(state.envs) > 1 else [],
+            "envs": [Printed(ENVS, env_rows(state))] if state is not None and _has_envs(state) else [],
             "evaluations": [] if state is None else list(evaluations(state)),
             "processes": list(self._processes(MOST_PROCESSES if height >= MANY_LINES else FEW_PROCESSES)),
             "examples": [_line(line) for line in self._examples()],
@@ -147,7 +147,7 @@ class Dashboard:
         if self.records and (nothing := nothing_left(self.records[-1])):
             yield bad(nothing)
         if self.state is not None:
-            yield from alerts(self.state, is_brief=is_brief)
+            yield from alerts(self.state, most=SHOWN_PROBLEMS if is_brief else None)
         elif not self.records:
             yield Text(self.opening)
 
@@ -196,6 +196,11 @@ def _curve(rewards: Sequence[Mapping[str, Any]], width: int, height: int) -> Ite
     yield Text.assemble(("reward ", "faint"), (f"{values[-1]:.3f}", "bold"), (between, "faint"))
     *drawn, _ = chart([curve], width=width, height=height - 1, form=".3f")
     yield Text("\n".join(drawn), "accent", no_wrap=True)
+
+
+def _has_envs(state: RunState) -> bool:
+    """There are several to compare, and one has sent something."""
+    return len(state.envs) > 1 and any(env.pushed.rollouts for env in state.envs)
 
 
 def _without_the_sentence(row: ProcessRow) -> ProcessRow:

@@ -19,12 +19,13 @@ from rlbuffer.errors import NotFound
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
+from rlbuffer_cli import look
 from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.table import View, of_tuples
 from rlbuffer_cli.tables import MemberRow, member_rows, shared_words, version_range, worst_rows
-from rlbuffer_cli.text import MINUS, as_json, cut, moment, time_of
+from rlbuffer_cli.text import as_json, cut, moment, signs, time_of
 
-MAX_TEXT, LINE_OF_TEXT = 60, 120
+MAX_TEXT, LINE_OF_TEXT = 160, 120
 """Characters of an answer in a row; of a prompt, an answer or metadata in a line."""
 SHOWN_PROMPT_TOKENS = 40
 NAMED_MEMBERS = 8
@@ -51,16 +52,18 @@ EMPTY = "/"
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
 def scored(reward: float | None) -> str:
     """The reward in words."""
-    return "not scored" if reward is None else f"reward {reward:.3f}"
+    return "not scored" if reward is None else signs(f"reward {reward:.3f}")
 
 
-def headline(view: GroupView) -> list[str]:
+def headline(view: GroupView) -> list[str | Text]:
     """The group in a few lines."""
-    state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
-    where = f" in step {view.step}" if view.step else ""
+    why = f"({view.reason}: {printable(view.detail)})" if view.reason else ""
+    state = look.state(view.state, f"in step {view.step}" if view.step else why)
     versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
     whole = plural(view.planned_size or view.rollouts, "rollout")
-    lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
+    lines: list[str | Text] = [
+        Text.assemble(printable(f"group {view.group_id}   "), state, printable(f"   env {view.env}"))
+    ]
     facts = [
         f"{view.rollouts} of {whole}" if view.planned_size else whole,
         f"{amount(view.tokens)} tokens",
@@ -166,7 +169,7 @@ def verdict(member: RolloutView) -> list[str]:
     facts = [
         f"failed: {cut(printable(str(member.failure)), LINE_OF_TEXT)}" if member.failure else scored(member.reward),
         *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
-        "" if member.advantage is None else f"advantage {member.advantage:+.4f}",
+        "" if member.advantage is None else f"advantage {signs(f'{member.advantage:+.4f}')}",
         plural(member.length, "token"),
         f"{len(member.rollout.further) + 1} sequences" if member.rollout is not None and member.rollout.further else "",
         member.name,
@@ -181,11 +184,11 @@ def panels(detail: GroupDetail, member: RolloutView) -> list[tuple[str, str, dic
     earned = {name: f"{value:.3f}" for name, value in member.rewards.items()}
     if rollout is not None:
         earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
-    earned |= {} if member.advantage is None else {"advantage": f"{member.advantage:+.3f}".replace("-", MINUS)}
+    earned |= {} if member.advantage is None else {"advantage": signs(f"{member.advantage:+.3f}")}
     earned |= {} if view.reward is None else {"mean of the group": f"{view.reward:.3f}"}
     earned |= {} if detail.answer is None else {"answer": cut(printable(worded(detail.answer)), LINE_OF_TEXT)}
     size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
-    size |= {} if member.logprob_mean is None else {"logprob, mean": f"{member.logprob_mean:.3f}".replace("-", MINUS)}
+    size |= {} if member.logprob_mean is None else {"logprob, mean": signs(f"{member.logprob_mean:.3f}")}
     size |= {"stop": member.finish_reason} if member.finish_reason else {}
     size["sampled by"] = version_range(member)
     if view.age is not None:

@@ -15,6 +15,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.state.text import printable
 from rlbuffer_cli.look import TINTS
+from rlbuffer_cli.text import signs
 
 NAMES = ("plain", "logprob", "advantage", "mask", "entropy", "mismatch", "version", "column")
 """Lenses by their keys, 1 to 8."""
@@ -211,10 +212,10 @@ def numbers_of(member: RolloutView, kept: TrainerValues = NONE) -> Callable[[int
     def numbers(at: int) -> dict[str, str]:
         known = {"id": str(int(rollout.tokens[at])), "trained": "yes" if rollout.loss_mask[at] else "no"}
         if rollout.loss_mask[at]:
-            known["logprob"] = f"{float(logprobs[at]):.4f}"
+            known["logprob"] = signs(f"{float(logprobs[at]):.4f}")
             known["p"] = f"{np.exp(min(float(logprobs[at]), 0.0)):.3f}"
-            known |= {"advantage": f"{float(advantages[at]):+.4f}"} if advantages is not None else {}
-            known |= {name: f"{float(values[at]):.4f}" for name, values in further.items()}
+            known |= {"advantage": signs(f"{float(advantages[at]):+.4f}")} if advantages is not None else {}
+            known |= {name: signs(f"{float(values[at]):.4f}") for name, values in further.items()}
         return known | ({"version": f"v{versions[at]}"} if versions[at] >= 0 else {})
 
     return numbers

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import AT_REST, Problem
-from rlbuffer.state.heartbeats import Process
+from rlbuffer.state.heartbeats import Process, is_starting
 from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
 from rlbuffer.store.history import Dropped
@@ -205,7 +205,8 @@ def process_rows(state: RunState) -> list[ProcessRow]:
     for record in state.history:
         if record.get("event") == Dropped.event and record.get("worker"):
             drops.setdefault(str(record["worker"]), []).append(record)
-    rows, is_at_rest = [], state.waiting is not None and state.waiting.kind in AT_REST
+    is_over = state.waiting is not None and state.waiting.kind in AT_REST
+    rows, is_at_rest = [], is_over or is_starting(state.processes)
     for process in sorted(state.processes, key=lambda p: p.is_fresh or p.has_stopped):
         is_worker = process.kind == "worker"
         behind = state.policy_version - process.version if is_worker else 0

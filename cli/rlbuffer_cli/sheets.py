@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from rich.console import RenderableType
+from rich.text import Text
 
 from rlbuffer.client.filters import parse
 from rlbuffer.client.searching import with_text
@@ -47,7 +48,7 @@ class Sheet:
     """With ids that are whole."""
     view: View
     items: Sequence[Any] = ()
-    lines: Sequence[str] = ()
+    lines: Sequence[str | Text] = ()
     """What is said of it."""
     shared: Mapping[str, Any] = field(default_factory=dict)
     """What its rollouts share, by name; a screen shows as much of each as it has room for."""
@@ -62,7 +63,7 @@ class Sheet:
     problems: Sequence[RlbufferError] = ()
     """What could not be read of a table."""
 
-    def said(self, most: int = facts.LINE_OF_TEXT) -> list[str]:
+    def said(self, most: int = facts.LINE_OF_TEXT) -> list[str | Text]:
         """The lines, and one for each thing that is shared, of which `most` characters are shown."""
         return [*self.lines, *facts.shared_lines(self.shared, most)]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlbuffer_cli import look
-from rlbuffer_cli.text import WIDE
+from rlbuffer_cli.text import MINUS, WIDE, signs
 
 LEAST_TEXT = 16
 """Columns of a terminal that the last column of a table has at least."""
@@ -43,7 +43,9 @@ def figure(
 
     def cell(item: Any) -> str:
         value = of(item)
-        return unknown(item) if value is None else form(value) if callable(form) else f"{value:{form}}"
+        if value is None:
+            return unknown(item)
+        return form(value) if callable(form) else signs(f"{value:{form}}")
 
     def order(item: Any) -> Any:
         value = of(item)
@@ -190,7 +192,7 @@ def of_tuples(
         return lambda row: row[at]
 
     def size(at: int) -> Callable[[Any], float]:
-        return lambda row: float(str(row[at]).replace(",", "") or "-inf")
+        return lambda row: float(str(row[at]).replace(",", "").replace(MINUS, "-") or "-inf")
 
     columns = tuple(
         Column(title, cell(at), size(at) if title in numbers else None, title in numbers, WIDE if title in wide else 0)

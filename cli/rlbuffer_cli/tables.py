@@ -21,13 +21,13 @@ from rlbuffer_cli import look
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
 from rlbuffer_cli.table import Column, Target, View, bar, figure
-from rlbuffer_cli.text import WIDE, as_json, cut, time_of, utc
+from rlbuffer_cli.text import MINUS, WIDE, as_json, cut, time_of, utc
 from rlbuffer_cli.view import run_head
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
-SHOWN_ANSWER, SHOWN_NAME = 60, 20
+SHOWN_ANSWER, SHOWN_NAME = 160, 20
 """Columns of an answer, and of a sequence's name, in a row."""
 
 
@@ -245,12 +245,12 @@ def member_rows(
     answer: Callable[[RolloutView], str] = lambda member: "",
     matches: Callable[[RolloutView], bool] = lambda member: False,
 ) -> list[MemberRow]:
-    """The rollouts of a group, each followed by its sequences where it has several."""
+    """The rollouts of a group from the best to the worst, each followed by its sequences where it has several."""
     rewards = [abs(m.reward) for m in detail.members if m.reward is not None]
     advantages = [abs(m.advantage) for m in detail.members if m.advantage is not None]
     most = max([1.0, *rewards]), max([1.0, *advantages])
     rows = []
-    for member in detail.members:
+    for member in sorted(detail.members, key=_from_best):
         its = member.sequences()
         said = member.failure.message if member.failure else "" if its else answer(member)
         top = MemberRow(detail.view, member, *most, cut(printable(said), SHOWN_ANSWER), matches(member))
@@ -261,6 +261,11 @@ def member_rows(
     return rows
 
 
+def _from_best(member: RolloutView) -> tuple[bool, float]:
+    """Those of one reward stay in their order; what has none comes last."""
+    return member.reward is None, -(member.reward or 0.0)
+
+
 MEMBERS = View(
     name="rollouts",
     key=lambda row: row.member.rollout_id,
@@ -268,15 +273,19 @@ MEMBERS = View(
     whole=lambda row: row.under or row,
     empty="its rollouts are no longer kept",
     legend=lambda rows: (
-        f"of 1+: a whole bar is a reward of {rows[0].most_reward:g}   "
-        f"- 0 +: a half one is an advantage of {rows[0].most_advantage:.3g}"
+        f"bar: reward, full at {rows[0].most_reward:.4g}   bar: advantage, full at ±{rows[0].most_advantage:.4g}"
     ),
     columns=(
         Column("rollout", lambda row: row.title, lambda row: row.member.rollout_id),
         figure("reward", lambda row: row.reward),
-        bar("of 1+", lambda row: row.reward, lambda row: look.meter(row.reward / row.most_reward), 1),
+        bar("0 to full", lambda row: row.reward, lambda row: look.meter(row.reward / row.most_reward), 1),
         figure("advantage", lambda row: row.advantage, "+.3f"),
-        bar("- 0 +", lambda row: row.advantage, lambda row: look.signed(row.advantage, row.most_advantage), WIDE),
+        bar(
+            f"{MINUS}   0   +",
+            lambda row: row.advantage,
+            lambda row: look.signed(row.advantage, row.most_advantage),
+            WIDE,
+        ),
         figure("tokens", lambda row: row.member.length, ","),
         Column("stop", lambda row: row.stop),
         figure("trained", lambda row: row.member.loss_tokens, ",", 2),

@@ -19,6 +19,16 @@ MOST_FLOWING = 2000
 """A longer line is broken anywhere."""
 
 
+def signs(number: str) -> str:
+    r"""A number as people read it: with a real minus.
+
+    Example:
+        >>> ascii(signs(f"{-0.25:.3f}"))
+        '\u22120.250'
+    """
+    return number.replace("-", MINUS)
+
+
 def thinned(values: Sequence[float], width: int) -> Sequence[float]:
     """At most `width` values: means of neighbours where there are more."""
     if len(values) <= width:

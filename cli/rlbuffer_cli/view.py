@@ -71,7 +71,7 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
 def run_head(state: RunState, width: int) -> list[RenderableType]:
     """The run above another table, in lines of `width` columns: the first ones matter most."""
     parts: list[RenderableType] = [
-        *alerts(state, is_brief=True),
+        *alerts(state, most=SHOWN_PROBLEMS if width >= WIDE else 1),
         look.across(list(figures(state, is_brief=True).values()), width),
         look.across(list(states(state, is_brief=True).values()), width),
     ]
@@ -86,8 +86,8 @@ def more_processes(count: int) -> Text:
     return Text(f"and {count:,} more: rlbuffer inspect processes", "faint")
 
 
-def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
-    """What somebody must cure, then what the run waits for; `is_brief`: a line for each of the first problems."""
+def alerts(state: RunState, *, most: int | None = None) -> Iterator[Text]:
+    """What somebody must cure, then what the run waits for; `most`: a line for each of so many problems."""
     server, waiting = state.server, state.waiting
     if not server.memory_limit and server.name != "memory":
         yield bad(f"server memory: no limit (maxmemory 0), {server.memory / 2**20:,.0f} MiB used: set one")
@@ -100,12 +100,12 @@ def alerts(state: RunState, *, is_brief: bool = False) -> Iterator[Text]:
     # Of an env without a worker the sentence of what is waited for says the same.
     said = None if waiting is None or waiting.cause != Cause.NO_WORKER else (Trouble.NO_WORKER, waiting.env)
     problems = [problem for problem in state.problems if problem.key != said]
-    for problem in problems[: SHOWN_PROBLEMS if is_brief else None]:
+    for problem in problems[:most]:
         line = bad(str(problem))
-        line.no_wrap, line.overflow = is_brief, "ellipsis"
+        line.no_wrap, line.overflow = most is not None, "ellipsis"
         yield line
-    if is_brief and problems:
-        more = max(0, len(problems) - SHOWN_PROBLEMS)
+    if most is not None and problems:
+        more = max(0, len(problems) - most)
         yield bad(f"{f'{more} more, and what' if more else 'What'} cures them: rlbuffer inspect problems")
     yield from _sentences(state)
 
@@ -117,7 +117,7 @@ def _sentences(state: RunState) -> Iterator[Text]:
         if state.is_led:
             yield Text.assemble(("● ", "trained"), (f"Step {state.step + 1} is being made.", "bold"))
     else:
-        is_old = leader is not None and not leader.is_fresh
+        is_old = leader is not None and not leader.is_fresh and leader.waiting == waiting
         ago = f" (said {duration(leader.seconds_ago)} ago)" if leader is not None and is_old else ""
         sentence = f"{waiting}{ago}"
         part = look.meter(waiting.done, cells=16).append(" ") if waiting.done else ""

@@ -55,7 +55,7 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     if groups:
         facts.append(f"{flat / groups:.0%} of the groups of the last {plural(len(steps), 'step')} are flat")
     if gradient is not None:
-        facts.append(f"the largest norm of a gradient is {gradient:.1g}")
+        facts.append(f"the largest norm of a gradient is {gradient:.2f}")
     masked = [record.masked_by for record in records if record.masked_fraction == 1.0]
     if masked:
         by = max(masked[0], key=lambda stage: masked[0][stage])

@@ -16,11 +16,11 @@ def mean_of(result: Mapping[str, Any]) -> str:
 
     Example:
         >>> mean_of({"reward/mean": 0.5, "reward/error": 0.1, "samples": 1}), mean_of({"reward/mean": 1, "samples": 4})
-        ('mean 0.500 +- 0.100', 'mean@4 1.000')
+        ('mean 0.500 ± 0.100', 'mean@4 1.000')
     """
     samples = result.get("samples", 1)
     name = "mean" if samples == 1 else f"mean@{samples}"
-    error = f" +- {result['reward/error']:.3f}" if "reward/error" in result else ""
+    error = f" ± {result['reward/error']:.3f}" if "reward/error" in result else ""
     return f"{name} {result['reward/mean']:.3f}{error}"
 
 

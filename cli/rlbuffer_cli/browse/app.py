@@ -42,6 +42,7 @@ class Browser(App[None]):
     #notice { height: auto; max-height: 5; text-style: bold; }
     #legend { height: auto; max-height: 3; }
     #top { height: auto; max-height: 60%; }
+    .-low.-pool #top { max-height: 8; }
     OneStep #top { max-height: 66%; }
     .-tall #title, .-tall #head { margin-bottom: 1; }
     #head { height: auto; }

@@ -49,6 +49,11 @@ class Rows(DataTable[Text]):
         Binding("G", "scroll_bottom", show=False),
     ]
 
+    def action_select_cursor(self) -> None:
+        """Opens the row under the cursor; while there is none yet the screen says why."""
+        if self.row_count or not isinstance(self.screen, Look) or not self.screen.is_reading():
+            super().action_select_cursor()
+
 
 class EntryLine(Input):
     """A line to type in, shown when it is asked for. Enter is taken at once, and keys typed ahead go to the screen."""
@@ -132,6 +137,7 @@ class Listing(Look):
         return [top, Static(id="legend", markup=False), rows, Static(id="more", markup=False), line]
 
     def on_mount(self) -> None:
+        self.set_class(self.view is GROUPS, "-pool")
         self.rows.focus()
 
     @property
@@ -146,7 +152,7 @@ class Listing(Look):
         if self.target.kind == "pair":
             return f"{self.target.name} and {self.target.other}"
         if self.read_where is None:
-            return f"{self.view.name}: reading"
+            return self.target.name
         one = "process" if self.view is PROCESSES else self.view.name.removesuffix("s")
         count = plural(len(self.items), one, self.view.name)
         more = f"the first {count} (m: more)" if len(self.items) >= self.limit else count
@@ -168,12 +174,15 @@ class Listing(Look):
         at = rows.cursor_row
         self.shown = ordered(self.view, self.items, self.by, is_reversed=self.is_reversed)
         rows.clear(columns=True)
+        rows.show_header = bool(self.items)
         width = self.size.width
         room = width - 4  # of which the frame of the cells and the bar at the right take the rest
         most = max(LEAST_OF_WORDS, width // 5)
         columns, cells, titles = fitting(self.view, self.shown, width, room=room, most=most)
         widths = [max(map(cell_len, [title, *(c.plain for c in of)])) for title, of in zip(titles, cells, strict=True)]
-        widths[-1] = last = min(widths[-1], max(LEAST_TEXT, room - sum(widths[:-1]) - 2 * (len(widths) - 1)))
+        left = room - sum(widths[:-1]) - 2 * (len(widths) - 1)  # for words; a number needs no more than it has
+        last = max(min(widths[-1], LEAST_TEXT), min(left, widths[-1]) if columns[-1].is_number else left)
+        widths[-1] = last
         for column, title, wide in zip(columns, titles, widths, strict=True):
             head = Text(title, "faint", justify="right" if column.is_number else "left")
             rows.add_column(head, width=wide, key=column.title)
@@ -255,7 +264,7 @@ class Listing(Look):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Nothing is filtered where there is no filter."""
-        return action != "filter" or bool(self.view.filter_help)
+        return super().check_action(action, parameters) and (action != "filter" or bool(self.view.filter_help))
 
     def action_sort(self) -> None:
         """Takes the next column; behind the last one the order in which things are read."""

@@ -22,7 +22,7 @@ from rlbuffer_cli.facts import LINE_OF_TEXT, life, member_of, verdict, worded
 from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import rollout_record, shared_words
-from rlbuffer_cli.text import cut
+from rlbuffer_cli.text import cut, signs
 
 FACTS_WIDTH = 32
 COLUMN = len(NAMES)
@@ -188,16 +188,16 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
 def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     """Rewards, tokens and life of a rollout."""
     view, rollout = detail.view, member.rollout
-    earned = {name: f"{value:.3f}" for name, value in member.rewards.items()}
+    earned = {name: signs(f"{value:.3f}") for name, value in member.rewards.items()}
     size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
     if rollout is not None:
         earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
         turns = sum(len(its.turns) for its in rollout.sequences)
         size["turns"] = f"{turns:,}" if turns else ""
-    earned["advantage"] = "" if member.advantage is None else f"{member.advantage:+.4f}"
+    earned["advantage"] = "" if member.advantage is None else signs(f"{member.advantage:+.4f}")
     earned["answer"] = "" if detail.answer is None else cut(printable(worded(detail.answer)), LINE_OF_TEXT)
-    size["logprob mean"] = "" if member.logprob_mean is None else f"{member.logprob_mean:.3f}"
-    lines = _section("REWARD", "not scored" if member.reward is None else f"{member.reward:.3f}", earned)
+    size["logprob mean"] = "" if member.logprob_mean is None else signs(f"{member.logprob_mean:.3f}")
+    lines = _section("REWARD", "not scored" if member.reward is None else signs(f"{member.reward:.3f}"), earned)
     lines += _section("TOKENS", f"{member.length:,}", size)
     if member.shared is not None:
         lines[-1:] = [f"  {shared_words(member)}", ""]

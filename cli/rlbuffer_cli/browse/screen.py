@@ -18,6 +18,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Footer, Static
@@ -25,6 +26,7 @@ from textual.widgets._footer import FooterKey
 from textual.worker import Worker
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
@@ -33,7 +35,12 @@ from rlbuffer_cli.text import cut, time_of
 from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
+PROBLEMS_ACTION = "show('problems')"
 LEAST_OF_A_NAME, MOST_OF_A_NAME = 8, 24
+NEEDS_CONTENT = frozenset(
+    {"sort", "reverse", "more", "compare", "extremes", "copy", "export", "raw", "other", "lens", "near"}
+)
+"""Actions that do something with what is shown."""
 AWAY_EXIT_CODE = 4
 """Errors with this exit code pass: the server is away, or takes nothing just now."""
 
@@ -50,6 +57,8 @@ class Looking:
     colours: str = "dark"
     """`dark` or `light`; "" for none but the terminal's."""
     is_live: bool = False
+    problems: int = 0
+    """What somebody must cure, when a screen was read last."""
     live_seconds: float = 2.0
 
     @property
@@ -69,10 +78,16 @@ class Open(Message):
 class Keys(Footer):
     """The keys that there is room for: none is cut, and `?` shows all."""
 
+    problems: reactive[int] = reactive(0, recompose=True)
+    """What somebody must cure: its number stands at the key that shows it."""
+
     def compose(self) -> ComposeResult:
         room = self.app.size.width
         for key in super().compose():
-            room -= len(key.key_display) + len(key.description) + 3 if isinstance(key, FooterKey) else 0
+            if isinstance(key, FooterKey):
+                if key.action == PROBLEMS_ACTION and self.problems:
+                    key.description = f"problems {self.problems:,}"
+                room -= len(key.key_display) + len(key.description) + 3
             if room >= 0:
                 yield key
 
@@ -133,7 +148,9 @@ class Look(Screen[None]):
         yield Static(id="title", markup=False)
         yield from self.body()
         yield Static(id="notice", markup=False)
-        yield Keys(show_command_palette=False)
+        keys = Keys(show_command_palette=False)
+        keys.set_reactive(Keys.problems, self.looking.problems)
+        yield keys
 
     def on_mount(self) -> None:
         self.set_interval(self.looking.live_seconds, self.tick)
@@ -146,7 +163,8 @@ class Look(Screen[None]):
     def frame(self) -> None:
         """Writes the title: the run, what the screen shows of it, and on the right as of when."""
         live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
-        said, at = live + printable(self.heading()), f"  as of {self.read_at} UTC" if self.read_at else ""
+        at = "  reading ..." if self.loading_now else f"  as of {self.read_at} UTC" if self.read_at else ""
+        said = live + printable(self.heading())
         room = max(20, self.size.width - len(at))
         name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(said) - 2))
         run = f"{cut(printable(self.looking.buffer.run), name)}  "
@@ -175,9 +193,15 @@ class Look(Screen[None]):
 
     async def _load(self) -> None:
         self.loading_now = True
+        if not self.read_at:
+            self.frame()
         try:
             await self.fetch()
-            self.read_at = time_of(time.time())
+            is_first, self.read_at, self.loading_now = not self.read_at, time_of(time.time()), False
+            if is_first:
+                self.refresh_bindings()
+                self.say("")
+            await self.count_problems()
         except Exception as error:  # a defect must not end the screen of who looks for another one
             if self.display:  # else it was left, and its widgets went while they were filled
                 self._refused(error)
@@ -190,6 +214,22 @@ class Look(Screen[None]):
                 self.frame()
         finally:
             self.loading_now = False
+
+    async def count_problems(self) -> None:
+        """Their number stands at the key that shows them."""
+        state = await self.ask(lambda: read_run_state(self.looking.buffer.store))
+        self.looking.problems = self.query_one(Keys).problems = len(state.problems)
+
+    def is_reading(self) -> bool:
+        """True while the first reading goes on: who pressed a key then is told to press it again."""
+        is_first = self.loading_now and not self.read_at
+        if is_first:
+            self.say("still reading: press it again when the screen is there")
+        return is_first
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Nothing can be done with what is not there yet."""
+        return True if self.read_at or action not in NEEDS_CONTENT else None
 
     def _refused(self, error: Exception) -> None:
         if isinstance(error, RlbufferError):
@@ -256,5 +296,5 @@ class Look(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Says of a key of another screen that it does nothing here: a key without an effect looks like a hang."""
-        if event.is_printable and event.key not in self.active_bindings:
+        if event.is_printable and not self.is_reading() and event.key not in self.active_bindings:
             self.say(f"{event.character} does nothing on this screen; ? shows the keys")

@@ -223,7 +223,7 @@ def file_name(identifier: str) -> str:
 def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     view = detail.view
-    title, *facts = headline(view)
+    title, *facts = (line if isinstance(line, str) else line.plain for line in headline(view))
     state = look.state(
         view.state, f"in step {view.step}" if view.step else f"({view.reason}: {view.detail})" * bool(view.reason)
     )

@@ -148,7 +148,7 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         assert "0.500" in shown
         assert shown.count("2+2=") == 1, "the prompt stands there once"
         await person.press("j", "c", "j", "c")
-        shown = await person.sees("talk.7/1 and talk.7/2", "they part at token 5")
+        shown = await person.sees("talk.7/1 and talk.7/0", "they part at token 5")
         assert "≠ first" in shown
         assert "['" not in shown
 
@@ -161,7 +161,7 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         await person.press("o")
         await person.sees("rlbuffer.pair/1", '"part_at_token": 5')
         await person.press("escape", "escape", "enter")
-        await person.sees("rollout talk.7/2 (3 of 3 of its group)")
+        await person.sees("rollout talk.7/0 (1 of 3 of its group)")
 
     browse(buffer, tour, identifier="talk.7", size=(140, 40))
 
@@ -188,7 +188,7 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
             await person.sees(legend)
         await person.press("G")
         await person.sees(
-            "TOKEN 7 of 8", "id 33", "text '!'", "trained yes", "logprob -7.05", "version v1", "entropy 2"
+            "TOKEN 7 of 8", "id 33", "text '!'", "trained yes", "logprob \u22127.05", "version v1", "entropy 2"
         )
         await person.press("g")
         await person.sees("TOKEN 0 of 8", "trained no", "version none", "role user")

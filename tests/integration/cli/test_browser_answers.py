@@ -49,7 +49,7 @@ def test_which_prompts_go_stale_and_from_which_worker(
         await person.press("enter")
         await person.sees("dropped (stale: because)", "from inf-3", "prompt 7 - 2", "waited ", "math.2/0", "math.2/1")
         await person.press("enter")
-        await person.sees("rollout math.2/0 (1 of 2 of its group)", "LIFE")
+        await person.sees("rollout math.2/1 (2 of 2 of its group)", "LIFE")
 
     browse(buffer, tour, size=(140, 30))
     assert main(["inspect", "processes", "--redis", run.url, "--run", run.store.run]) == 0

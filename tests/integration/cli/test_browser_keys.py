@@ -27,7 +27,7 @@ def test_every_screen_fits_into_80_columns_and_its_keys_stand_on_the_page_of_key
             ((), "a.1"),
             (("enter",), "group a.1"),
             (("b",), "they part at token"),
-            (("escape", "enter"), "rollout a.1/0"),
+            (("escape", "enter"), "rollout a.1/1"),
             (("5",), "entropy: not kept per token"),
             (("escape", "escape", "t"), "1 step"),
             (("enter",), "closed by capacity"),

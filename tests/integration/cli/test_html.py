@@ -108,10 +108,10 @@ def test_a_page_has_the_prompt_the_rollouts_and_the_numbers_of_every_sampled_tok
     push(run, talk("2+2=\n4!"), talk("2+2=\n5"), answer="4", metadata={"level": 3})
     html = export("talk.7")
     page = check_harmless(html)
-    assert "group talk.7   env talk   ready" in page.text
+    assert "group talk.7   ● ready   env talk" in page.text
     assert '{"level": 3}' in page.text
     titles = [attributes["title"] for tag, attributes in page.tags if tag == "i" and "title" in attributes]
-    assert titles[0] == "token 5 · id 52 · trained yes · logprob -2.5000 · p 0.082 · entropy 1.6667 · version v0"
+    assert titles[0] == "token 5 · id 52 · trained yes · logprob \u22122.5000 · p 0.082 · entropy 1.6667 · version v0"
     assert titles[1].endswith("version v1")
     assert len(titles) == 3
     assert "<i>2+2=\n</i>" in html

@@ -12,7 +12,7 @@ from rlbuffer_cli.web.pages import PLOT_WIDTH, drawn
 
 
 def test_bars_of_a_group_are_full_at_a_reward_of_one_or_more() -> None:
-    meter = next(column for column in MEMBERS.columns if column.title == "of 1+")
+    meter = next(column for column in MEMBERS.columns if column.title == "0 to full")
     with rlbuffer.connect(f"memory://{uuid.uuid4().hex}") as buffer:
         writer = buffer.writer("w")
         for name, rewards in (("poor", [0.1] * 8), ("rich", [1.0, 0.5]), ("large", [4.0, 1.0])):

@@ -201,7 +201,7 @@ def test_rollouts_that_run_out_of_time_are_wrong_however_many_there_are(buffer: 
         "timed_out": 2 * prompts,
         "failed": 0,
     }
-    assert f"mean@2 0.000 +- 0.000  version 4  over {prompts} prompts, {2 * prompts} rollouts, " in event["text"]
+    assert f"mean@2 0.000 ± 0.000  version 4  over {prompts} prompts, {2 * prompts} rollouts, " in event["text"]
     assert f"{2 * prompts} timed out, pass@2/reward 0.000 in " in event["text"]
 
 
