@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer_cli import look, sheets
 from rlbuffer_cli.options import is_json, say, show_json
 from rlbuffer_cli.table import Printed, Target
 from rlbuffer_cli.tables import GROUPS
 from rlbuffer_cli.text import columns_of
+from rlbuffer_cli.view import run_title
 from rlbuffer_cli.whole_run import WholeRun
 
 LISTED_GROUPS, PRINTED_TOKENS = 30, 200
@@ -25,6 +27,8 @@ def show(run: WholeRun, target: Target, limit: int | None) -> int:
         for record in map(sheet.view.record, sheet.items) if sheet.record is None else [sheet.record()]:
             show_json(record)
     else:
+        if target == Target("table", GROUPS.name):
+            look.show(run_title(read_run_state(run.buffer.store)))
         _show(sheet)
     for problem in sheet.problems:
         say(f"Error: {problem}", err=True)

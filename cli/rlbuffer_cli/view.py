@@ -45,12 +45,9 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
 
     `trained`: the trainer's records, where they can be read here; the last ones count.
     """
-    server, processes = state.server, process_rows(state)
+    processes = process_rows(state)
     parts: list[RenderableType] = [
-        Text.assemble(
-            (f'run "{printable(state.run)}"', "accent"),
-            (f" on {server.address} ({' '.join(filter(None, [server.name, server.version]))})", "faint"),
-        ),
+        run_title(state),
         *alerts(state),
         look.Facts(figures(state).values()),
         look.Facts([*states(state).values(), *account(state)]),
@@ -66,6 +63,13 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
     if len(processes) > SHOWN_PROCESSES:
         parts.append(more_processes(len(processes) - SHOWN_PROCESSES))
     return Group(*parts)
+
+
+def run_title(state: RunState) -> Text:
+    """Which run this is, and on which server."""
+    server = state.server
+    release = " ".join(filter(None, [server.name, server.version]))
+    return Text.assemble((f'run "{printable(state.run)}"', "accent"), (f" on {server.address} ({release})", "faint"))
 
 
 def run_head(state: RunState, width: int) -> list[RenderableType]:

@@ -47,8 +47,9 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
 
     server, (time, *hashes) = store.replies(ask)
     meta_fields, ledger, trainer, policy, ends, numbers = (fields or {} for fields in hashes[:6])
-    beats = dict(zip(KINDS, hashes[6:10], strict=True))
-    until, paused, pending, evaluations, records, *past = hashes[10:]
+    behind_beats = 6 + len(KINDS)
+    beats = dict(zip(KINDS, hashes[6:behind_beats], strict=True))
+    until, paused, pending, evaluations, records, *past = hashes[behind_beats:]
     if number(meta_fields.get(b"schema")) != SCHEMA:
         store.meta()  # says what is wrong
     meta, at = parse_meta(meta_fields), seconds_of(time)

@@ -34,7 +34,7 @@ SHOWN_SILENT_SECONDS = 12.0
 """An env whose workers are silent for so long has none: their tickets expire."""
 DEAD_SECONDS = 15.0
 """A batcher without a lease that was last seen later than this may be taking over."""
-KINDS = ("batcher", "worker", "scorer", "rank")
+KINDS = ("batcher", "worker", "scorer", "gateway", "rank")
 LEADER, SUPERVISOR = "leader", "run"
 """Names of the batcher that leads, and of `rlbuffer run`, which has a heartbeat of this kind, too."""
 
@@ -55,7 +55,7 @@ class Process:
     """A process by its last heartbeat."""
 
     kind: str
-    """``batcher``, ``worker``, ``scorer`` or ``rank``."""
+    """``batcher``, ``worker``, ``scorer``, ``gateway`` or ``rank``."""
     name: str
     seconds_ago: float
     """Since the heartbeat, on the server's clock."""

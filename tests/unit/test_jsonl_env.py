@@ -124,11 +124,11 @@ def test_epochs_and_places_come_from_the_ticket_number_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ({"path": 3}, "path = 3: input should be a valid string"),
-        ({"tokenizer": 3}, "tokenizer = 3: input should be a valid string"),
+        ({"path": 3}, "path = 3: must be text"),
+        ({"tokenizer": 3}, "tokenizer = 3: must be text"),
         ({"rewards": []}, "rewards = []: must be a table"),
-        ({"passes": 1.5}, "passes = 1.5: input should be a valid integer"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0: input should be greater than or equal to 1"),
+        ({"passes": 1.5}, "passes = 1.5: must be an integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: must be 1 or more"),
         ({"eos_token_ids": 8}, "eos_token_ids = 8: must be a list"),
     ],
 )

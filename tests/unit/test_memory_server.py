@@ -38,7 +38,7 @@ def test_the_name_is_what_follows_the_scheme(url: str, name: str | None) -> None
 
 def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "fakeredis", None)
-    with pytest.raises(ConfigError, match=r"rlbuffer\[memory\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[memory\]'"):
         connect("memory://", tmp_path)
 
 

@@ -99,6 +99,7 @@ HOST = [
 ELSEWHERE = {
     *("packages", "devices", "shared-locks", "functions"),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
+    "server-settings",  # test_doctor
 }
 
 
